@@ -1,0 +1,47 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROTOS := $(shell find protos/pagewire -name '*.proto')
+MODEL := models/storyteller
+
+.PHONY: help setup run test lint protos model bench-split clean
+help:  ## what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e '.[worker,dev]'
+	touch $@
+
+setup: $(READY)  ## create .venv with the pinned packages
+
+run: $(READY)  ## serve the bundled model and stream one completion
+	$(BIN)/python -m pagewire demo $(MODEL)
+
+test: $(READY)  ## every test that needs no GPU
+	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+lint: $(READY)  ## ruff, mypy, buf lint, buf breaking
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against descriptors.binpb
+
+# Stubs are generated with the oldest grpcio-tools they must load beside, in an environment of its own.
+protos: .venv-protos/.ready  ## generate the stubs under protos/gen
+	.venv-protos/bin/python -m grpc_tools.protoc -Iprotos/gen=protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+.venv-protos/.ready:
+	$(PYTHON) -m venv .venv-protos
+	.venv-protos/bin/python -m pip install -q grpcio-tools==1.76.0
+	touch $@
+
+model: $(READY)  ## train the bundled model again
+	$(BIN)/python -m bench.storyteller $(MODEL)
+
+bench-split: $(READY)  ## what two processes over gRPC cost against one process
+	$(BIN)/python -m bench.split
+
+clean:  ## remove what setup made
+	rm -rf $(VENV) .venv-protos
