@@ -1,0 +1,110 @@
+"""What crosses the boundary between the scheduler and a worker, as frozen data.
+
+`rpc/wire.py` translates these to and from `pagewire.worker.v1`; the comments there give units and ranges.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a row chooses its tokens. Every value is explicit: defaults were resolved before."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias_token_ids: tuple[int, ...] = ()
+    logit_bias_values: tuple[float, ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowOpening:
+    """A sequence moves into a slot."""
+
+    slot: int
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step must do. Phases in order: released slots, openings, appended blocks, work."""
+
+    epoch: int
+    step: int
+    released_slots: tuple[int, ...] = ()
+    openings: tuple[RowOpening, ...] = ()
+    append_slots: tuple[int, ...] = ()
+    append_block_ids: tuple[int, ...] = ()
+    work_slots: tuple[int, ...] = ()
+    work_num_tokens: tuple[int, ...] = ()
+
+
+class RowStatus(Enum):
+    OK = 1
+    NAN_LOGITS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Columns over positions; each position has as many top entries as its row asked for."""
+
+    chosen: tuple[float, ...] = ()
+    ranks: tuple[int, ...] = ()
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the prompt tokens from `first_position` on, computed by one chunk of a row."""
+
+    slot: int
+    first_position: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced. Rows are the sampling rows of the plan, in slot order."""
+
+    epoch: int
+    step: int
+    statuses: tuple[RowStatus, ...] = ()  # empty: every row is OK
+    token_ids: tuple[int, ...] = ()  # one per row that is OK
+    logprobs: Logprobs = Logprobs()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    duration_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCapacity:
+    """What a worker said of itself when it joined."""
+
+    worker_id: str
+    model_digest: bytes
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_device_blocks: int  # usable ones; their ids are 1..num_device_blocks
+    block_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    attention_backend: str
