@@ -1,0 +1,68 @@
+"""The specification of every kernel, in plain torch: slow, obvious, and what the fast ones are tested against.
+
+Paged attention is that of Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (2023), https://arxiv.org/abs/2309.06180.
+"""
+
+import torch
+from torch import Tensor
+
+
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes the keys and values of a step's tokens to their slots of one layer's cache, in place.
+
+    Args:
+        key, value: [T, num_kv_heads, head_dim].
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], strided or not.
+        slot_mapping: [T], `block_id * block_size + offset` of each token; a token of slot -1 is skipped.
+    """
+    block_size = key_cache.shape[1]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot == -1:
+            continue
+        key_cache[slot // block_size, slot % block_size] = key[token]
+        value_cache[slot // block_size, slot % block_size] = value[token]
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: list[int],
+    query_start_loc: list[int],
+    scale: float,
+) -> Tensor:
+    """Causal attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
+
+    Row i owns tokens query_start_loc[i] to query_start_loc[i + 1] of the batch; they are the last ones of its
+    seq_lens[i] positions. Positions from seq_lens[i] on are never read: they may hold anything, NaN included.
+
+    Args:
+        query: [T, num_heads, head_dim]; num_heads is a multiple of num_kv_heads, and head h reads KV head
+            h // (num_heads // num_kv_heads).
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        block_tables: [S, max_blocks], block ids; entries past a row's last block are never read.
+        seq_lens: [S], positions of each row after this step.
+        query_start_loc: [S + 1].
+        scale: factor of the scores, usually head_dim ** -0.5.
+
+    Returns:
+        [T, num_heads, head_dim], of the query's dtype; computed in float32.
+    """
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    num_groups = query.shape[1] // num_kv_heads
+    output = torch.empty_like(query)
+    for row, seq_len in enumerate(seq_lens):
+        start, end = query_start_loc[row], query_start_loc[row + 1]
+        blocks = block_tables[row, : -(-seq_len // block_size)].long()
+        keys = key_cache[blocks].flatten(0, 1)[:seq_len].float()  # [N, num_kv_heads, head_dim]
+        values = value_cache[blocks].flatten(0, 1)[:seq_len].float()
+        keys = keys.repeat_interleave(num_groups, dim=1)  # [N, num_heads, head_dim]
+        values = values.repeat_interleave(num_groups, dim=1)
+        scores = torch.einsum("qhd,nhd->hqn", query[start:end].float(), keys) * scale
+        positions = torch.arange(seq_len, device=query.device)
+        is_future = positions[None, :] > positions[seq_len - (end - start) :, None]  # [queries, N]
+        probabilities = scores.masked_fill(is_future, float("-inf")).softmax(dim=-1)
+        output[start:end] = torch.einsum("hqn,nhd->qhd", probabilities, values).to(query.dtype)
+    return output

@@ -1,0 +1,47 @@
+"""What the worker asks of attention. A backend alone knows its kernels and how it reads the paged KV cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+# One layer's (key_cache, value_cache), each a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
+LayerCache = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One step's rows in slot order, over one flat batch of T tokens. A row's tokens are the last of its positions."""
+
+    query_start_loc: list[int]  # [S + 1] offsets of each row's tokens in the flat batch; every row has at least one
+    seq_lens: list[int]  # [S] positions of each row after this step
+    block_tables: Tensor  # [S, max_blocks] int32 or int64, padded with block 0
+    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset of each token
+
+
+class Attend(Protocol):
+    """Attention of one prepared step."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Writes the step's keys and values of a layer to the cache, then attends causally over the cache.
+
+        All writes come before all reads, so a row may read blocks that another row of the step fills.
+
+        Args:
+            layer: from 0.
+            query: [T, num_heads, head_dim], not yet scaled.
+            key, value: [T, num_kv_heads, head_dim].
+
+        Returns:
+            [T, num_heads, head_dim]. Scores are scaled by head_dim ** -0.5.
+        """
+
+
+class AttentionBackend(Protocol):
+    """Does once a step what all layers share, and returns what each layer calls."""
+
+    name: str
+
+    def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
+        """Prepares a step over `kv_cache`, one entry per layer. Cache positions outside the rows' own may hold NaN."""

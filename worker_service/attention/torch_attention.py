@@ -1,0 +1,225 @@
+"""Paged attention in plain torch, for any device: correct for every mix of rows, and quick on a CPU.
+
+A step's rows fall into three kinds, and each kind is attended in the cheapest way torch has for it:
+
+- a prompt's first chunk attends to its own fresh keys and values and reads no cache;
+- a later chunk gathers its context once a layer and attends under a mask;
+- decoding rows of similar length are padded to one group, gathered and attended at once.
+
+Gathers pick exactly the positions a row owns, so whatever lies elsewhere in the cache, NaN included, is never read.
+Grouped query heads are packed or expanded by strides: `enable_gqa` is many times slower on a CPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker_service.attention.backend import Attend, AttentionBatch, LayerCache
+
+# Queries of a chunk that attend together: bounds the mask's memory, and skips most scores of the future.
+MAX_CHUNK_QUERIES = 256
+# A decoding row joins a group if it is at least this part as long as the longest row of the group...
+MIN_GROUP_FILL = 0.75
+# ...or shorter by no more positions than cost as much as a group of its own.
+MAX_FREE_PADDING = 64
+
+
+class TorchAttention:
+    """The backend that needs nothing but torch."""
+
+    name = "torch"
+
+    def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
+        """Sorts the rows into kinds and computes their cache indices and masks. See `AttentionBackend.prepare`."""
+        caches = [(_token_rows(keys), _token_rows(values)) for keys, values in kv_cache]
+        step = _Step.of(batch, kv_cache[0][0])
+        parts = [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)]
+        written = step.cache_rows(batch.slot_mapping // step.block_size, batch.slot_mapping % step.block_size)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key_rows, value_rows = caches[layer]
+            key_rows.index_copy_(0, written, key.flatten(1))
+            value_rows.index_copy_(0, written, value.flatten(1))
+            output = query.new_empty(query.shape)
+            for part in parts:
+                output[part.tokens] = part.attend(query, key, value, key_rows, value_rows)
+            return output
+
+        return attend
+
+
+class _Part(Protocol):
+    """Some rows of a step that are attended together."""
+
+    @property
+    def tokens(self) -> slice | Tensor:
+        """Where their tokens lie in the flat batch."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> Tensor:
+        """[number of tokens, num_heads, head_dim], from a layer's fresh tensors and its cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstChunk:
+    """A row's tokens from its position 0 on."""
+
+    tokens: slice
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> Tensor:
+        return _attend_chunk(query[self.tokens], key[self.tokens], value[self.tokens], None)
+
+
+@dataclass(frozen=True, slots=True)
+class _LaterChunk:
+    """A row's tokens behind some context."""
+
+    tokens: slice
+    positions: Tensor  # [N] cache rows of all the row's positions
+    mask: Tensor  # additive, shared by the step's chunks; see `_causal_mask`
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> Tensor:
+        keys = key_rows.index_select(0, self.positions).unflatten(1, key.shape[1:])
+        values = value_rows.index_select(0, self.positions).unflatten(1, value.shape[1:])
+        queries = query[self.tokens]
+        num_context = len(keys) - len(queries)
+        outputs = []
+        for chunk in queries.split(MAX_CHUNK_QUERIES):
+            num_context += len(chunk)
+            mask = self.mask[-len(chunk) :, -num_context:]
+            outputs.append(_attend_chunk(chunk, keys[:num_context], values[:num_context], mask))
+        return torch.cat(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """R rows of one token each, padded to N positions."""
+
+    tokens: Tensor  # [R]
+    positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
+    mask: Tensor | None  # [R, 1, 1, N] additive; None where all rows are equally long
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> Tensor:
+        shape = (len(self.tokens), -1, *key.shape[1:])
+        keys = key_rows.index_select(0, self.positions).view(shape).transpose(1, 2)  # [R, num_kv_heads, N, head_dim]
+        values = value_rows.index_select(0, self.positions).view(shape).transpose(1, 2)
+        # The G query heads of a KV head stand as G rows over the same keys: [R, num_kv_heads, G, head_dim].
+        queries = query[self.tokens].unflatten(1, (key.shape[1], -1))
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask).flatten(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch, and how its cache is laid out."""
+
+    num_queries: list[int]  # [S]
+    query_start_loc: list[int]  # [S + 1]
+    seq_lens: list[int]  # [S]
+    block_tables: Tensor  # [S, max_blocks] int64
+    block_size: int
+    block_stride: int  # from block to block, in cache rows
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(batch: AttentionBatch, cache: Tensor) -> "_Step":
+        starts = batch.query_start_loc
+        return _Step(
+            num_queries=[end - start for start, end in pairwise(starts)],
+            query_start_loc=starts,
+            seq_lens=batch.seq_lens,
+            block_tables=batch.block_tables.long(),
+            block_size=cache.shape[1],
+            block_stride=cache.stride(0) // cache.stride(1),
+            dtype=cache.dtype,
+        )
+
+    def tokens(self, row: int) -> slice:
+        return slice(self.query_start_loc[row], self.query_start_loc[row + 1])
+
+    def cache_rows(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+        return blocks * self.block_stride + offsets
+
+    def positions(self, rows: list[int], num_positions: int) -> Tensor:
+        """Cache rows of the first `num_positions` of each row, flat; past a row's end, its last position again."""
+        device = self.block_tables.device
+        lengths = torch.tensor([self.seq_lens[row] for row in rows], device=device)
+        positions = torch.arange(num_positions, device=device).minimum(lengths[:, None] - 1)
+        blocks = self.block_tables[torch.tensor(rows, device=device)].gather(1, positions // self.block_size)
+        return self.cache_rows(blocks, positions % self.block_size).flatten()
+
+
+def _first_chunks(step: _Step) -> list[_Part]:
+    rows = range(len(step.seq_lens))
+    return [_FirstChunk(step.tokens(row)) for row in rows if step.num_queries[row] == step.seq_lens[row]]
+
+
+def _later_chunks(step: _Step) -> list[_Part]:
+    rows = [row for row, num_queries in enumerate(step.num_queries) if 1 < num_queries < step.seq_lens[row]]
+    if not rows:
+        return []
+    mask = _causal_mask(step, max(step.num_queries[row] for row in rows), max(step.seq_lens[row] for row in rows))
+    return [_LaterChunk(step.tokens(row), step.positions([row], step.seq_lens[row]), mask) for row in rows]
+
+
+def _causal_mask(step: _Step, num_queries: int, num_positions: int) -> Tensor:
+    """[queries, num_positions], causal from the bottom right: its last q rows and last n columns fit any q queries
+    that are the last of n positions."""
+    num_queries = min(num_queries, MAX_CHUNK_QUERIES)
+    shape = (num_queries, num_positions)
+    mask = torch.full(shape, float("-inf"), dtype=step.dtype, device=step.block_tables.device)
+    return mask.triu_(num_positions - num_queries + 1)
+
+
+def _decode_groups(step: _Step) -> list[_Part]:
+    rows = [row for row, num_queries in enumerate(step.num_queries) if num_queries == 1 < step.seq_lens[row]]
+    groups: list[list[int]] = []
+    min_len = 0
+    for row in sorted(rows, key=lambda row: -step.seq_lens[row]):
+        seq_len = step.seq_lens[row]
+        if groups and seq_len >= min_len:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            min_len = min(int(seq_len * MIN_GROUP_FILL), seq_len - MAX_FREE_PADDING)
+    return [_decode_group(step, group) for group in groups]
+
+
+def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
+    device = step.block_tables.device
+    lengths = [step.seq_lens[row] for row in rows]  # longest first
+    mask = None
+    if lengths[-1] < lengths[0]:
+        is_padding = torch.arange(lengths[0], device=device) >= torch.tensor(lengths, device=device)[:, None]
+        mask = torch.zeros(is_padding.shape, dtype=step.dtype, device=device).masked_fill_(is_padding, float("-inf"))
+        mask = mask[:, None, None, :]
+    tokens = torch.tensor([step.query_start_loc[row] for row in rows], device=device)
+    return _DecodeGroup(tokens, step.positions(rows, lengths[0]), mask)
+
+
+def _token_rows(cache: Tensor) -> Tensor:
+    """A layer's keys or values with one row per position: [cache rows, num_kv_heads * head_dim].
+
+    Position `offset` of a block is cache row `block_id * block_stride + offset`. The rows between are other parts of
+    the block; no index points at them.
+    """
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    block_stride, row_stride = cache.stride()[:2]
+    if not cache[0].is_contiguous() or block_stride % row_stride:
+        raise ValueError(f"KV cache of shape {tuple(cache.shape)} and strides {cache.stride()} is not block-major")
+    num_rows = (num_blocks - 1) * (block_stride // row_stride) + block_size
+    return cache.as_strided((num_rows, num_kv_heads * head_dim), (row_stride, 1))
+
+
+def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of one row's queries [Q, num_heads, head_dim] over [N, num_kv_heads, head_dim]; no mask: causal."""
+    num_kv_heads = key.shape[1]
+    num_groups = query.shape[1] // num_kv_heads
+    queries = query.unflatten(1, (num_kv_heads, num_groups)).permute(1, 2, 0, 3)  # [num_kv_heads, G, Q, head_dim]
+    keys = key.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)  # [num_kv_heads, G, N, head_dim], not copied
+    values = value.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)
+    attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+    return attended.permute(2, 0, 1, 3).flatten(1, 2)
