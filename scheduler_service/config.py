@@ -1,0 +1,81 @@
+"""The options of the scheduler service. `pagewire.options` turns every field into a flag, a variable and a YAML key."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    model: str = _option("", "checkpoint directory; only its config, tokenizer and generation config are read")
+    worker: str = _option("127.0.0.1:50061", "address of the worker, HOST:PORT")
+    host: str = _option("127.0.0.1", "address to bind")
+    port: int = _option(50051, "port to bind; 0 takes a free one")
+    served_model_name: str | None = _option(None, "name of the model for clients; the directory's name if unset")
+    max_model_len: int | None = _option(None, "prompt and output tokens of one sequence; the checkpoint's if unset")
+    max_num_seqs: int = _option(256, "sequences that run at the same time")
+    max_num_batched_tokens: int = _option(2048, "tokens of one step")
+    pipeline_depth: int = _option(2, "steps the worker may have ahead of the scheduler")
+    worker_timeout: float = _option(60.0, "seconds that requests wait for a missing worker")
+    drain_timeout: float = _option(30.0, "seconds that running requests have to finish at shutdown")
+    max_waiting_requests: int = _option(4096, "sequences that may wait")
+    max_waiting_tokens: int = _option(4_194_304, "prompt tokens that may wait")
+    enable_prefix_caching: bool = _option(True, "reuse the KV cache of equal prefixes")
+    metrics_host: str = _option("127.0.0.1", "address to bind for /metrics")
+    metrics_port: int | None = _option(
+        None, "port of /metrics over HTTP; 0 is off; if unset 9090, or a free one (logged) where that is taken"
+    )
+    tls_cert: str | None = _option(None, "certificate chain of the public port, PEM file")
+    tls_key: str | None = _option(None, "private key of the public port, PEM file")
+    tls_client_ca: str | None = _option(None, "clients must present a certificate of this authority, PEM file")
+    worker_tls_ca: str | None = _option(None, "the worker must present a certificate of this authority, PEM file")
+    worker_tls_cert: str | None = _option(None, "certificate chain shown to the worker, PEM file")
+    worker_tls_key: str | None = _option(None, "private key of that certificate, PEM file")
+    worker_tls_name: str | None = _option(None, "name in the worker's certificate, where it is not its host")
+
+    def validate(self) -> None:
+        """Raises ValueError that names the flag at fault."""
+        if not self.model:
+            raise ValueError("--model is missing: name a checkpoint directory")
+        for name, minimum in _MINIMA.items():
+            value = getattr(self, name)
+            if value is not None and not value >= minimum:
+                raise ValueError(f"{_flag(name)} is {value}, but must be at least {minimum}")
+        for name in ("port", "metrics_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 65535:
+                raise ValueError(f"{_flag(name)} is {value}, but must be 0 to 65535")
+        host, _, port = self.worker.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"--worker is {self.worker!r}, but must be HOST:PORT")
+        for name, needed in _TLS_NEEDS:
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise ValueError(f"{_flag(name)} needs {_flag(needed)} too")
+
+
+_MINIMA = {
+    "max_model_len": 2,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "pipeline_depth": 1,
+    "worker_timeout": 0,
+    "drain_timeout": 0,
+    "max_waiting_requests": 1,
+    "max_waiting_tokens": 1,
+}
+_TLS_NEEDS = (
+    ("tls_cert", "tls_key"),
+    ("tls_key", "tls_cert"),
+    ("tls_client_ca", "tls_cert"),
+    ("worker_tls_cert", "worker_tls_key"),
+    ("worker_tls_key", "worker_tls_cert"),
+    ("worker_tls_cert", "worker_tls_ca"),
+    ("worker_tls_name", "worker_tls_ca"),
+)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

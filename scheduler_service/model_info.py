@@ -1,0 +1,118 @@
+"""What the scheduler reads of a checkpoint: everything but the weights."""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# The keys under which the families of models give their greatest length.
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What unset sampling fields mean: generation_config.json's values, else the API's own defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    name: str  # of the directory
+    digest: bytes  # SHA-256 over config.json and, where there is one, tokenizer.json
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults
+    chat_template: str | None
+    tokenizer_path: Path | None
+
+
+def read_model_info(directory: str) -> ModelInfo:
+    """Raises ValueError, one line that names the file at fault."""
+    path = Path(directory)
+    if not path.is_dir():
+        raise ValueError(f"--model is {directory!r}, but that is not a directory")
+    config = _read_json(path / "config.json", required=True)
+    generation = _read_json(path / "generation_config.json")
+    tokenizer_path = path / "tokenizer.json"
+    has_tokenizer = tokenizer_path.is_file()
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    if has_tokenizer:
+        digest.update(tokenizer_path.read_bytes())
+    eos = generation.get("eos_token_id")
+    return ModelInfo(
+        name=path.resolve().name,
+        digest=digest.digest(),
+        vocab_size=_positive(config, ("vocab_size",), path),
+        max_model_len=_positive(config, _LENGTH_KEYS, path),
+        eos_token_ids=_token_ids(config.get("eos_token_id") if eos is None else eos, path),
+        sampling_defaults=_sampling_defaults(generation, path),
+        chat_template=_chat_template(path),
+        tokenizer_path=tokenizer_path if has_tokenizer else None,
+    )
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise ValueError(f"{path} is missing: --model must name a checkpoint directory as published")
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, but must hold an object")
+    return content
+
+
+def _positive(config: dict[str, Any], keys: tuple[str, ...], path: Path) -> int:
+    value = next((config[key] for key in keys if config.get(key) is not None), None)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{path / 'config.json'}: {' or '.join(keys)} is {value!r}, but must be a positive integer")
+    return value
+
+
+def _token_ids(value: Any, path: Path) -> tuple[int, ...]:
+    token_ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in token_ids):
+        raise ValueError(f"{path}: eos_token_id is {value!r}, but must be a token id or a list of them")
+    return tuple(sorted(set(token_ids)))
+
+
+def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaults:
+    ranges = {
+        "temperature": lambda value: 0 <= value <= 100,
+        "top_p": lambda value: 0 < value <= 1,
+        "top_k": lambda value: isinstance(value, int) and 0 <= value < 2**32,
+        "min_p": lambda value: 0 <= value <= 1,
+        "repetition_penalty": lambda value: 0 < value <= 100,
+    }
+    values: dict[str, Any] = {}
+    for key, is_valid in ranges.items():
+        value = generation.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or not is_valid(value):
+            raise ValueError(f"{path / 'generation_config.json'}: {key} is {value!r}, which is out of range")
+        values[key] = value
+    return SamplingDefaults(**values)
+
+
+def _chat_template(path: Path) -> str | None:
+    """The Jinja2 text: chat_template.jinja, else the (default) chat_template of tokenizer_config.json."""
+    template_path = path / "chat_template.jinja"
+    if template_path.is_file():
+        return template_path.read_text(encoding="utf-8")
+    template = _read_json(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

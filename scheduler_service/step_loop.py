@@ -1,0 +1,304 @@
+"""The only place where a plan meets a worker: plan -> send -> result -> publish, in one task.
+
+Whoever holds the link to the worker reports `worker_ready`, `result` and `worker_lost`; the link needs no gRPC. All
+methods belong to the event loop's thread. Results wait in an inbox that is emptied before the next plan is made, so a
+plan always knows the latest news.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core.request import Request, SchedulerStats, SequenceEnd, TokenOutputs
+from scheduler_service.core.scheduler import ProtocolError, Scheduler
+from scheduler_service.stream import Deliver, FanOut, Submission, TokenStream
+
+logger = logging.getLogger(__name__)
+
+# A worker that is lost this often before a token comes back is not merely being restarted.
+_MAX_FRUITLESS_EPOCHS = 10
+
+
+class WorkerLink(Protocol):
+    """The way to the worker for one epoch."""
+
+    def send(self, plan: StepPlan) -> None: ...
+
+    def close(self, reason: str) -> None:
+        """End the epoch: the worker broke the protocol."""
+
+
+class StepObserver(Protocol):
+    """Who keeps the metrics. Everything is reported per step, never per token."""
+
+    def step_finished(self, result: StepResult, stats: SchedulerStats, now: float) -> None: ...
+
+    def first_token_after(self, seconds: float) -> None: ...
+
+    def tokens_after(self, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` sequences got a token this long after the one before."""
+
+    def sequence_ended(self, end: SequenceEnd, now: float) -> None: ...
+
+    def worker_changed(self, capacity: WorkerCapacity | None, epoch: int) -> None:
+        """A worker joined, or (None) was lost."""
+
+
+class UnavailableError(Exception):
+    """No request can be served now. The text says why."""
+
+
+class StepLoop:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        observer: StepObserver,
+        *,
+        worker_timeout: float,
+        fan_out: FanOut | None = None,
+        on_availability_changed: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._observer = observer
+        self._worker_timeout = worker_timeout
+        self._fan_out = fan_out or FanOut()
+        self._on_availability_changed = on_availability_changed
+        self._clock = clock
+        self._streams: dict[int, TokenStream] = {}
+        self._inbox: deque[StepResult] = deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._settled = asyncio.Event()  # the first worker has joined, or nobody waits for it any more
+        self._link: WorkerLink | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_timed_out = False
+        self._is_draining = False
+        self._epoch_is_fruitless = False  # it has a plan, but no token yet
+        self._num_fruitless_epochs = 0
+        self.epoch = 0
+        self.capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
+        self.num_worker_losses = 0
+
+    # Requests
+
+    def submit(self, request: Request, deliver: Deliver) -> Submission:
+        """Queue a request. `deliver` gets its deltas. Raises UnavailableError, AdmissionError."""
+        reason = self.unavailable_reason
+        if reason:
+            raise UnavailableError(reason)
+        now = self._clock()
+        submission = Submission(request, deliver, self._scheduler.add(request, now), request.n)
+        for index, sequence_id in enumerate(submission.sequence_ids):
+            self._streams[sequence_id] = TokenStream(submission, index, now)
+        self._idle.clear()
+        self._wake.set()
+        return submission
+
+    def abort(self, tenant: str, request_id: str) -> None:
+        """Raises KeyError if there is no such request."""
+        self._publish(self._scheduler.abort(tenant, request_id, self._clock()))
+        self._wake.set()
+
+    def cancel(self, submission: Submission) -> None:
+        """Abort what is left of a submission, whoever else uses its id by now."""
+        if submission.num_unfinished:
+            self.abort(submission.request.tenant, submission.request.request_id)
+
+    def stop(self, sequence_id: int, num_output_tokens: int) -> None:
+        """A stop text ended a sequence after this many tokens."""
+        self._publish(self._scheduler.stop(sequence_id, num_output_tokens, self._clock()))
+        self._wake.set()
+
+    # The worker
+
+    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: WorkerLink) -> None:
+        self._stop_timer()
+        self._has_timed_out = False
+        self._link, self.capacity, self.epoch = link, capacity, epoch
+        self._epoch_is_fruitless = False
+        self._observer.worker_changed(capacity, epoch)
+        self._publish(self._scheduler.worker_joined(capacity, epoch, self._clock()))
+        self._settled.set()
+        self._wake.set()
+        self._on_availability_changed()
+
+    def result(self, result: StepResult) -> None:
+        self._inbox.append(result)
+        self._wake.set()
+
+    def worker_lost(self, reason: str) -> None:
+        """Nothing happens if no worker is there."""
+        if self._link is not None:
+            self._take_results()
+        if self._link is not None:
+            self._end_epoch(reason)
+
+    # Running
+
+    async def run(self) -> None:
+        """Until cancelled. An exception is a defect of the scheduler, and fatal."""
+        if self._link is None:
+            self._start_timer()
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                self._take_results()
+                self._send_plans()
+        finally:
+            self._stop_timer()
+
+    async def drain(self) -> None:
+        """Take no more requests, and return when those that are there have ended."""
+        self._is_draining = True
+        self._settled.set()
+        self._on_availability_changed()
+        await self._idle.wait()
+
+    def end_all(self, message: str) -> None:
+        """End every request with NO_WORKER and this message."""
+        self._is_draining = True
+        if self._link is not None:
+            self._link.close(message)
+            self._end_epoch(message)
+        self._fail_waiting(message)
+
+    # What others may ask
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why requests are refused now, or nothing."""
+        if self._is_draining:
+            return "the server is shutting down; send the request to another one"
+        if self._has_timed_out:
+            return f"no worker has been connected for {self._worker_timeout:g} s; try again later"
+        return ""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are worth sending here: a lost worker may still be awaited."""
+        has_hope = self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS
+        return self.capacity is not None and has_hope and not self.unavailable_reason
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link is not None
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Prompt and output that one sequence may have, by the worker that is there or was there last."""
+        limit = self._scheduler.max_sequence_tokens
+        if self.capacity is None:
+            return limit
+        num_positions = self.capacity.num_device_blocks * self.capacity.block_size
+        return min(limit, self.capacity.max_model_len, num_positions + 1)
+
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats()
+
+    async def wait_for_first_worker(self) -> None:
+        """Before it, nobody knows what fits. Raises UnavailableError."""
+        await self._settled.wait()
+        if self.unavailable_reason:
+            raise UnavailableError(self.unavailable_reason)
+
+    # The steps themselves
+
+    def _take_results(self) -> None:
+        while self._inbox and self._link is not None:
+            result, now = self._inbox.popleft(), self._clock()
+            try:
+                outputs = self._scheduler.complete(result, now)
+            except ProtocolError as error:
+                self._link.close(str(error))
+                self._end_epoch(str(error))
+                return
+            self._publish(outputs)
+            if outputs.token_ids:
+                self._token_confirmed()
+            self._observer.step_finished(result, self._scheduler.stats(), now)
+
+    def _send_plans(self) -> None:
+        while self._link is not None:
+            plan = self._scheduler.schedule(self._clock())
+            if plan is None:
+                return
+            if plan.step == 1:
+                self._epoch_is_fruitless = True
+            self._link.send(plan)
+
+    def _publish(self, outputs: TokenOutputs) -> None:
+        now = self._clock()
+        gaps: dict[float, int] = {}
+        for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
+            stream = self._streams[sequence_id]
+            if stream.last_token_at is None:
+                self._observer.first_token_after(now - stream.arrived_at)
+            else:
+                gaps[stream.last_token_at] = gaps.get(stream.last_token_at, 0) + 1
+            stream.publish(token_id, now)
+            self._fan_out.enqueue(stream)
+        for last_token_at, num_tokens in gaps.items():
+            self._observer.tokens_after(now - last_token_at, num_tokens)
+        for sequence_id, logprobs in outputs.logprobs.items():
+            self._streams[sequence_id].logprobs.append(logprobs)
+        for sequence_id, prompt_logprobs in outputs.prompt_logprobs.items():
+            self._streams[sequence_id].prompt_logprobs.extend(prompt_logprobs)
+            self._fan_out.enqueue(self._streams[sequence_id])
+        for end in outputs.ended:
+            stream = self._streams.pop(end.sequence_id)
+            stream.finish(end)
+            stream.submission.num_unfinished -= 1
+            self._fan_out.enqueue(stream)
+            self._observer.sequence_ended(end, now)
+        if not self._streams:
+            self._idle.set()
+
+    # Epochs
+
+    def _end_epoch(self, reason: str) -> None:
+        logger.warning("lost the worker in epoch %d: %s", self.epoch, reason)
+        self._link = None
+        self._inbox.clear()
+        self.num_worker_losses += 1
+        if self._epoch_is_fruitless:
+            self._num_fruitless_epochs += 1
+            if self._num_fruitless_epochs == _MAX_FRUITLESS_EPOCHS:
+                logger.error("not serving: %d epochs without one token; %s", _MAX_FRUITLESS_EPOCHS, reason)
+        self._observer.worker_changed(None, self.epoch)
+        self._publish(self._scheduler.worker_lost(self._clock()))
+        self._start_timer()
+        self._on_availability_changed()
+
+    def _token_confirmed(self) -> None:
+        self._epoch_is_fruitless = False
+        if self._num_fruitless_epochs:
+            self._num_fruitless_epochs = 0
+            self._on_availability_changed()
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        self._timer = asyncio.get_running_loop().call_later(self._worker_timeout, self._worker_timed_out)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _worker_timed_out(self) -> None:
+        logger.error("no worker for %g s: requests fail until one joins", self._worker_timeout)
+        self._has_timed_out = True
+        self._settled.set()
+        self._fail_waiting(self.unavailable_reason)
+        self._on_availability_changed()
+
+    def _fail_waiting(self, message: str) -> None:
+        outputs = self._scheduler.worker_timed_out(self._clock())
+        self._publish(replace(outputs, ended=[replace(end, message=message) for end in outputs.ended]))

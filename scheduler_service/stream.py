@@ -1,0 +1,110 @@
+"""From steps to readers: tokens wait per sequence and are handed on in small batches.
+
+The rule of this file: publishing a token is an append, whatever the readers do. Readers are served round robin, a few
+per turn of the event loop, so that the step loop never waits for more than a few of them. A sequence that is not
+served before its next token simply gets a longer delta. What waits is bounded by the sequence's own length.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one sequence got since its last delta. The last one has `end`."""
+
+    index: int  # which sample of its request
+    first_token: int  # index in the output of the first of token_ids
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+    end: SequenceEnd | None
+
+
+Deliver = Callable[[Delta], None]
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """A request in the step loop. `deliver` is called on the event loop and must not raise."""
+
+    request: Request
+    deliver: Deliver
+    sequence_ids: list[int] = field(default_factory=list)
+    num_unfinished: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class TokenStream:
+    """The tokens of one sequence on their way out: each once, in order, and exactly one end (S6)."""
+
+    submission: Submission
+    index: int
+    arrived_at: float
+    last_token_at: float | None = None
+    num_published: int = 0
+    num_delivered: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    end: SequenceEnd | None = None
+    is_queued: bool = False
+
+    def publish(self, token_id: int, now: float) -> None:
+        if self.end is not None:
+            raise RuntimeError(f"a token for sequence {self.end.sequence_id} after its end")
+        self.token_ids.append(token_id)
+        self.num_published += 1
+        self.last_token_at = now
+
+    def finish(self, end: SequenceEnd) -> None:
+        """The end says how many tokens the output has; those published past a stop text are dropped."""
+        if self.end is not None:
+            raise RuntimeError(f"sequence {end.sequence_id} ended twice")
+        if end.num_output_tokens > self.num_published:
+            raise RuntimeError(
+                f"sequence {end.sequence_id} ended with {end.num_output_tokens} tokens, "
+                f"but {self.num_published} were published"
+            )
+        num_kept = max(0, end.num_output_tokens - self.num_delivered)
+        del self.token_ids[num_kept:]
+        del self.logprobs[num_kept:]
+        self.end = end
+
+    def take(self) -> Delta:
+        delta = Delta(self.index, self.num_delivered, self.token_ids, self.logprobs, self.prompt_logprobs, self.end)
+        self.num_delivered += len(self.token_ids)
+        self.token_ids, self.logprobs, self.prompt_logprobs = [], [], []
+        return delta
+
+
+class FanOut:
+    """Serves the streams that have something to deliver, in order, `batch_size` per turn of the event loop."""
+
+    def __init__(self, batch_size: int = 8) -> None:
+        self._batch_size = batch_size
+        self._queue: deque[TokenStream] = deque()
+        self._is_scheduled = False
+
+    def enqueue(self, stream: TokenStream) -> None:
+        if stream.is_queued:
+            return
+        stream.is_queued = True
+        self._queue.append(stream)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._serve)
+
+    def _serve(self) -> None:
+        for _ in range(min(self._batch_size, len(self._queue))):
+            stream = self._queue.popleft()
+            stream.is_queued = False
+            stream.submission.deliver(stream.take())
+        if self._queue:
+            asyncio.get_running_loop().call_soon(self._serve)
+        else:
+            self._is_scheduled = False

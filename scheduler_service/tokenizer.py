@@ -1,0 +1,162 @@
+"""Text to token ids off the event loop, and token ids to text as they come.
+
+`TextDecoder` never lets half a character out, and holds text back while it may become a stop text.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+# Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
+_NUM_CONTEXT_TOKENS = 6
+# A character is at most 4 bytes, and a token at least one: what is unreadable for longer than this stays unreadable.
+_MAX_HELD_TOKENS = 8
+# Beyond this the decoder lets go of the oldest tokens of its window.
+_MAX_WINDOW_TOKENS = 64
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json."""
+
+    def __init__(self, path: Path, num_threads: int = 2) -> None:
+        """Raises ValueError if the file cannot be read."""
+        try:
+            self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, special tokens included."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=True).ids
+
+
+class IncrementalDecoder:
+    """Joins tokens to text so that the parts concatenate to the text of the whole.
+
+    A token's text depends on its neighbours, so a window of tokens is decoded and what is new in it goes out (after
+    TGI's prefix and read offsets). Text that ends in a replacement character may be half a character and waits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
+        self._num_read = len(self._window)  # tokens of the window whose text is out
+        self._num_chars_out = len(self._decode().rstrip(_REPLACEMENT))  # of the window's text
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens completed."""
+        self._window.extend(token_ids)
+        text = self._decode()
+        if not text.endswith(_REPLACEMENT):
+            new = text[self._num_chars_out :]
+            self._slide(self._num_read)
+            return new
+        if len(self._window) - self._num_read <= _MAX_HELD_TOKENS:
+            return ""
+        new = text[self._num_chars_out : -1]
+        self._num_chars_out += len(new)
+        if len(self._window) > _MAX_WINDOW_TOKENS:
+            self._window = self._window[-_MAX_HELD_TOKENS:]
+            self._num_read = 0
+            self._num_chars_out = max(0, len(self._decode()) - 1)
+        return new
+
+    def flush(self) -> str:
+        """What is left at the end, half a character included."""
+        new = self._decode()[self._num_chars_out :]
+        self._num_chars_out += len(new)
+        return new
+
+    def _slide(self, start: int) -> None:
+        """The window now begins at `start`, and everything in it is out."""
+        del self._window[:start]
+        self._num_read = len(self._window)
+        self._num_chars_out = len(self._decode())
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedText:
+    text: str
+    stop_text: str | None = None  # the stop text that ended the output
+    num_tokens: int = 0  # of the tokens given, those that belong to the output
+
+
+class TextDecoder:
+    """The text of one output, with its stop texts watched for and cut off."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop_text: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._include_stop_text = include_stop_text
+        self._num_tokens = 0
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int]) -> DecodedText:
+        """Text that is certain to stay. After a `stop_text` nothing may be pushed any more."""
+        if not self._stop:
+            return DecodedText(self._decoder.push(token_ids), num_tokens=len(token_ids))
+        released: list[str] = []
+        for position, token_id in enumerate(token_ids):
+            self._num_tokens += 1
+            self._held += self._decoder.push((token_id,))
+            match = self._find_stop() if self._num_tokens > self._min_tokens else None
+            if match is not None:
+                start, stop_text = match
+                end = start + len(stop_text) if self._include_stop_text else start
+                return DecodedText("".join(released) + self._held[:end], stop_text, position + 1)
+            num_kept = self._num_chars_to_hold()
+            released.append(self._held[: len(self._held) - num_kept])
+            self._held = self._held[len(self._held) - num_kept :]
+        return DecodedText("".join(released), num_tokens=len(token_ids))
+
+    def flush(self) -> str:
+        """What was held back, once the output has ended otherwise."""
+        text = self._held + self._decoder.flush()
+        self._held = ""
+        return text
+
+    def _find_stop(self) -> tuple[int, str] | None:
+        """Where the earliest stop text stands in the held text, and which."""
+        matches = [(self._held.find(stop_text), stop_text) for stop_text in self._stop]
+        return min((match for match in matches if match[0] >= 0), default=None, key=lambda match: match[0])
+
+    def _num_chars_to_hold(self) -> int:
+        """The longest end of the held text that a stop text begins with."""
+        longest = 0
+        for stop_text in self._stop:
+            for length in range(min(len(stop_text) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop_text[:length]):
+                    longest = length
+                    break
+        return longest
