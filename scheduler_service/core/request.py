@@ -1,6 +1,6 @@
 """What goes into the core and what comes out of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from scheduler_service.core.plan import SamplingParams
@@ -30,10 +30,10 @@ class AdmissionReason(Enum):
 class AdmissionError(Exception):
     """A request that `Scheduler.add` does not take. `field` names the field of the request at fault, or is empty."""
 
-    def __init__(self, reason: AdmissionReason, field: str, message: str) -> None:
+    def __init__(self, reason: AdmissionReason, field_name: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        self.field = field
+        self.field = field_name
 
 
 class EndReason(Enum):
@@ -80,11 +80,11 @@ class TokenOutputs:
     sequences that asked for them.
     """
 
-    sequence_ids: list[int]
-    token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs]
-    prompt_logprobs: dict[int, list[TokenLogprobs]]
-    ended: list[SequenceEnd]
+    sequence_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    ended: list[SequenceEnd] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

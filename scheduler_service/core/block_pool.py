@@ -1,0 +1,72 @@
+"""Who holds which KV cache block: reference counts and the free list, over plain integers.
+
+Blocks are 1..num_blocks; block 0 is never allocated and serves as the sentinel of the free list, an intrusive doubly
+linked ring over two flat lists, so that a prefix hit takes an idle cached block back in O(1) (the structure of vLLM's
+FreeKVCacheBlockQueue). Blocks are taken from the head. Freed blocks whose content is cached go to the tail (LRU),
+others to the head.
+"""
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a block pool needs at least 1 block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self._ref_counts = [0] * (num_blocks + 1)
+        self._next = [*range(1, num_blocks + 1), 0]
+        self._previous = [num_blocks, *range(num_blocks)]
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def allocate(self) -> int:
+        """Take the block at the head of the free list. Its content, if it was cached, is lost."""
+        block = self._next[0]
+        if block == 0:
+            raise RuntimeError("the block pool is empty: allocation was not checked against num_free")
+        self._unlink(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more holder; an idle cached block comes back into use."""
+        if self._ref_counts[block] == 0:
+            self._unlink(block)
+        self._ref_counts[block] += 1
+
+    def free(self, block: int, *, cached: bool) -> None:
+        """One holder less. A block that nobody holds then is free, behind all others if its content is cached."""
+        count = self._ref_counts[block] - 1
+        if count < 0:
+            raise RuntimeError(f"block {block} was freed by somebody who does not hold it")
+        self._ref_counts[block] = count
+        if count == 0:
+            self._link(block, before=0 if cached else self._next[0])
+
+    def expose(self, block: int) -> None:
+        """An idle block's content is no longer cached: it goes to the head of the free list."""
+        if self._ref_counts[block] == 0:
+            self._unlink(block)
+            self._link(block, before=self._next[0])
+
+    def free_blocks(self) -> list[int]:
+        """The free list from head to tail."""
+        blocks = []
+        block = self._next[0]
+        while block != 0:
+            blocks.append(block)
+            block = self._next[block]
+        return blocks
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._previous[block], self._next[block]
+        self._next[before] = after
+        self._previous[after] = before
+        self.num_free -= 1
+
+    def _link(self, block: int, *, before: int) -> None:
+        previous = self._previous[before]
+        self._next[previous] = self._previous[before] = block
+        self._previous[block], self._next[block] = previous, before
+        self.num_free += 1

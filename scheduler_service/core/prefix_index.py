@@ -1,0 +1,133 @@
+"""Which full blocks of which content the cache holds, found by exact comparison.
+
+A node is content: a serial never reused, its parent's serial and its token bytes. It has any number of device copies
+and lives while it or a descendant has one. Looking a child up compares (parent serial, token bytes) as a whole, so no
+hash collision can serve a wrong block. The chained xxh3_64 is only the block's public name.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import xxhash
+
+RootKey = tuple[str, str, bytes]  # tenant, cache salt, model digest
+
+
+class Node:
+    """One block's worth of content after a given prefix."""
+
+    __slots__ = ("block_hash", "blocks", "children", "parent", "root_key", "serial", "token_bytes")
+
+    def __init__(
+        self, serial: int, root_key: RootKey, parent: "Node | None", token_bytes: bytes, block_hash: int
+    ) -> None:
+        self.serial = serial
+        self.root_key = root_key
+        self.parent = parent
+        self.token_bytes = token_bytes
+        self.block_hash = block_hash
+        self.blocks: list[int] = []
+        self.children: dict[bytes, Node] = {}
+
+
+class PrefixIndex:
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self._block_size = block_size
+        self._roots: dict[RootKey, Node] = {}
+        self._node_of_block: list[Node | None] = [None] * (num_blocks + 1)
+        self._num_serials = 0
+        self.num_cached_blocks = 0
+
+    def is_cached(self, block: int) -> bool:
+        return self._node_of_block[block] is not None
+
+    def node_of(self, block: int) -> Node | None:
+        return self._node_of_block[block]
+
+    def match(self, key: RootKey, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
+        """The longest chain of cached nodes that `token_ids` begin with, at most `max_blocks` long."""
+        node = self._roots.get(key)
+        chain: list[Node] = []
+        while node is not None and len(chain) < max_blocks:
+            node = node.children.get(self._token_bytes(token_ids, len(chain)))
+            if node is None or not node.blocks:
+                break
+            chain.append(node)
+        return chain
+
+    def find(self, key: RootKey, token_ids: Sequence[int], block_index: int) -> Node | None:
+        """The node of a block of `token_ids`, cached or not, if there is one."""
+        node = self._roots.get(key)
+        for i in range(block_index + 1):
+            node = node.children.get(self._token_bytes(token_ids, i)) if node else None
+        return node
+
+    def publish(
+        self, key: RootKey, parent: Node | None, token_ids: Sequence[int], block_index: int, block: int
+    ) -> Node:
+        """`block` holds block `block_index` of `token_ids`; `parent` is the node of the block before, None for the
+        first. Returns the block's node."""
+        if self._node_of_block[block] is not None:
+            raise RuntimeError(f"block {block} is published already")
+        if parent is None:
+            parent = self._root(key)
+        token_bytes = self._token_bytes(token_ids, block_index)
+        node = parent.children.get(token_bytes)
+        if node is None:
+            block_hash = xxhash.xxh3_64_intdigest(parent.block_hash.to_bytes(8, "little") + token_bytes)
+            node = parent.children[token_bytes] = Node(self._serial(), key, parent, token_bytes, block_hash)
+        node.blocks.append(block)
+        self._node_of_block[block] = node
+        self.num_cached_blocks += 1
+        return node
+
+    def forget(self, block: int) -> None:
+        """`block` no longer holds what it was published for. Nothing happens if it was not published."""
+        node = self._node_of_block[block]
+        if node is None:
+            return
+        self._node_of_block[block] = None
+        self.num_cached_blocks -= 1
+        node.blocks.remove(block)
+        self._prune(node)
+
+    def forget_subtree(self, node: Node) -> list[int]:
+        """Forget every copy of this content and of all that follows it; the blocks they were in."""
+        nodes, blocks = [node], []
+        for visited in nodes:
+            nodes.extend(visited.children.values())
+            blocks.extend(visited.blocks)
+        for block in blocks:
+            self.forget(block)
+        return blocks
+
+    def nodes(self) -> list[Node]:
+        """Every node, parents before children, roots included."""
+        nodes = list(self._roots.values())
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return nodes
+
+    def _root(self, key: RootKey) -> Node:
+        root = self._roots.get(key)
+        if root is None:
+            seed = xxhash.xxh3_64_intdigest(repr(key).encode())
+            root = self._roots[key] = Node(self._serial(), key, None, b"", seed)
+        return root
+
+    def _prune(self, node: Node) -> None:
+        """Drop a node without copies and children, and its ancestors that only lived for it."""
+        while not node.blocks and not node.children:
+            if node.parent is None:
+                del self._roots[node.root_key]
+                return
+            del node.parent.children[node.token_bytes]
+            node = node.parent
+
+    def _token_bytes(self, token_ids: Sequence[int], block_index: int) -> bytes:
+        start = block_index * self._block_size
+        return array("I", token_ids[start : start + self._block_size]).tobytes()
+
+    def _serial(self) -> int:
+        self._num_serials += 1
+        return self._num_serials

@@ -1,0 +1,56 @@
+"""Which request crashes the worker? Found by running suspects in halves.
+
+A request is charged for a crash of the worker when it was dispatched and no token of it has been confirmed since. The
+first crash means nothing: workers die. Requests that were there twice are suspects: they run half by half and nobody
+else beside them, until each has had a token confirmed. One that crashes the worker alone, twice, fails. Thus one poison
+request among n costs at most 3 + log2(n) crashes, and nobody else fails for it (S10).
+"""
+
+from collections.abc import Iterable
+
+from scheduler_service.core.sequence import RequestState
+
+_MAX_LONE_CRASHES = 2
+
+
+class Quarantine:
+    def __init__(self) -> None:
+        self._suspects: list[RequestState] = []  # in order of arrival
+        self._trial: set[RequestState] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._suspects
+
+    def admits(self, request: RequestState) -> bool:
+        """Whether the request may run beside what runs now."""
+        return not self._trial or request in self._trial
+
+    def crashed(self, dispatched: Iterable[RequestState]) -> list[RequestState]:
+        """The worker was lost with these requests dispatched. Returns those that must fail."""
+        charged = sorted(dispatched, key=lambda request: request.order)
+        failed = []
+        for request in charged:
+            request.num_crashes += 1
+            if len(charged) == 1:
+                request.num_lone_crashes += 1
+                if request.num_lone_crashes >= _MAX_LONE_CRASHES:
+                    failed.append(request)
+        # The culprit is among those that were there: whoever was not is no suspect for now.
+        suspects = [request for request in charged if request.num_crashes >= 2 and request not in failed]
+        self._suspects = suspects or [request for request in self._suspects if request not in failed]
+        self._start_trial()
+        return failed
+
+    def cleared(self, request: RequestState) -> None:
+        """A token of the request was confirmed, or it ended."""
+        if request.num_crashes:
+            request.num_crashes = request.num_lone_crashes = 0
+        if request in self._suspects:
+            self._suspects.remove(request)
+            self._trial.discard(request)
+            if not self._trial:
+                self._start_trial()
+
+    def _start_trial(self) -> None:
+        self._trial = set(self._suspects[: max(1, len(self._suspects) // 2)])

@@ -1,0 +1,577 @@
+"""The scheduler core against a simulated worker and against random histories."""
+
+import random
+from collections import deque
+from contextlib import nullcontext
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from scheduler_service.core.plan import SamplingParams, StepResult, WorkerCapacity
+from scheduler_service.core.request import AdmissionError, AdmissionReason, EndReason, Request, TokenOutputs
+from scheduler_service.core.scheduler import ProtocolError, Scheduler
+from tests.core.simulated_worker import SimulatedWorker, reference
+
+VOCAB = 97
+
+
+def capacity_of(num_blocks: int, block_size: int = 4, max_num_seqs: int = 8, max_num_batched_tokens: int = 64):
+    return WorkerCapacity(
+        worker_id="w",
+        model_digest=b"m",
+        vocab_size=VOCAB,
+        max_model_len=256,
+        block_size=block_size,
+        num_device_blocks=num_blocks,
+        block_bytes=1,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        device="cpu",
+        dtype="float32",
+        attention_backend="none",
+    )
+
+
+class System:
+    """A scheduler, a simulated worker and what the clients have seen."""
+
+    def __init__(self, *, num_blocks=64, block_size=4, max_num_seqs=8, budget=64, depth=2, poisoned=(), **limits):
+        self.scheduler = Scheduler(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=256, pipeline_depth=depth, **limits
+        )
+        self.capacity = capacity_of(num_blocks, block_size, max_num_seqs, budget)
+        self.poisoned = frozenset(poisoned)
+        self.now = 0.0
+        self.epoch = 0
+        self.worker: SimulatedWorker | None = None
+        self.results: deque[StepResult] = deque()
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, EndReason] = {}
+        self.ended = {}
+        self.prompt_logprobs: dict[int, list] = {}
+        self.sequences: dict[int, tuple[Request, int]] = {}
+        self.num_plans = 0
+
+    def take(self, outputs: TokenOutputs) -> None:
+        for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
+            assert sequence_id not in self.ends, "S6: a token after the end"
+            self.tokens[sequence_id].append(token_id)
+        for sequence_id, entries in outputs.prompt_logprobs.items():
+            self.prompt_logprobs.setdefault(sequence_id, []).extend(entries)
+        for end in outputs.ended:
+            assert end.sequence_id not in self.ends, "S6: two ends"
+            self.ends[end.sequence_id] = end.reason
+            self.ended[end.sequence_id] = end
+            assert end.num_output_tokens == len(self.tokens[end.sequence_id]) or end.reason is EndReason.STOP
+
+    def add(self, prompt, max_tokens=8, *, request_id=None, n=1, seed=0, stop=(), **fields):
+        sampling = SamplingParams(stop_token_ids=tuple(stop), **fields.pop("sampling", {}))
+        request = Request(
+            request_id or f"r{len(self.sequences)}", "", tuple(prompt), sampling, max_tokens, seed, n, **fields
+        )
+        ids = self.scheduler.add(request, self.now)
+        for index, sequence_id in enumerate(ids):
+            self.sequences[sequence_id] = (request, index)
+            self.tokens[sequence_id] = []
+        return ids
+
+    def join(self) -> None:
+        self.epoch += 1
+        self.results.clear()
+        self.worker = SimulatedWorker(
+            self.capacity.num_device_blocks,
+            self.capacity.block_size,
+            VOCAB,
+            self.capacity.max_num_seqs,
+            self.capacity.max_num_batched_tokens,
+            poisoned=self.poisoned,
+        )
+        self.take(self.scheduler.worker_joined(self.capacity, self.epoch, self.now))
+
+    def lose(self) -> None:
+        self.worker = None
+        self.results.clear()
+        self.take(self.scheduler.worker_lost(self.now))
+
+    def plan(self):
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            self.num_plans += 1
+            self.results.append(self.worker.execute(plan))
+        return plan
+
+    def complete(self) -> None:
+        self.take(self.scheduler.complete(self.results.popleft(), self.now))
+
+    def run(self, max_steps=2000) -> None:
+        """Until all requests have ended; L1: within a bound."""
+        for _ in range(max_steps):
+            while self.plan():
+                self.scheduler.check()
+            if not self.results:
+                break
+            self.complete()
+            self.scheduler.check()
+        assert not self.scheduler.has_requests, "L1: requests did not end"
+        assert not self.scheduler._sequences
+        assert not self.scheduler._waiting
+        assert not self.scheduler._running
+        assert self.scheduler.stats().num_held_blocks == 0, "S8"
+
+    def expected(self, sequence_id: int) -> list[int]:
+        request, index = self.sequences[sequence_id]
+        tokens = reference(
+            request.prompt_token_ids, request.max_tokens, seed=request.seed, sample_index=index, vocab_size=VOCAB
+        )
+        for i, token_id in enumerate(tokens):
+            if token_id in request.sampling.stop_token_ids and i >= request.sampling.min_tokens:
+                return tokens[: i + 1]
+        return tokens
+
+    def assert_exact(self) -> None:
+        for sequence_id, tokens in self.tokens.items():
+            if self.ends[sequence_id] in (EndReason.STOP, EndReason.LENGTH):
+                assert tokens == self.expected(sequence_id)
+            else:
+                assert tokens == self.expected(sequence_id)[: len(tokens)]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed * 1000 + i).randrange(VOCAB) for i in range(length)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 63, 64, 65, 200])
+def test_one_request_generates_what_the_reference_does(depth, length):
+    system = System(depth=depth)
+    (sequence_id,) = system.add(prompt_of(length), 20)
+    system.join()
+    system.run()
+    assert system.tokens[sequence_id] == system.expected(sequence_id)
+    assert system.ends[sequence_id] is EndReason.LENGTH
+
+
+def test_a_length_stop_is_never_planned_past():
+    system = System()
+    system.add([1, 2, 3], max_tokens=5)
+    system.join()
+    system.run()
+    assert system.num_plans == 5
+
+
+def test_an_end_token_costs_one_late_token_at_depth_2():
+    system = System()
+    tokens = reference((1, 2, 3), 10, seed=0, sample_index=0, vocab_size=VOCAB)
+    (sequence_id,) = system.add([1, 2, 3], 10, stop=[tokens[4]])
+    system.join()
+    system.run()
+    assert system.tokens[sequence_id] == tokens[:5]
+    assert system.ended[sequence_id].stop_token_id == tokens[4]
+    assert system.num_plans == 6
+
+
+def test_min_tokens_holds_an_end_token_off():
+    system = System()
+    tokens = reference((1, 2, 3), 10, seed=0, sample_index=0, vocab_size=VOCAB)
+    (sequence_id,) = system.add([1, 2, 3], 10, stop=[tokens[2]], sampling={"min_tokens": 3})
+    system.join()
+    system.run()
+    assert len(system.tokens[sequence_id]) > 3
+
+
+def test_a_steady_plan_carries_nothing():
+    system = System(num_blocks=200, block_size=16, max_num_seqs=32, budget=512)
+    for i in range(32):
+        system.add(prompt_of(10, i), 40)
+    system.join()
+    system.plan()
+    system.complete()
+    plans = []
+    for _ in range(10):
+        plans.append(system.plan())
+        system.complete()
+    quiet = [plan for plan in plans if not plan.append_slots]
+    assert len(quiet) == 9  # blocks of 16: one border in ten steps
+    for plan in quiet[1:]:
+        assert (plan.released_slots, plan.openings, plan.work_slots) == ((), (), ())
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decoding_rows():
+    system = System(budget=16)
+    (short,) = system.add([5, 6], 30)
+    system.join()
+    system.plan()
+    (long,) = system.add(prompt_of(100), 4)
+    system.run()
+    assert system.tokens[short] == system.expected(short)
+    assert system.tokens[long] == system.expected(long)
+
+
+def test_budget_below_the_number_of_sequences_serves_all():
+    system = System(budget=3, max_num_seqs=8)
+    for i in range(8):
+        system.add(prompt_of(5, i), 6)
+    system.join()
+    system.run()
+    system.assert_exact()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prefix_is_found_again_and_its_last_token_is_computed(depth):
+    system = System(depth=depth)
+    prompt = prompt_of(32)
+    system.add(prompt, 4)
+    system.join()
+    system.run()
+    (again,) = system.add(prompt, 4)
+    (longer,) = system.add([*prompt, 7], 4)
+    system.run()
+    assert system.ended[again].num_cached_tokens == 28
+    assert system.ended[longer].num_cached_tokens == 32
+    system.assert_exact()
+
+
+def test_a_prefix_is_found_within_the_plan_that_computes_it():
+    system = System(budget=64)
+    prompt = prompt_of(24)
+    first, second = system.add(prompt, 4, n=2)
+    system.join()
+    plan = system.plan()
+    assert [opening.num_computed_tokens for opening in plan.openings] == [0, 20]
+    assert plan.openings[0].block_ids[:5] == plan.openings[1].block_ids[:5]
+    system.run()
+    assert system.tokens[first] == system.expected(first)
+    assert system.tokens[second] == system.expected(second)
+    assert system.tokens[first] != system.tokens[second]
+
+
+def test_decoded_blocks_are_shared_too():
+    system = System()
+    (first,) = system.add([1, 2, 3], 14)
+    system.join()
+    system.run()
+    (second,) = system.add([1, 2, 3, *system.tokens[first]], 4)
+    system.run()
+    assert system.ended[second].num_cached_tokens == 16
+    system.assert_exact()
+
+
+@pytest.mark.parametrize("field", ["tenant", "cache_salt"])
+def test_tenants_and_salts_share_nothing(field):
+    system = System()
+    system.join()
+    system.scheduler.add(Request("a", "", tuple(prompt_of(20)), SamplingParams(), 4), 0)
+    system.tokens[0] = []
+    system.run()
+    request = Request(
+        "b",
+        **{"tenant": "", field: "x"},
+        prompt_token_ids=tuple(prompt_of(20)),
+        sampling=SamplingParams(),
+        max_tokens=4,
+    )
+    (sequence_id,) = system.scheduler.add(request, 0)
+    system.tokens[sequence_id] = []
+    system.run()
+    assert system.ended[sequence_id].num_cached_tokens == 0
+
+
+def test_pressure_preempts_the_last_and_loses_nothing():
+    system = System(num_blocks=12)
+    for i in range(6):
+        system.add(prompt_of(8, i), 20)
+    system.join()
+    system.run()
+    system.assert_exact()
+    assert system.scheduler.stats().num_preemptions > 0
+
+
+def test_priority_then_arrival():
+    system = System(max_num_seqs=1)
+    ids = [system.add([i + 1], 3, priority=priority)[0] for i, priority in enumerate([1, 0, 1, -5])]
+    system.join()
+    system.run()
+    assert list(system.ends) == [ids[3], ids[1], ids[0], ids[2]]
+
+
+def test_what_can_never_fit_is_refused_exactly_at_the_limit():
+    system = System(num_blocks=4)  # 16 positions; the last token needs none
+    system.join()
+    system.add(prompt_of(10), 7)
+    with pytest.raises(AdmissionError, match=r"together 18.*allows 17") as error:
+        system.add(prompt_of(10), 8)
+    assert error.value.reason is AdmissionReason.INVALID
+    system.run()
+    system.assert_exact()
+
+
+def test_queue_caps_and_duplicates():
+    system = System(max_waiting_requests=2, max_waiting_tokens=10)
+    system.add([1] * 6, 2, request_id="a")
+    with pytest.raises(AdmissionError) as error:
+        system.add([1], 2, request_id="a")
+    assert error.value.reason is AdmissionReason.DUPLICATE
+    with pytest.raises(AdmissionError) as error:
+        system.add([1] * 5, 2)
+    assert error.value.reason is AdmissionReason.QUEUE_FULL
+    system.add([1] * 4, 2)
+    with pytest.raises(AdmissionError) as error:
+        system.add([1], 2)
+    assert error.value.reason is AdmissionReason.QUEUE_FULL
+    system.join()
+    system.run()
+
+
+def test_a_worker_that_returns_smaller_ends_what_no_longer_fits():
+    system = System()
+    (large,) = system.add(prompt_of(100), 20)
+    (small,) = system.add(prompt_of(10), 5)
+    system.join()
+    system.plan()
+    system.lose()
+    system.capacity = capacity_of(8)
+    system.join()
+    assert system.ends[large] is EndReason.NO_LONGER_FITS
+    system.run()
+    assert system.tokens[small] == system.expected(small)
+
+
+def test_no_worker_for_too_long_ends_everything():
+    system = System()
+    (sequence_id,) = system.add([1], 2)
+    system.take(system.scheduler.worker_timed_out(60.0))
+    assert system.ends[sequence_id] is EndReason.NO_WORKER
+    assert not system.scheduler.has_requests
+
+
+def test_a_stop_text_drops_later_tokens():
+    system = System()
+    (sequence_id,) = system.add([1, 2], 20)
+    system.join()
+    for _ in range(6):
+        system.plan()
+        system.complete()
+    system.plan()
+    system.take(system.scheduler.stop(sequence_id, 4, 0.0))
+    system.scheduler.check()
+    assert system.ended[sequence_id].num_output_tokens == 4
+    assert system.scheduler.stop(sequence_id, 4, 0.0) == TokenOutputs()
+    system.run()
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+def test_prompt_logprobs_come_once_through_chunks_preemption_and_recovery(budget):
+    system = System(budget=budget, num_blocks=16)
+    for i in range(3):
+        system.add(prompt_of(20, i), 20, sampling={"num_prompt_logprobs": 0, "num_logprobs": 0})
+    system.join()
+    for _ in range(3):
+        system.plan()
+        system.complete()
+    system.lose()
+    system.join()
+    system.run()
+    for sequence_id, (request, _) in system.sequences.items():
+        entries = system.prompt_logprobs[sequence_id]
+        assert [entry.token_id for entry in entries] == list(request.prompt_token_ids[1:])
+        assert [entry.logprob for entry in entries] == [-float(i) for i in range(1, 20)]
+    system.assert_exact()
+
+
+def test_results_that_do_not_answer_the_oldest_plan_are_refused():
+    system = System()
+    system.add([1, 2], 8)
+    system.join()
+    system.plan()
+    system.complete()
+    system.plan()
+    good = system.results[0]
+    for bad in (
+        StepResult(good.epoch + 1, good.step, token_ids=good.token_ids),
+        StepResult(good.epoch - 1, good.step, token_ids=good.token_ids),
+        StepResult(good.epoch, good.step + 1, token_ids=good.token_ids),
+        StepResult(good.epoch, good.step, token_ids=()),
+        StepResult(good.epoch, good.step, token_ids=(1, 2)),
+        StepResult(good.epoch, good.step, token_ids=(VOCAB,)),
+    ):
+        with pytest.raises(ProtocolError):
+            system.scheduler.complete(bad, 0.0)
+    system.run()
+    with pytest.raises(ProtocolError):
+        system.scheduler.complete(good, 0.0)
+    system.lose()
+    with pytest.raises(ProtocolError):
+        system.scheduler.worker_joined(system.capacity, system.epoch, 0.0)
+
+
+def test_bad_logits_end_one_request_and_those_on_its_blocks_are_redone():
+    """A poisoned token stands in a prompt that three share, two of them beyond it with tokens of their own."""
+    bad = VOCAB - 1
+    system = System(poisoned=[bad], budget=128)
+    shared = [token for token in prompt_of(40) if token != bad][:24]
+    system.join()
+    (poison,) = system.add([*shared, bad], 8, request_id="poison")
+    (clean,) = system.add([*shared, 3, 4], 8, request_id="clean")
+    (other,) = system.add([9, 8, 7], 8, request_id="other")
+    system.run()
+    assert system.ends[poison] is EndReason.NAN_LOGITS
+    assert system.tokens[clean] == system.expected(clean)
+    assert system.tokens[other] == system.expected(other)
+
+
+def test_blocks_of_bad_logits_are_unpublished():
+    """The poison is in the first block, whose followers match it within the same plan: all of them hold it."""
+    system = System(poisoned=[VOCAB - 1], budget=128)
+    system.join()
+    (first,) = system.add([VOCAB - 1, *prompt_of(20)], 8)
+    (second,) = system.add([VOCAB - 1, *prompt_of(20)], 8)
+    system.plan()
+    system.complete()
+    system.scheduler.check()
+    assert system.ends == {first: EndReason.NAN_LOGITS}  # the other will be found bad by itself
+    assert system.scheduler.stats().num_cached_blocks == 0
+    system.run()
+    assert system.ends[second] is EndReason.NAN_LOGITS
+
+
+def test_a_poison_request_among_64_fails_alone():
+    system = System(num_blocks=400, max_num_seqs=64, budget=512)
+    ids = [system.add(prompt_of(6, i), 6, request_id=f"r{i}")[0] for i in range(64)]
+    poison = ids[random.Random(7).randrange(64)]
+    crashes = 0
+    system.join()
+    for _ in range(3000):
+        if not system.scheduler.has_requests:
+            break
+        plan = system.scheduler.schedule(0.0)
+        if plan is not None:
+            dispatched = {row.sequence.sequence_id for row in system.scheduler._worker.unacknowledged[-1].rows}
+            if poison in dispatched:
+                crashes += 1
+                system.lose()
+                system.scheduler.check()
+                system.join()
+                continue
+            system.results.append(system.worker.execute(plan))
+        if system.results:
+            system.complete()
+            system.scheduler.check()
+    assert system.ends[poison] is EndReason.CRASHES_WORKER
+    assert crashes <= 3 + 6
+    survivors = [sequence_id for sequence_id in ids if sequence_id != poison]
+    assert [system.tokens[i] for i in survivors] == [system.expected(i) for i in survivors]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random adds, aborts, stops, results, worker losses and poison over tiny pools; every output is checked."""
+
+    @initialize(
+        num_blocks=st.integers(4, 20),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 24),
+        depth=st.integers(1, 3),
+        caching=st.booleans(),
+        poisoned=st.booleans(),
+    )
+    def start(self, num_blocks, block_size, max_num_seqs, budget, depth, caching, poisoned):
+        self.system = System(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            budget=budget,
+            depth=depth,
+            enable_prefix_caching=caching,
+            poisoned=[VOCAB - 1] if poisoned else [],
+        )
+        self.system.join()
+
+    @rule(
+        length=st.integers(1, 30),
+        shared=st.integers(0, 2),
+        max_tokens=st.integers(1, 20),
+        n=st.integers(1, 3),
+        priority=st.integers(-1, 1),
+        stop=st.booleans(),
+        prompt_logprobs=st.booleans(),
+        salt=st.sampled_from(["", "x"]),
+    )
+    def add(self, length, shared, max_tokens, n, priority, stop, prompt_logprobs, salt):
+        stop_tokens = range(0, VOCAB, 9) if stop else ()
+        sampling = {"num_prompt_logprobs": 0} if prompt_logprobs else {}
+        fits = length + max_tokens <= self.system.scheduler.max_sequence_tokens
+        with nullcontext() if fits else pytest.raises(AdmissionError, match="together"):
+            self.system.add(
+                prompt_of(length, shared),
+                max_tokens,
+                n=n,
+                priority=priority,
+                stop=stop_tokens,
+                seed=length,
+                sampling=sampling,
+                cache_salt=salt,
+            )
+
+    @precondition(lambda self: self.system.worker)
+    @rule()
+    def schedule(self):
+        self.system.plan()
+
+    @precondition(lambda self: self.system.results)
+    @rule()
+    def complete(self):
+        self.system.complete()
+
+    @precondition(lambda self: self.system.scheduler.has_requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        live = list(self.system.scheduler._requests)
+        tenant, request_id = data.draw(st.sampled_from(live))
+        self.system.take(self.system.scheduler.abort(tenant, request_id, 0.0))
+
+    @precondition(lambda self: self.system.scheduler.has_requests)
+    @rule(data=st.data())
+    def stop(self, data):
+        sequence_id = data.draw(st.sampled_from(sorted(self.system.scheduler._sequences)))
+        tokens = self.system.tokens[sequence_id]
+        if tokens:
+            num_tokens = data.draw(st.integers(1, len(tokens)))
+            self.system.take(self.system.scheduler.stop(sequence_id, num_tokens, 0.0))
+
+    @precondition(lambda self: self.system.worker)
+    @rule()
+    def lose(self):
+        self.system.lose()
+
+    @precondition(lambda self: not self.system.worker)
+    @rule(num_blocks=st.integers(4, 20))
+    def join(self, num_blocks):
+        capacity = self.system.capacity
+        self.system.capacity = capacity_of(
+            num_blocks, capacity.block_size, capacity.max_num_seqs, capacity.max_num_batched_tokens
+        )
+        self.system.join()
+
+    @invariant()
+    def check(self):
+        if hasattr(self, "system"):
+            self.system.scheduler.check()
+
+    def teardown(self):
+        if hasattr(self, "system"):
+            if not self.system.worker:
+                self.system.join()
+            self.system.run()
+            for sequence_id, tokens in self.system.tokens.items():
+                if self.system.ends[sequence_id] is EndReason.LENGTH:
+                    assert tokens == self.system.expected(sequence_id)
+                else:
+                    assert tokens == self.system.expected(sequence_id)[: len(tokens)]
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
