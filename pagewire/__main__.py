@@ -1,0 +1,5 @@
+import sys
+
+from pagewire.command import main
+
+sys.exit(main())

@@ -1,0 +1,83 @@
+"""The `pagewire` command. Each verb is a function of its arguments in a module that is imported only when it runs."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from pagewire.errors import CommandError, PagewireError
+from pagewire.options import suggestion
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """Where a verb's function is, and what it does."""
+
+    module: str
+    function: str
+    help: str
+
+
+VERBS = {
+    "serve": Verb("pagewire.services", "serve", "serve a model: a scheduler and its worker on this machine"),
+    "worker": Verb("pagewire.services", "worker", "run a worker"),
+    "scheduler": Verb("pagewire.services", "scheduler", "run a scheduler for a worker elsewhere"),
+    "complete": Verb("pagewire.complete", "main", "complete a text"),
+    "chat": Verb("pagewire.chat", "main", "talk with the model"),
+    "status": Verb("pagewire.status", "main", "show what a server does"),
+    "demo": Verb("pagewire.demo", "main", "serve a model, stream one completion, and end"),
+}
+SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, 1 for an error, 2 for a wrong usage, 130 for Ctrl-C."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage(), file=sys.stdout if arguments else sys.stderr)
+        return SUCCESS if arguments else USAGE
+    name, *rest = arguments
+    if name == "--version":
+        print(f"pagewire {_version()}")
+        return SUCCESS
+    if name not in VERBS:
+        print(f"pagewire: error: unknown verb {name!r}{suggestion(name, VERBS)}\n{usage()}", file=sys.stderr)
+        return USAGE
+    return run(VERBS[name], rest)
+
+
+def run(verb: Verb, arguments: Sequence[str]) -> int:
+    """Runs one verb; what fails in it is one line on standard error."""
+    function = getattr(importlib.import_module(verb.module), verb.function)
+    try:
+        return function(arguments)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else FAILURE
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of standard output has gone. What is still buffered for it must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    except PagewireError as error:
+        print(f"pagewire: error: {error.code.name}: {error}", file=sys.stderr)
+        return FAILURE
+    except CommandError as error:
+        print(f"pagewire: error: {error}", file=sys.stderr)
+        return FAILURE
+
+
+def usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items()]
+    return "\n".join(["usage: pagewire VERB ... (pagewire VERB --help tells more)", "", *lines])
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pagewire")
+    except metadata.PackageNotFoundError:
+        return "(source tree)"

@@ -1,0 +1,132 @@
+"""`pagewire complete`: one request, its text on standard output as it comes, its statistics on standard error."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from pagewire import connection, sampling_flags
+from pagewire.client import Client
+from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output
+from pagewire.options import Parser
+from pagewire.sampling import SamplingParams
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if (parsed.text is None) == (parsed.prompt_token_ids is None):
+        parser.error("give either a text (or - for standard input) or --prompt-token-ids")
+    text = sys.stdin.read() if parsed.text == "-" else parsed.text
+    sampling = sampling_flags.sampling(parsed)
+    request = {name: getattr(parsed, name) for name in ("prompt_token_ids", "request_id", "priority", "timeout")}
+    request |= {"cache_salt": parsed.cache_salt, "tenant": parsed.tenant}
+    with connection.client(parser, parsed) as client:
+        if parsed.json:
+            print(json.dumps(describe(client.complete(text, sampling, **request))), flush=True)
+            return 0
+        completion = stream(client, text, sampling, sys.stdout, **request)
+    print(statistics(completion), file=sys.stderr)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="pagewire complete", description="Complete a text.")
+    parser.add_argument("text", nargs="?", help="the prompt; - reads it from standard input")
+    parser.add_argument("--prompt-token-ids", metavar="IDS", type=sampling_flags.token_ids, help="the prompt as 1,2,3")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    connection.add_flags(parser)
+    sampling_flags.add_flags(parser)
+    sampling_flags.add_sample_flags(parser)
+    add_request_flags(parser)
+    return parser
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("request")
+    group.add_argument("--request-id", metavar="ID", help="unique among the running ones (drawn by the server)")
+    group.add_argument("--priority", type=int, default=0, metavar="INT", help="lower runs first (default: 0)")
+    group.add_argument("--timeout", type=float, metavar="SECONDS", help="fail after this time, waiting included")
+    group.add_argument("--tenant", default="", help="whose request it is")
+    group.add_argument("--cache-salt", default="", metavar="SALT", help="share cached prefixes only under this salt")
+
+
+def stream(client: Client, text: str | None, sampling: SamplingParams, file: TextIO, **request: Any) -> Completion:
+    """Streams one request to a file and returns the whole of it."""
+    num_samples = sampling.n or 1
+    builder = CompletionBuilder(num_samples, time.monotonic())
+    printer = SamplePrinter(num_samples, file)
+    for output in client.stream(text, sampling, **request):
+        builder.add(output, time.monotonic())
+        printer.add(output)
+    return builder.finish(time.monotonic())
+
+
+class SamplePrinter:
+    """Writes samples one after the other, under a label if there are several.
+
+    The first that has not ended is written as it comes; what comes of later ones waits for their turn.
+    """
+
+    def __init__(self, num_samples: int, file: TextIO) -> None:
+        self._file = file
+        self._labelled = num_samples > 1
+        self._waiting: list[list[Output]] = [[] for _ in range(num_samples)]
+        self._current = 0
+        self._label()
+
+    def add(self, output: Output) -> None:
+        self._waiting[output.index].append(output)
+        while self._current < len(self._waiting) and self._write_current():
+            self._current += 1
+            self._label()
+
+    def _write_current(self) -> bool:
+        """Writes what there is of the current sample; True at its end."""
+        deltas, self._waiting[self._current] = self._waiting[self._current], []
+        ended = any(delta.finish_reason is not None for delta in deltas)
+        self._file.write("".join(delta.text for delta in deltas) + "\n" * ended)
+        self._file.flush()
+        return ended
+
+    def _label(self) -> None:
+        if self._labelled and self._current < len(self._waiting):
+            self._file.write(f"--- sample {self._current} ---\n")
+            self._file.flush()
+
+
+def statistics(completion: Completion) -> str:
+    """One line; tokens/s count the output tokens over the whole time of the request."""
+    usage = completion.usage
+    ttft = "no token" if completion.ttft_s is None else f"time to first token {completion.ttft_s * 1e3:.1f} ms"
+    rate = usage.completion_tokens / completion.total_s
+    return (
+        f"{ttft}, {rate:.1f} tokens/s, {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached tokens, "
+        f"{usage.completion_tokens} completion tokens, {completion.total_s:.3f} s"
+    )
+
+
+def describe(completion: Completion) -> dict[str, Any]:
+    """What `--json` prints. Log-probabilities are there where they were asked for."""
+    described: dict[str, Any] = {
+        **asdict(completion.usage),
+        "ttft_s": completion.ttft_s,
+        "total_s": completion.total_s,
+        "outputs": [_describe_output(output) for output in completion.outputs],
+    }
+    if completion.prompt_logprobs is not None:
+        described["prompt_logprobs"] = [asdict(entry) for entry in completion.prompt_logprobs]
+    return described
+
+
+def _describe_output(output: CompletionOutput) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        name: getattr(output, name) for name in ("index", "token_ids", "text", "finish_reason")
+    }
+    if output.logprobs is not None:
+        described["logprobs"] = [asdict(entry) for entry in output.logprobs]
+        described["cumulative_logprob"] = output.cumulative_logprob
+    return described

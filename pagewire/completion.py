@@ -1,0 +1,162 @@
+"""What a request yields: deltas as they come, and the whole of them."""
+
+from dataclasses import dataclass, field
+
+import grpc
+
+from pagewire.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request. `cached_tokens` are prompt tokens that needed no computing."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms after penalties and bias, before temperature and filters. `rank` counts from 1.
+
+    `top` holds the most likely tokens as (token id, logprob), best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A delta of one sample.
+
+    `token_ids` and `text` are what is new; `first_token` is the index in the sample of the first of `token_ids`. The
+    text may trail the tokens by an unfinished character or a possible stop text. `finish_reason` is None until the last
+    delta of a sample, then "stop", "length" or "abort"; with "stop", `stop_reason` is the token id or the text that
+    ended it. `usage` is set with the finish reason. `prompt_logprobs` come in deltas of sample 0.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    cumulative_logprob: float | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    usage: Usage | None
+    first_token: int
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One whole sample; the fields are those of `Output`."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: tuple[TokenLogprobs, ...] | None
+    cumulative_logprob: float | None
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole request. Times are in seconds from sending the request; `ttft_s` is None if there was no token.
+
+    `usage` counts the prompt once, adds up the completions, and takes the smallest `cached_tokens` of the samples.
+    """
+
+    request_id: str
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
+    usage: Usage
+    ttft_s: float | None
+    total_s: float
+
+
+@dataclass(slots=True)
+class _Sample:
+    """What has come of one sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    last: Output | None = None
+
+
+class CompletionBuilder:
+    """Puts the deltas of a request together, and holds the stream to its promise.
+
+    Each sample's tokens come once and in order, and each sample ends once (design, S6); anything else is an
+    InternalError, never a text with a hole. Times are of the caller's clock.
+    """
+
+    def __init__(self, num_samples: int, started_at: float) -> None:
+        self._num_samples = num_samples
+        self._samples: dict[int, _Sample] = {}
+        self._started_at = started_at
+        self._first_token_at: float | None = None
+        self._request_id = ""
+        self._prompt_logprobs: list[TokenLogprobs] = []
+
+    def add(self, output: Output, now: float) -> None:
+        """Takes the next delta. Raises InternalError for one that is out of order."""
+        if output.index >= self._num_samples:
+            raise _broken(output, f"tokens that nobody asked for: the request has {self._num_samples} samples")
+        sample = self._samples.setdefault(output.index, _Sample())
+        if sample.last is not None:
+            raise _broken(output, "a delta after its last one")
+        if output.first_token != len(sample.token_ids):
+            raise _broken(output, f"token {output.first_token} where {len(sample.token_ids)} is next")
+        if output.token_ids and self._first_token_at is None:
+            self._first_token_at = now
+        self._request_id = output.request_id
+        sample.token_ids += output.token_ids
+        sample.texts.append(output.text)
+        sample.logprobs += output.logprobs or ()
+        self._prompt_logprobs += output.prompt_logprobs or ()
+        if output.cumulative_logprob is not None:
+            sample.cumulative_logprob = output.cumulative_logprob
+        if output.finish_reason is not None:
+            sample.last = output
+
+    def finish(self, now: float) -> Completion:
+        """The whole request. Raises InternalError if a sample has not ended."""
+        outputs = tuple(self._output(index) for index in range(self._num_samples))
+        usage = Usage(
+            prompt_tokens=outputs[0].usage.prompt_tokens,
+            cached_tokens=min(output.usage.cached_tokens for output in outputs),
+            completion_tokens=sum(output.usage.completion_tokens for output in outputs),
+        )
+        ttft_s = None if self._first_token_at is None else self._first_token_at - self._started_at
+        prompt_logprobs = tuple(self._prompt_logprobs) or None
+        return Completion(self._request_id, outputs, prompt_logprobs, usage, ttft_s, now - self._started_at)
+
+    def _output(self, index: int) -> CompletionOutput:
+        sample = self._samples.get(index, _Sample())
+        last = sample.last
+        if last is None or last.usage is None:
+            raise InternalError(f"the stream ended without the end of sample {index}", code=grpc.StatusCode.INTERNAL)
+        return CompletionOutput(
+            index=index,
+            token_ids=tuple(sample.token_ids),
+            text="".join(sample.texts),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            logprobs=tuple(sample.logprobs) or None,
+            cumulative_logprob=sample.cumulative_logprob,
+            usage=last.usage,
+        )
+
+
+def _broken(output: Output, what: str) -> InternalError:
+    message = f"the stream of request {output.request_id!r} broke: sample {output.index} brought {what}"
+    return InternalError(message, code=grpc.StatusCode.INTERNAL)

@@ -1,0 +1,31 @@
+"""The flags that say which server the client verbs talk to."""
+
+import argparse
+import os
+
+from pagewire.client import Client
+from pagewire.options import Parser
+
+DEFAULT_URL = "127.0.0.1:50051"
+URL_VARIABLE = "PAGEWIRE_URL"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    url = os.environ.get(URL_VARIABLE) or DEFAULT_URL
+    parser.add_argument(
+        "--url",
+        default=url,
+        help=f"server, HOST:PORT or grpcs://HOST:PORT (default: {DEFAULT_URL}; env {URL_VARIABLE})",
+    )
+    parser.add_argument("--tls-ca", metavar="FILE", help="PEM file of who signs the server's certificate; turns TLS on")
+    parser.add_argument("--tls-cert", metavar="FILE", help="PEM file of this client's certificate, for mutual TLS")
+    parser.add_argument("--tls-key", metavar="FILE", help="PEM file of this client's private key, for mutual TLS")
+
+
+def client(parser: Parser, arguments: argparse.Namespace) -> Client:
+    """A client as the flags say; ends the command for flags that cannot be."""
+    tls = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
+    try:
+        return Client(arguments.url, **tls)
+    except (OSError, ValueError) as error:
+        parser.fail(error)

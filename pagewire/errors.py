@@ -1,0 +1,70 @@
+"""What a call can fail with: one class per status that a caller may want to tell apart."""
+
+from dataclasses import dataclass
+
+import grpc
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """A field of the request that the server refused, and why."""
+
+    field: str
+    description: str
+
+
+class PagewireError(Exception):
+    """A call that failed. The text names the limit, the actual value and the remedy where the server knows them.
+
+    `code` is the gRPC status; `field_violations` names the fields at fault; `retry_delay` is the time in seconds after
+    which the server suggests to try again, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: grpc.StatusCode = grpc.StatusCode.UNKNOWN,
+        field_violations: tuple[FieldViolation, ...] = (),
+        retry_delay: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.field_violations = field_violations
+        self.retry_delay = retry_delay
+
+
+class InvalidRequest(PagewireError):
+    """INVALID_ARGUMENT: a field is out of its range, or the request can never fit."""
+
+
+class NotFound(PagewireError):
+    """NOT_FOUND: no running request of this tenant has that id."""
+
+
+class AlreadyExists(PagewireError):
+    """ALREADY_EXISTS: a running request of this tenant has that id."""
+
+
+class ResourceExhausted(PagewireError):
+    """RESOURCE_EXHAUSTED: the queue is full; try again after `retry_delay`."""
+
+
+class Unavailable(PagewireError):
+    """UNAVAILABLE: the server is not there, is draining, or has had no worker for too long."""
+
+
+class DeadlineExceeded(PagewireError):
+    """DEADLINE_EXCEEDED: `timeout` passed before the request was done."""
+
+
+class Cancelled(PagewireError):
+    """CANCELLED: the call was cancelled by somebody else than its caller."""
+
+
+class InternalError(PagewireError):
+    """INTERNAL: a fault of the server, or a stream that lost or repeated a token."""
+
+
+class CommandError(Exception):
+    """Why a verb of the command cannot go on, in a line for its user."""

@@ -1,0 +1,266 @@
+"""Turns frozen config dataclasses into flags, environment variables and YAML keys.
+
+A field `max_num_seqs: int = 256` with `metadata={"help": ...}` (and "choices" where the values are fixed) becomes the
+flag `--max-num-seqs`, the variable `PAGEWIRE_MAX_NUM_SEQS` and the YAML key `max_num_seqs` or `max-num-seqs`. A bool
+becomes `--NAME/--no-NAME`. Flags win over the environment, over YAML, over defaults. An empty variable counts as unset.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+ENV_PREFIX = "PAGEWIRE_"
+CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+TRUE_WORDS = ("1", "true", "yes", "on")
+FALSE_WORDS = ("0", "false", "no", "off")
+
+
+class OptionError(ValueError):
+    """A key, flag or value that cannot be; the text names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of a config dataclass."""
+
+    name: str
+    value_type: type
+    default: Any  # dataclasses.MISSING: required
+    optional: bool  # None is a value
+    help: str
+    choices: tuple[Any, ...] | None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The value of every option, and where it comes from."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+
+    def build(self, config_type: type, **overrides: Any) -> Any:
+        """An instance of a config dataclass from the values that it has fields for."""
+        names = [field.name for field in dataclasses.fields(config_type) if field.name in self.values]
+        return config_type(**{name: self.values[name] for name in names} | overrides)
+
+    def describe(self) -> list[str]:
+        """A line for each origin with the values from there, strongest origin first."""
+        by_origin: dict[str, list[str]] = {}
+        for name, origin in self.origins.items():
+            by_origin.setdefault(origin, []).append(f"{name}={self.values[name]}")
+        rank = {"flags": 0, "environment": 1, "defaults": 3}
+        origins = sorted(by_origin, key=lambda origin: rank.get(origin, 2))
+        return [f"options from {origin}: {', '.join(by_origin[origin])}" for origin in origins]
+
+
+def options_of(*config_types: type, without: Iterable[str] = ()) -> dict[str, Option]:
+    """The options of some dataclasses, by name; of a field that several have, the first one's."""
+    options: dict[str, Option] = {}
+    excluded = set(without)
+    for config_type in config_types:
+        hints = typing.get_type_hints(config_type)
+        for field in dataclasses.fields(config_type):
+            if field.name not in excluded and field.name not in options:
+                options[field.name] = _option(field, hints[field.name])
+    return options
+
+
+def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
+    alternatives = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    value_types = [alternative for alternative in alternatives if alternative is not types.NoneType]
+    if len(value_types) != 1 or value_types[0] not in (str, int, float, bool):
+        raise TypeError(
+            f"field {field.name}: an option is a str, int, float or bool, or one of them or None, not {hint}"
+        )
+    choices = field.metadata.get("choices")
+    return Option(
+        name=field.name,
+        value_type=value_types[0],
+        default=field.default,
+        optional=types.NoneType in alternatives,
+        help=field.metadata["help"],
+        choices=None if choices is None else tuple(choices),
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that knows no abbreviations and answers an unknown flag with the nearest known one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            kind = "flag" if name.startswith("-") else "argument"
+            self.error(f"unknown {kind} {name}{suggestion(name, self._option_string_actions)}")
+        return parsed
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Ends the command as for any other usage error: one line, exit code 2."""
+        self.exit(2, f"{self.prog}: error: {error}\n")
+
+
+def add_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option], *, positional: str | None = None) -> None:
+    """Adds a flag for each option, and `--config`. Flags that are not given are absent from the parsed arguments.
+
+    The option named `positional` becomes an optional positional argument instead of a flag.
+    """
+    for option in options.values():
+        settings: dict[str, Any] = {"help": _help(option), "default": argparse.SUPPRESS}
+        if option.name == positional:
+            parser.add_argument(option.name, metavar=option.name.upper(), nargs="?", **settings)
+        elif option.value_type is bool:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(option.flag, dest=option.name, action=action, **settings)
+        else:
+            parser.add_argument(option.flag, dest=option.name, metavar=_metavar(option), **settings)
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"YAML file of options, keys as the flags (env {CONFIG_VARIABLE})"
+    )
+
+
+def _metavar(option: Option) -> str:
+    return "|".join(map(str, option.choices)) if option.choices else option.value_type.__name__.upper()
+
+
+def _help(option: Option) -> str:
+    default = "required" if option.required else f"default: {_text(option.default)}"
+    return f"{option.help} ({default}; env {option.variable})".replace("%", "%%")
+
+
+def _text(value: Any) -> str:
+    return "unset" if value in (None, "") else str(value)
+
+
+def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
+    """The value of every option and its origin. Raises OptionError for an unknown key or a value that cannot be."""
+    path = arguments.config or environ.get(CONFIG_VARIABLE)
+    configured = _read_yaml(path, options) if path else {}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, option in options.items():
+        if name in arguments:
+            given, source, origin = getattr(arguments, name), option.flag, "flags"
+        elif environ.get(option.variable):
+            given, source, origin = environ[option.variable], option.variable, "environment"
+        elif name in configured:
+            given, source, origin = configured[name], f"{path}: {name}", str(path)
+        elif option.required:
+            raise OptionError(
+                f"{name} is missing: give it as an argument, as {option.variable} or in the --config file"
+            )
+        else:
+            values[name], origins[name] = option.default, "defaults"
+            continue
+        values[name], origins[name] = _convert(option, given, source), origin
+    return Resolved(values, origins)
+
+
+def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like a misspelt option.
+
+    Only a warning: platforms set variables of their own with our prefix (Kubernetes does for a Service `pagewire`).
+    """
+    known = [name.upper() for name in options]
+    lines = []
+    for variable in environ:
+        name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            lines += [f"the environment variable {variable} is no option; did you mean {ENV_PREFIX}{n}?" for n in near]
+    return lines
+
+
+def _read_yaml(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise OptionError(f"cannot read the --config file {path}: {' '.join(str(error).split())}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise OptionError(f"{path}: expected a mapping of option names to values, got a {type(document).__name__}")
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            raise OptionError(f"{path}: unknown key {key!r}{suggestion(name, options)}")
+        if name in values:
+            raise OptionError(f"{path}: the key {name} is there twice, with - and with _")
+        values[name] = value
+    return values
+
+
+def _convert(option: Option, given: Any, source: str) -> Any:
+    """A given text or YAML value as the option's type, or OptionError."""
+    if given is None and option.optional:
+        return None
+    try:
+        value = _parse(option.value_type, given)
+    except ValueError:
+        article = {str: "a text", int: "an integer", float: "a number", bool: "true or false"}[option.value_type]
+        raise OptionError(f"{source}: {given!r} is not {article}") from None
+    if option.choices is not None and value not in option.choices:
+        choices = ", ".join(map(str, option.choices))
+        raise OptionError(f"{source}: {given!r} is none of {choices}{suggestion(str(value), map(str, option.choices))}")
+    return value
+
+
+def _parse(value_type: type, given: Any) -> Any:
+    if value_type is bool:
+        return given if isinstance(given, bool) else _parse_bool(str(given))
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        raise ValueError
+    if value_type is int and isinstance(given, float):
+        raise ValueError
+    return value_type(given)
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in TRUE_WORDS + FALSE_WORDS:
+        raise ValueError
+    return text.lower() in TRUE_WORDS
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' for the nearest known word, or nothing if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def to_flags(config: Any) -> list[str]:
+    """The flags for all values of a config that are not their defaults. ValueError for one that no flag can give."""
+    flags: list[str] = []
+    for option in options_of(type(config)).values():
+        value = getattr(config, option.name)
+        if value == option.default:
+            continue
+        if value is None:
+            raise ValueError(f"no flag sets {option.name} to None")
+        if option.value_type is bool:
+            flags.append(option.flag if value else option.flag.replace("--", "--no-", 1))
+        else:
+            flags.append(f"{option.flag}={value}")
+    return flags

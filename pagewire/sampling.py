@@ -1,0 +1,76 @@
+"""How tokens are chosen: vLLM's names and defaults."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+INTEGER_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+REAL_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of a request. The server checks ranges; here only types are checked (TypeError).
+
+    None leaves a field to the server: the checkpoint's generation_config.json, then the default that the public
+    proto names, which for `max_tokens` is as many tokens as fit. `top_k` takes 0 and -1 for off. `logprobs=k` asks for
+    the chosen token's log-probability and those of the k most likely tokens.
+    """
+
+    n: int | None = 1
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    min_p: float | None = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool | None = False
+    max_tokens: int | None = 16
+    min_tokens: int | None = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = False
+    skip_special_tokens: bool | None = True
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in INTEGER_FIELDS:
+            self._require(name, is_integer(getattr(self, name)), "an integer")
+        for name in REAL_FIELDS:
+            self._require(name, is_real(getattr(self, name)), "a number")
+        for name in BOOLEAN_FIELDS:
+            self._require(name, isinstance(getattr(self, name), bool), "a bool")
+        stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
+        self._require("stop", is_list(stop, lambda text: isinstance(text, str)) or isinstance(stop, str), "texts")
+        self._require("stop_token_ids", is_list(ids, is_integer), "a list of integers")
+        is_bias = isinstance(bias, Mapping) and all(is_integer(i) and is_real(v) for i, v in bias.items())
+        self._require("logit_bias", is_bias, "a mapping from token ids to numbers")
+
+    def _require(self, name: str, holds: bool, kind: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not holds:
+            raise TypeError(f"{name} must be {kind} or None, got {value!r}")
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_list(value: object, is_element: Callable[[object], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(is_element, value))

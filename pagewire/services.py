@@ -1,0 +1,136 @@
+"""The verbs that run services: serve, scheduler, worker. Services are imported only when one of them runs."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pagewire import logs, options
+from pagewire.supervisor import Supervisor, child_environ, free_port
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+# The supervisor connects the two on loopback: these have no meaning for `serve`.
+LINK_OPTIONS = ("worker", "worker_tls_ca", "worker_tls_cert", "worker_tls_key", "worker_tls_name")
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Runs a scheduler in this process and its worker as a child."""
+    from scheduler_service.config import SchedulerConfig
+    from worker_service.config import WorkerConfig
+
+    description = "Serve a model: a scheduler and its worker on this machine."
+    known = options.options_of(SchedulerConfig, WorkerConfig, logs.LogConfig, without=LINK_OPTIONS)
+    parser = _parser("serve", description, known, positional="model")
+    resolved = _resolve(parser, known, arguments)
+    worker_port = free_port(LOOPBACK)
+    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None}
+    worker_config = _build(parser, resolved, WorkerConfig, host=LOOPBACK, port=worker_port, **link)
+    scheduler_config = _build(parser, resolved, SchedulerConfig, worker=f"{LOOPBACK}:{worker_port}")
+    log_config = _start_logging(known, resolved)
+    flags = [*options.to_flags(worker_config), *options.to_flags(log_config)]
+    variables = [option.variable for option in options.options_of(WorkerConfig, logs.LogConfig).values()]
+    environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
+    supervisor = Supervisor([sys.executable, "-m", "pagewire", "worker", *flags], environ)
+    return asyncio.run(_run(scheduler_config, supervisor))
+
+
+def scheduler(arguments: Sequence[str]) -> int:
+    """Runs a scheduler that dials its worker elsewhere."""
+    from scheduler_service.config import SchedulerConfig
+
+    config = _service_config("scheduler", "Run a scheduler.", SchedulerConfig, arguments)
+    from scheduler_service import server
+
+    return server.serve(config)
+
+
+def worker(arguments: Sequence[str]) -> int:
+    """Runs a worker that a scheduler dials."""
+    from worker_service.config import WorkerConfig
+
+    config = _service_config("worker", "Run a worker.", WorkerConfig, arguments)
+    from worker_service import server
+
+    return server.serve(config)
+
+
+def _service_config(verb: str, description: str, config_type: type, arguments: Sequence[str]) -> Any:
+    known = options.options_of(config_type, logs.LogConfig)
+    parser = _parser(verb, description, known)
+    resolved = _resolve(parser, known, arguments)
+    config = _build(parser, resolved, config_type)
+    _start_logging(known, resolved)
+    return config
+
+
+def _parser(
+    verb: str, description: str, known: Mapping[str, options.Option], positional: str | None = None
+) -> options.Parser:
+    epilog = "Flags win over the environment, over the --config file, over defaults."
+    parser = options.Parser(prog=f"pagewire {verb}", description=description, epilog=epilog)
+    options.add_flags(parser, known, positional=positional)
+    return parser
+
+
+def _resolve(parser: options.Parser, known: Mapping[str, options.Option], arguments: Sequence[str]) -> options.Resolved:
+    parsed: argparse.Namespace = parser.parse_args(arguments)
+    try:
+        return options.resolve(known, parsed, os.environ)
+    except options.OptionError as error:
+        parser.fail(error)
+
+
+def _build(parser: options.Parser, resolved: options.Resolved, config_type: type, **overrides: Any) -> Any:
+    config = resolved.build(config_type, **overrides)
+    try:
+        config.validate()
+    except ValueError as error:
+        parser.fail(error)
+    return config
+
+
+def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolved) -> logs.LogConfig:
+    config: logs.LogConfig = resolved.build(logs.LogConfig)
+    logs.configure(config)
+    for line in options.unknown_variables(known, os.environ):
+        log.warning("%s", line)
+    for line in resolved.describe():
+        log.info("%s", line)
+    return config
+
+
+async def _run(config: Any, supervisor: Supervisor) -> int:
+    """Serves until the first signal, then drains; a second signal ends at once. The worker goes last."""
+    from scheduler_service import server
+
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop, stop_now)
+    serving = asyncio.create_task(server.run(config, stop=stop, ready=_announce, stop_now=stop_now))
+    supervising = asyncio.create_task(supervisor.run())
+    try:
+        await asyncio.wait({serving, supervising}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            return serving.result()
+        log.error("%s: giving up", supervising.result())
+        stop.set()
+        stop_now.set()
+        await serving
+        return 1
+    finally:
+        supervising.cancel()
+        await asyncio.wait({supervising})
+
+
+def _on_signal(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
+    (stop_now if stop.is_set() else stop).set()
+
+
+def _announce(url: str) -> None:
+    print(f"ready on {url}", flush=True)

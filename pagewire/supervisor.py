@@ -1,0 +1,146 @@
+"""Keeps a worker process running: starts it, restarts it when it dies, and never leaves one behind."""
+
+import asyncio
+import logging
+import random
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+READY_PREFIX = "ready on "
+# Below the ports that Linux gives to outgoing connections: nobody takes the port while the worker restarts, and a
+# client that dials it meanwhile cannot connect to itself.
+WORKER_PORTS = range(20_000, 32_768)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Times in seconds. The delay doubles with each death until the worker has run for `steady_s`."""
+
+    first_delay_s: float = 0.1
+    max_delay_s: float = 5.0
+    steady_s: float = 30.0
+    max_failed_starts: int = 3
+    stop_timeout_s: float = 5.0  # from SIGTERM to SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a run of the worker ended. `code` is negative for a signal."""
+
+    code: int
+    was_ready: bool
+    ran_s: float
+
+    def __str__(self) -> str:
+        return f"signal {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
+
+
+class Restarts:
+    """Decides what follows an exit. Pure."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._delay_s = policy.first_delay_s
+        self._ever_ready = False
+        self._num_failed_starts = 0
+
+    def delay_after(self, ended: Exit) -> float | None:
+        """Seconds to wait before the next start, or None: give up, the worker has never come up and says why not."""
+        self._ever_ready |= ended.was_ready
+        failed = ended.code > 0 and not self._ever_ready
+        self._num_failed_starts = self._num_failed_starts + 1 if failed else 0
+        if self._num_failed_starts >= self._policy.max_failed_starts:
+            return None
+        if ended.ran_s >= self._policy.steady_s:
+            self._delay_s = self._policy.first_delay_s
+        delay_s = self._delay_s
+        self._delay_s = min(2 * delay_s, self._policy.max_delay_s)
+        return delay_s
+
+
+class Supervisor:
+    """Runs `command` as a child in a process group of its own, so that a Ctrl-C reaches only its parent.
+
+    The child's standard error passes through. Its standard output does not: its "ready on" line says that it is up,
+    other lines are logged.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], policy: RestartPolicy | None = None) -> None:
+        self._command = command
+        self._environ = environ
+        self._policy = policy or RestartPolicy()
+
+    async def run(self) -> str:
+        """Keeps the child running until cancelled, which ends it; returns the reason if it gives up."""
+        restarts = Restarts(self._policy)
+        while True:
+            ended = await self._run_once()
+            delay_s = restarts.delay_after(ended)
+            if delay_s is None:
+                return f"the worker failed to start {self._policy.max_failed_starts} times in a row ({ended})"
+            log.warning("the worker ended (%s) after %.1f s; next start in %.1f s", ended, ended.ran_s, delay_s)
+            await asyncio.sleep(delay_s)
+
+    async def _run_once(self) -> Exit:
+        started_at = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env=self._environ,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            process_group=0,
+        )
+        log.info("the worker is process %d", process.pid)
+        ready = asyncio.Event()
+        watching = asyncio.create_task(self._watch(process, ready))
+        try:
+            code = await process.wait()
+            # What it printed before it died may still be in the pipe.
+            await asyncio.wait({watching}, timeout=1.0)
+        finally:
+            watching.cancel()
+            await self._terminate(process)
+        return Exit(code, ready.is_set(), time.monotonic() - started_at)
+
+    async def _watch(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
+        """Reads the child's standard output to its end."""
+        assert process.stdout is not None
+        async for line in process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            if text.startswith(READY_PREFIX):
+                ready.set()
+            log.info("worker: %s", text)
+
+    async def _terminate(self, process: asyncio.subprocess.Process) -> None:
+        if process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), self._policy.stop_timeout_s)
+        except TimeoutError:
+            log.warning("the worker did not stop within %.0f s of SIGTERM: killing it", self._policy.stop_timeout_s)
+            process.kill()
+            await process.wait()
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on."""
+    for port in random.sample(WORKER_PORTS, k=100):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port on {host} among 100 of {WORKER_PORTS.start} to {WORKER_PORTS.stop - 1}")
+
+
+def child_environ(environ: Mapping[str, str], option_variables: Sequence[str]) -> dict[str, str]:
+    """The environment of the child: without the options of its parent, and bound to its parent's life."""
+    inherited = {name: value for name, value in environ.items() if name not in option_variables}
+    return inherited | {"PAGEWIRE_EXIT_WITH_PARENT": "1"}
