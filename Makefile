@@ -38,7 +38,7 @@ protos: .venv-protos/.ready  ## generate the stubs under protos/gen
 	touch $@
 
 model: $(READY)  ## train the bundled model again
-	$(BIN)/python -m bench.storyteller $(MODEL)
+	$(BIN)/python -m models.train_storyteller $(MODEL)
 
 bench-split: $(READY)  ## what two processes over gRPC cost against one process
 	$(BIN)/python -m bench.split

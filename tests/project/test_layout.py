@@ -1,0 +1,166 @@
+"""The boundaries of the code: who may import whom, how long a function may be, what never happens.
+
+The rules are those of ARCHITECTURE.md. They are checked on the source, so that an import inside a function counts too.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("scheduler_service", "worker_service", "kernels", "pagewire")
+OURS = (*PACKAGES, "protos", "bench", "models", "tests")
+MAX_FUNCTION_LINES = 60
+
+# What the modules under a prefix may import of ours. The longest prefix that fits a module decides; a module that fits
+# none may import anything. A service's `server` composes it: it may import all of its own service.
+ALLOWED_IMPORTS = {
+    "kernels": ("kernels",),
+    "scheduler_service": ("scheduler_service",),
+    "scheduler_service.core": ("scheduler_service.core",),
+    "scheduler_service.rpc": ("scheduler_service.core", "scheduler_service.rpc", "protos.gen.pagewire"),
+    "scheduler_service.step_loop": ("scheduler_service.core", "scheduler_service.stream"),
+    "scheduler_service.stream": ("scheduler_service.core",),
+    "worker_service": ("worker_service",),
+    "worker_service.rpc": (
+        "worker_service.step",
+        "worker_service.session",
+        "worker_service.rpc",
+        "protos.gen.pagewire.worker",
+    ),
+    "worker_service.step": (),
+    "worker_service.session": ("worker_service.step",),
+    "worker_service.models": ("worker_service.models",),
+    "worker_service.attention": ("worker_service.attention", "kernels"),
+    "pagewire": ("pagewire", "scheduler_service", "worker_service", "protos.gen.pagewire.scheduler"),
+}
+# The only modules of a service that may import its rpc package from outside it.
+COMPOSERS = ("scheduler_service.server", "worker_service.server")
+# The standard library of the core: nothing that does I/O, tells the time, draws at random or runs beside it.
+CORE_DENIED = {"asyncio", "datetime", "os", "pathlib", "random", "secrets", "socket", "subprocess", "threading", "time"}
+DENIED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+DENIED_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
+    return sorted(path.relative_to(ROOT) for path in found)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Full names of what is imported: `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import in line {node.lineno}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(), filename=str(path))
+
+
+def forbidden_imports(module: str, imported: list[str]) -> list[str]:
+    rules = [prefix for prefix in ALLOWED_IMPORTS if is_under(module, prefix)]
+    if not rules:
+        return []
+    allowed = ALLOWED_IMPORTS[max(rules, key=len)]
+    ours = [name for name in imported if name.split(".")[0] in OURS]
+    forbidden = [name for name in ours if not any(is_under(name, prefix) for prefix in allowed)]
+    service = module.split(".")[0]
+    if module not in COMPOSERS and not is_under(module, f"{service}.rpc"):
+        forbidden += [name for name in ours if is_under(name, f"{service}.rpc")]
+    return forbidden
+
+
+every_source = pytest.mark.parametrize("path", sources(*PACKAGES, "bench", "models"), ids=str)
+
+
+@every_source
+def test_imports_keep_to_the_boundaries(path: Path) -> None:
+    assert forbidden_imports(module_name(path), list(imports(parse(path)))) == []
+
+
+def test_boundaries_are_noticed_when_they_break() -> None:
+    assert forbidden_imports("kernels.cpu.attention", ["worker_service.step"])
+    assert forbidden_imports("scheduler_service.core.scheduler", ["scheduler_service.rpc.wire"])
+    assert forbidden_imports("scheduler_service.core.scheduler", ["protos.gen.pagewire.worker.v1.worker_pb2"])
+    assert forbidden_imports("scheduler_service.step_loop", ["scheduler_service.rpc.worker_link"])
+    assert forbidden_imports("scheduler_service.metrics", ["worker_service.step"])
+    assert forbidden_imports("worker_service.model_runner", ["worker_service.rpc.wire"])
+    assert not forbidden_imports(
+        "scheduler_service.server", ["scheduler_service.rpc.wire", "scheduler_service.core.plan"]
+    )
+
+
+@pytest.mark.parametrize("path", sources("scheduler_service/core"), ids=str)
+def test_core_is_pure(path: Path) -> None:
+    outside = {name.split(".")[0] for name in imports(parse(path))} - {"scheduler_service", "xxhash"}
+    assert outside <= sys.stdlib_module_names
+    assert not outside & CORE_DENIED
+
+
+@every_source
+def test_functions_are_short(path: Path) -> None:
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            num_lines = node.end_lineno - node.lineno + 1
+            assert num_lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno}: {node.name} has {num_lines} lines"
+
+
+@every_source
+def test_modules_are_nouns(path: Path) -> None:
+    assert path.stem not in {"utils", "util", "helpers", "common", "misc"}
+
+
+@every_source
+def test_nothing_runs_what_it_reads(path: Path) -> None:
+    tree = parse(path)
+    assert not {name.split(".")[0] for name in imports(tree)} & DENIED_MODULES
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert not calls & DENIED_CALLS
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after running `code`."""
+    program = f"import sys\n{code}\nprint(*{{name.split('.')[0] for name in sys.modules}}, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return set(result.stderr.splitlines()[-1].split())
+
+
+HEAVY = {"torch", "numpy", "transformers", "safetensors"}
+
+
+def test_the_scheduler_and_the_client_load_neither_torch_nor_numpy() -> None:
+    assert not loaded_after("import scheduler_service.server, pagewire") & {*HEAVY, "worker_service", "kernels"}
+
+
+def test_the_client_loads_no_service() -> None:
+    assert not loaded_after("import pagewire") & {*HEAVY, "scheduler_service", "worker_service", "kernels"}
+
+
+@pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler"])
+def test_help_is_quick_to_load(verb: str) -> None:
+    code = f"""
+from pagewire.command import main
+try:
+    main(["{verb}", "--help"])
+except SystemExit as ended:
+    assert not ended.code
+"""
+    assert not loaded_after(code) & HEAVY
