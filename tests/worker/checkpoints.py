@@ -1,0 +1,65 @@
+"""Small random checkpoints of every family, written by transformers as it publishes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
+
+DECODER = {
+    "vocab_size": 151,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+# Under transformers' own names; no end token, so that greedy continuations have the length asked for.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": DECODER,
+    "qwen2": DECODER,
+    "qwen3": DECODER,
+    "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
+}
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def make_checkpoint(
+    directory: Path, family: str, *, seed: int, dtype: str = "float32", max_shard_size: str = "1GB", **overrides: Any
+) -> Path:
+    """Writes a random model of a family to `directory` and returns it.
+
+    The weights are scaled so that every layer matters and logits are spread over several units: near ties are rare, and
+    greedy continuations do not fall into loops at once.
+
+    Args:
+        family: one of FAMILIES.
+        dtype: what the weights are stored in.
+        max_shard_size: below the size of the weights, for example "100KB": several files and an index.
+        overrides: fields of the transformers configuration, for example num_key_value_heads=1.
+    """
+    config_class = transformers.AutoConfig.for_model(family).__class__
+    config = config_class(**{**DEFAULTS[family], **NO_SPECIAL_TOKENS, **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(_scaled(name, noise))
+    model.generation_config = transformers.GenerationConfig()
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    return Path(directory)
+
+
+def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
+    if noise.dim() == 1:
+        is_scale = name.endswith("weight")  # of a norm
+        return 1 + 0.1 * noise if is_scale else 0.2 * noise
+    if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head")):
+        return 0.4 * noise
+    fan_in = noise.shape[0] if "c_" in name else noise.shape[1]  # GPT-2's layers are [in, out]
+    return 1.5 * fan_in**-0.5 * noise

@@ -1,0 +1,112 @@
+"""Checkpoint directories as Hugging Face publishes them: config.json and safetensors. Nothing is ever unpickled."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be served. The text names the file or tensor at fault and what was expected."""
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory by name. Opening it reads headers only; a tensor is read when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
+        """
+        self._path = path
+        self._handles: dict[str, Any] = {}  # open files by name
+        self._files = self._find_files()  # tensor name -> file name
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    def copy(self, name: str, target: Tensor) -> None:
+        """Reads one tensor straight into `target`, to its dtype and device.
+
+        Raises:
+            CheckpointError: there is no such tensor, its shape is not the target's, or it is not floating point.
+        """
+        if name not in self._files:
+            raise CheckpointError(f"tensor {name} is missing in {self._path}; expected shape {list(target.shape)}")
+        try:
+            tensor = self._open(self._files[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"tensor {name} cannot be read from {self._files[name]}: {error}") from error
+        if tensor.shape != target.shape:
+            shapes = f"shape {list(tensor.shape)}, expected {list(target.shape)}"
+            raise CheckpointError(f"tensor {name} in {self._files[name]} has {shapes} from {CONFIG_FILE}")
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise CheckpointError(f"tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
+        target.copy_(tensor)
+
+    def _find_files(self) -> dict[str, str]:
+        if (self._path / INDEX_FILE).is_file():
+            weight_map = read_json(self._path / INDEX_FILE).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(f"{self._path / INDEX_FILE} has no weight_map")
+            for file_name in sorted(set(weight_map.values())):
+                self._open(file_name)
+            return weight_map
+        if not (self._path / SINGLE_FILE).is_file():
+            raise CheckpointError(
+                f"{self._path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; convert it to safetensors"
+            )
+        return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+
+    def _open(self, file_name: str) -> Any:
+        if file_name not in self._handles:
+            file = self._path / file_name
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing; {INDEX_FILE} names it")
+            try:
+                self._handles[file_name] = safe_open(file, framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+        return self._handles[file_name]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CheckpointError: the file is missing, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; a checkpoint directory must have it") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def model_digest(path: Path) -> bytes:
+    """SHA-256 over the bytes of config.json and, where there is one, tokenizer.json after it: 32 bytes.
+
+    The scheduler computes the same from its own copy: equal digests mean that both sides speak of the same model.
+    """
+    config = path / CONFIG_FILE
+    if not config.is_file():
+        raise CheckpointError(f"{config} is missing; a checkpoint directory must have it")
+    tokenizer = path / TOKENIZER_FILE
+    digest = hashlib.sha256(config.read_bytes())
+    if tokenizer.is_file():
+        digest.update(tokenizer.read_bytes())
+    return digest.digest()

@@ -1,0 +1,258 @@
+"""What a checkpoint's config.json says of its model, in one vocabulary for all families.
+
+Both spellings of the file are read: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and transformers 5
+(`rope_parameters`, `dtype`). What a family has no code for is refused by name, never ignored.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker_service.checkpoint import CONFIG_FILE, CheckpointError, read_json
+
+ARCHITECTURES = ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) and how its frequencies are scaled.
+
+    A type uses the fields of its own line and leaves the others alone.
+    """
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0  # linear, llama3, yarn
+    original_max_position_embeddings: int = 0  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    attention_factor: float = 1.0  # yarn; multiplies cos and sin
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a model."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int  # positions the model can tell apart, rope scaling included
+    norm_eps: float
+    activation: str
+    rope: RopeConfig | None  # None: learned positions
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool  # of attention's output projection
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm over each head of queries and keys
+    dtype: str  # the checkpoint's own; float32 where it names none
+
+    @staticmethod
+    def load(path: Path) -> "ModelConfig":
+        """Reads config.json in a checkpoint directory.
+
+        Raises:
+            CheckpointError: the file is missing or broken, or asks for something that is not supported.
+        """
+        return parse_config(read_json(path / CONFIG_FILE))
+
+
+def parse_config(config: Mapping[str, Any]) -> ModelConfig:
+    """The model that the contents of a config.json describe. See `ModelConfig.load`."""
+    architecture = _architecture(config)
+    _refuse_unsupported(config)
+    model = _parse_gpt2(config) if architecture == "GPT2LMHeadModel" else _parse_decoder(config, architecture)
+    if model.num_heads % model.num_kv_heads:
+        raise _error("num_key_value_heads", model.num_kv_heads, f"a divisor of {model.num_heads} attention heads")
+    if model.rope is not None and model.head_dim % 2:
+        raise _error("head_dim", model.head_dim, "even, for rotary embedding")
+    return model
+
+
+def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
+    hidden_size, num_heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+    attention_bias = bool(config.get("attention_bias", False))
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    rope, max_position_embeddings = _parse_rope(config, _positive(config, "max_position_embeddings"))
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=_positive(config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(config, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=_positive(config, "num_key_value_heads", num_heads),
+        head_dim=_positive(config, "head_dim", _head_dim(hidden_size, num_heads)),
+        vocab_size=_positive(config, "vocab_size"),
+        max_position_embeddings=max_position_embeddings,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        activation=_choice(config, "hidden_act", "silu", ("silu",)),
+        rope=rope,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=is_qwen2 or attention_bias,
+        output_bias=attention_bias and not is_qwen2,
+        mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        dtype=_dtype(config),
+    )
+
+
+def _parse_gpt2(config: Mapping[str, Any]) -> ModelConfig:
+    for key, expected in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
+        if config.get(key, expected) is not expected:
+            raise _error(key, config[key], f"{expected}")
+    hidden_size, num_heads = _positive(config, "n_embd"), _positive(config, "n_head")
+    return ModelConfig(
+        architecture="GPT2LMHeadModel",
+        num_layers=_positive(config, "n_layer"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(config, "n_inner", 4 * hidden_size),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=_head_dim(hidden_size, num_heads),
+        vocab_size=_positive(config, "vocab_size"),
+        max_position_embeddings=_positive(config, "n_positions"),
+        norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
+        activation=_choice(config, "activation_function", "gelu_new", GELUS),
+        rope=None,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        dtype=_dtype(config),
+    )
+
+
+def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[RopeConfig, int]:
+    """The rope settings, and how many positions they serve.
+
+    Defaults are those of transformers. As in vLLM, linear and yarn scaling stretch the positions by their factor.
+    """
+    # Where transformers 4 left no scaling it wrote null.
+    rope = {
+        "rope_theta": config.get("rope_theta"),
+        **(config.get("rope_parameters") or config.get("rope_scaling") or {}),
+    }
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise _error("rope_parameters", "one set per layer type", "one set for all layers")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise _error("rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise _error("partial_rotary_factor", "below 1", "1")
+    theta = float(rope.get("rope_theta") or 10_000.0)
+    if rope_type == "default":
+        return RopeConfig(theta=theta), max_position_embeddings
+    factor = _rope_number(rope, "factor")
+    if rope_type == "linear":
+        return RopeConfig("linear", theta, factor), int(max_position_embeddings * factor)
+    original = int(_rope_number(rope, "original_max_position_embeddings", max_position_embeddings))
+    if rope_type == "llama3":
+        low, high = _rope_number(rope, "low_freq_factor"), _rope_number(rope, "high_freq_factor")
+        return RopeConfig("llama3", theta, factor, original, low, high), max_position_embeddings
+    yarn = RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original,
+        attention_factor=_yarn_attention_factor(rope, factor),
+        beta_fast=_rope_number(rope, "beta_fast", 32.0),
+        beta_slow=_rope_number(rope, "beta_slow", 1.0),
+        truncate=bool(rope.get("truncate", True)),
+    )
+    return yarn, max(max_position_embeddings, int(original * factor))
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """What cos and sin are multiplied by; YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), section 3.4."""
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return magnitude(float(rope["mscale"])) / magnitude(float(rope["mscale_all_dim"]))
+    return magnitude(1.0)
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    supported = ", ".join(ARCHITECTURES)
+    architectures = config.get("architectures") or []
+    for architecture in architectures:
+        if architecture in ARCHITECTURES:
+            return architecture
+    if config.get("auto_map"):
+        raise CheckpointError(f"the model brings its own code (auto_map), which is never run; supported: {supported}")
+    named = ", ".join(architectures) or f"none (model_type {config.get('model_type')!r})"
+    raise CheckpointError(f"architecture {named} is not supported; supported: {supported}")
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise _error("quantization_config", method, "unset: take a checkpoint in float32, bfloat16 or float16")
+    if config.get("use_sliding_window"):
+        raise _error("use_sliding_window", True, "false: every layer attends to the whole context")
+    windowed = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    if windowed:
+        raise _error("layer_types", ", ".join(windowed), "full_attention throughout")
+
+
+def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"{CONFIG_FILE} has no {key}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _error(key, value, "a whole number from 1")
+    return value
+
+
+def _rope_number(rope: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = rope.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or not value > 0:
+        raise _error(f"rope's {key}", value, "a number above 0")
+    return float(value)
+
+
+def _choice(config: Mapping[str, Any], key: str, default: str, choices: tuple[str, ...]) -> str:
+    value = config.get(key, default)
+    if value not in choices:
+        raise _error(key, value, f"one of {', '.join(choices)}")
+    return value
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    value = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if value not in DTYPES:
+        raise _error("dtype", value, f"one of {', '.join(DTYPES)}")
+    return value
+
+
+def _head_dim(hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise _error("hidden size", hidden_size, f"a multiple of {num_heads} attention heads")
+    return hidden_size // num_heads
+
+
+def _error(key: str, value: object, expected: str) -> CheckpointError:
+    return CheckpointError(f"{CONFIG_FILE}: {key} is {value}, but must be {expected}")

@@ -1,0 +1,86 @@
+"""GPT-2 (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners")."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from worker_service.models.config import ModelConfig
+from worker_service.models.linear import Linear
+from worker_service.models.model import Attend
+from worker_service.models.weights import Weight
+
+# GPT-2's linear layers were 1-d convolutions: their weights are [in, out].
+WEIGHTS = (
+    Weight("transformer.wte", "embedding"),
+    Weight("transformer.wpe", "position_embedding"),
+    Weight("transformer.h.{layer}.ln_1", "layers.{layer}.attention_norm"),
+    Weight("transformer.h.{layer}.attn.c_attn", "layers.{layer}.attention.qkv", is_transposed=True),
+    Weight("transformer.h.{layer}.attn.c_proj", "layers.{layer}.attention.output", is_transposed=True),
+    Weight("transformer.h.{layer}.ln_2", "layers.{layer}.mlp_norm"),
+    Weight("transformer.h.{layer}.mlp.c_fc", "layers.{layer}.mlp.up", is_transposed=True),
+    Weight("transformer.h.{layer}.mlp.c_proj", "layers.{layer}.mlp.down", is_transposed=True),
+    Weight("transformer.ln_f", "norm"),
+    Weight("lm_head", "head"),
+)
+# Old checkpoints carry the causal mask of every layer.
+IGNORED = r"\.attn\.(masked_)?bias$"
+
+
+class GPT2(nn.Module):
+    """Token ids to final hidden states to logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(GPT2Layer(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.head = Linear(config.hidden_size, [config.vocab_size], bias=False)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See `Model.forward`."""
+        x = self.embedding(token_ids) + self.position_embedding(positions)  # [T, hidden_size]
+        for layer in self.layers:
+            x = layer(x, attend)
+        return self.norm(x)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `Model.compute_logits`."""
+        return self.head(hidden).float()
+
+
+class GPT2Layer(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.attention = GPT2Attention(config, layer)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GPT2MLP(config)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT2Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.qkv = Linear(config.hidden_size, [3 * config.hidden_size], bias=config.qkv_bias)
+        self.output = Linear(config.hidden_size, [config.hidden_size], bias=config.output_bias)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(1, (-1, self.head_dim)).chunk(3, dim=1)  # [T, num_heads, head_dim]
+        return self.output(attend(self.layer, query, key, value).flatten(1))
+
+
+class GPT2MLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.hidden_size, [config.intermediate_size], bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, [config.hidden_size], bias=config.mlp_bias)
+        self.gelu_form = "none" if config.activation == "gelu" else "tanh"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate=self.gelu_form))

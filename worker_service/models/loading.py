@@ -1,0 +1,74 @@
+"""Loads a checkpoint directory into a model, tensor by tensor."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from worker_service.checkpoint import Checkpoint
+from worker_service.models import decoder, gpt2
+from worker_service.models.config import ModelConfig
+from worker_service.models.linear import Linear
+from worker_service.models.model import Model
+from worker_service.models.rope import RotaryEmbedding
+from worker_service.models.weights import Progress, Weight, fill_layers, load_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The code of some architectures."""
+
+    model: type[decoder.Decoder] | type[gpt2.GPT2]
+    weights: tuple[Weight, ...]
+    ignored: str  # pattern of checkpoint names that hold no weights
+    optional_prefix: str = ""  # of checkpoint names; some published files lack it
+
+
+DECODER = Family(decoder.Decoder, decoder.WEIGHTS, decoder.IGNORED)
+GPT2 = Family(gpt2.GPT2, gpt2.WEIGHTS, gpt2.IGNORED, optional_prefix="transformer.")
+FAMILIES = {
+    "LlamaForCausalLM": DECODER,
+    "Qwen2ForCausalLM": DECODER,
+    "Qwen3ForCausalLM": DECODER,
+    "GPT2LMHeadModel": GPT2,
+}
+
+
+def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None) -> Model:
+    """Loads the model of a checkpoint directory, ready to run.
+
+    Args:
+        path: holds config.json and the safetensors files.
+        dtype: what the model computes in; weights are converted as they are read.
+        device: where it computes.
+        progress: called after each tensor with (tensors loaded, tensors in all).
+
+    Raises:
+        CheckpointError: the checkpoint is broken or not supported.
+    """
+    config = ModelConfig.load(path)
+    checkpoint = Checkpoint(path)
+    family = FAMILIES[config.architecture]
+    with torch.device("meta"):
+        model = family.model(config)
+    # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
+    is_tied = config.tie_word_embeddings and "lm_head.weight" not in checkpoint.names
+    if is_tied:
+        model.head.weight = None
+    model.to(dtype).to_empty(device=device)
+    load_weights(model, checkpoint, _weights(family, config, checkpoint), family.ignored, progress)
+    if is_tied:
+        model.head.weight = model.embedding.weight
+    for module in model.modules():
+        if isinstance(module, Linear | RotaryEmbedding):
+            module.finish_loading()
+    return model.requires_grad_(False).eval()
+
+
+def _weights(family: Family, config: ModelConfig, checkpoint: Checkpoint) -> Iterator[Weight]:
+    """The family's table for this model, in the names this checkpoint uses."""
+    prefix = family.optional_prefix
+    has_prefix = any(name.startswith(prefix) for name in checkpoint.names)
+    for weight in fill_layers(family.weights, config.num_layers):
+        yield weight if has_prefix else replace(weight, source=weight.source.removeprefix(prefix))

@@ -1,0 +1,24 @@
+"""What every model is to the worker."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from worker_service.models.config import ModelConfig
+
+# attend(layer, query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim]) -> [T, num_heads, head_dim].
+# Where keys and values are kept, and which tokens belong together, is its own business.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Model(Protocol):
+    """A loaded causal language model. Callers hold `torch.inference_mode`."""
+
+    config: ModelConfig
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states, [T, hidden_size], of a flat batch: token_ids and positions are [T] int64."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden_size] -> [R, vocab_size] float32."""

@@ -1,0 +1,71 @@
+"""From checkpoint names to parameters: the table a model file gives, and the loader that carries it out."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from worker_service.checkpoint import Checkpoint, CheckpointError
+from worker_service.models.linear import Linear
+
+# Called after each tensor with (tensors loaded, tensors in all).
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Where the weight, and the bias if there is one, of a module of the checkpoint go. `{layer}` counts from 0."""
+
+    source: str  # module in the checkpoint
+    target: str  # module of the model
+    part: int | None = None  # which projection of a merged `Linear`
+    is_transposed: bool = False  # the checkpoint holds [in, out]
+
+
+def load_weights(
+    model: nn.Module, checkpoint: Checkpoint, table: Iterable[Weight], ignored: str, progress: Progress | None
+) -> None:
+    """Copies every tensor of the checkpoint to its parameter.
+
+    Args:
+        model: its parameters are allocated.
+        table: with `{layer}` filled in.
+        ignored: pattern of checkpoint names that hold no weights.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or has no place in the model.
+    """
+    targets = dict(target for weight in table for target in _targets(model, weight))
+    unknown = sorted(name for name in checkpoint.names - targets.keys() if not re.search(ignored, name))
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise CheckpointError(f"tensor {unknown[0]}{more} in the checkpoint has no place in {type(model).__name__}")
+    for num_loaded, (name, target) in enumerate(targets.items(), start=1):
+        checkpoint.copy(name, target)
+        if progress is not None:
+            progress(num_loaded, len(targets))
+
+
+def fill_layers(table: Iterable[Weight], num_layers: int) -> Iterator[Weight]:
+    """Repeats the entries that name `{layer}` for every layer."""
+    for weight in table:
+        if "{layer}" not in weight.source:
+            yield weight
+            continue
+        for layer in range(num_layers):
+            source, target = weight.source.format(layer=layer), weight.target.format(layer=layer)
+            yield replace(weight, source=source, target=target)
+
+
+def _targets(model: nn.Module, weight: Weight) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, view that takes its values) of each parameter of the module."""
+    module = model.get_submodule(weight.target)
+    for kind, parameter in module.named_parameters(recurse=False):
+        target = parameter.data
+        if weight.part is not None:
+            assert isinstance(module, Linear)
+            target = target[module.rows(weight.part)]
+        if weight.is_transposed and target.dim() == 2:
+            target = target.t()
+        yield f"{weight.source}.{kind}", target
