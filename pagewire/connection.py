@@ -28,4 +28,4 @@ def client(parser: Parser, arguments: argparse.Namespace) -> Client:
     try:
         return Client(arguments.url, **tls)
     except (OSError, ValueError) as error:
-        parser.fail(error)
+        parser.error(str(error))

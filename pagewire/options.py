@@ -117,9 +117,9 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown {kind} {name}{suggestion(name, self._option_string_actions)}")
         return parsed
 
-    def fail(self, error: Exception) -> NoReturn:
-        """Ends the command as for any other usage error: one line, exit code 2."""
-        self.exit(2, f"{self.prog}: error: {error}\n")
+    def error(self, message: str) -> NoReturn:
+        """Ends the command with one line and exit code 2."""
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help tells more)\n")
 
 
 def add_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option], *, positional: str | None = None) -> None:

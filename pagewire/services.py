@@ -83,7 +83,7 @@ def _resolve(parser: options.Parser, known: Mapping[str, options.Option], argume
     try:
         return options.resolve(known, parsed, os.environ)
     except options.OptionError as error:
-        parser.fail(error)
+        parser.error(str(error))
 
 
 def _build(parser: options.Parser, resolved: options.Resolved, config_type: type, **overrides: Any) -> Any:
@@ -91,7 +91,7 @@ def _build(parser: options.Parser, resolved: options.Resolved, config_type: type
     try:
         config.validate()
     except ValueError as error:
-        parser.fail(error)
+        parser.error(str(error))
     return config
 
 

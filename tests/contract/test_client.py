@@ -1,0 +1,350 @@
+"""The client against a real server of the public proto."""
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import grpc
+import pytest
+
+import pagewire
+from pagewire import Client, Output, SamplingParams
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from tests.contract import scripted_scheduler
+from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
+
+STORY = "".join(scripted_scheduler.WORDS)
+TOKENS = (100, 101, 102, 103, 104)
+
+
+@pytest.fixture
+def scheduler() -> ScriptedScheduler:
+    return ScriptedScheduler()
+
+
+@pytest.fixture
+def url(scheduler: ScriptedScheduler) -> Iterator[str]:
+    with serving(scheduler) as address:
+        yield address
+
+
+async def collect(url: str, *arguments: object, **options: object) -> list[Output]:
+    async with Client(url) as client:
+        return [output async for output in client.generate(*arguments, **options)]
+
+
+async def test_deltas_come_as_they_are(url: str) -> None:
+    outputs = await collect(url, "Once", SamplingParams(temperature=0))
+    assert [output.token_ids for output in outputs] == [(token,) for token in TOKENS]
+    assert [output.first_token for output in outputs] == [0, 1, 2, 3, 4]
+    assert "".join(output.text for output in outputs) == STORY
+    assert [output.finish_reason for output in outputs] == [None] * 4 + ["length"]
+    assert [output.usage for output in outputs[:-1]] == [None] * 4
+    assert outputs[-1].usage == pagewire.Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=5)
+    assert outputs[0].logprobs is None
+    assert outputs[0].cumulative_logprob is None
+
+
+async def test_everything_asked_for_is_sent(scheduler: ScriptedScheduler, url: str) -> None:
+    sampling = SamplingParams(
+        n=2, temperature=0.5, top_p=0.75, top_k=-1, min_p=0.25, presence_penalty=1, frequency_penalty=-1,
+        repetition_penalty=1.5, seed=2**64 - 1, stop=["a", "b"], stop_token_ids=[5, 6], ignore_eos=True, max_tokens=9,
+        min_tokens=3, logprobs=0, prompt_logprobs=4, logit_bias={7: -1.5}, include_stop_str_in_output=True,
+        skip_special_tokens=False,
+    )  # fmt: skip
+    await collect(
+        url, None, sampling, prompt_token_ids=[1, 2, 3], request_id="mine", priority=-4, cache_salt="s", tenant="t"
+    )
+    [request] = scheduler.requests
+    assert request == pb.GenerateRequest(
+        request_id="mine",
+        token_ids=pb.TokenIds(ids=[1, 2, 3]),
+        priority=-4,
+        tenant="t",
+        cache_salt="s",
+        sampling=pb.SamplingParams(
+            n=2, temperature=0.5, top_p=0.75, top_k=0, min_p=0.25, presence_penalty=1, frequency_penalty=-1,
+            repetition_penalty=1.5, seed=2**64 - 1, stop=["a", "b"], stop_token_ids=[5, 6], ignore_eos=True,
+            max_tokens=9, min_tokens=3, logprobs=0, prompt_logprobs=4, logit_bias={7: -1.5},
+            include_stop_str_in_output=True, skip_special_tokens=False,
+        ),
+    )  # fmt: skip
+
+
+async def test_none_leaves_a_field_unset(scheduler: ScriptedScheduler, url: str) -> None:
+    await collect(url, "Once")
+    await collect(url, "Once", SamplingParams(**{field.name: None for field in fields(SamplingParams)}))
+    first, second = scheduler.requests
+    assert first == pb.GenerateRequest(text="Once")
+    assert second == pb.GenerateRequest(text="Once", sampling=pb.SamplingParams())
+
+
+def test_sampling_params_have_every_field_of_the_proto() -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    assert names == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 1.0}, {"temperature": "hot"}, {"top_k": True}, {"ignore_eos": 1}, {"stop": 5}, {"stop": ["a", 5]},
+        {"stop_token_ids": 5}, {"stop_token_ids": ["a"]}, {"logit_bias": [1]}, {"logit_bias": {"a": 1.0}},
+    ],
+)  # fmt: skip
+def test_types_are_checked(wrong: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": -1}, {"seed": 2**64}, {"stop_token_ids": [2**32]}])
+async def test_what_the_wire_cannot_hold_is_an_invalid_request(url: str, wrong: dict[str, object]) -> None:
+    with pytest.raises(pagewire.InvalidRequest) as caught:
+        await collect(url, "Once", SamplingParams(**wrong))
+    assert caught.value.field_violations[0].field == f"sampling.{next(iter(wrong))}"
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_one_prompt_is_needed(url: str) -> None:
+    for prompts in ({}, {"prompt": "a", "prompt_token_ids": [1]}):
+        with pytest.raises(TypeError, match="either prompt or prompt_token_ids"):
+            await collect(url, **prompts)
+
+
+async def test_logprobs_and_stop_reasons(scheduler: ScriptedScheduler, url: str) -> None:
+    entry = pb.TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top=[pb.TopLogprob(token_id=5, logprob=-0.5)])
+    stopped = delta(0, 0, [5], "x", last=True)
+    stopped.MergeFrom(pb.GenerateResponse(logprobs=[entry], cumulative_logprob=-0.5))
+    stopped.finish_reason, stopped.stop_token_id = pb.FINISH_REASON_STOP, 0
+    by_text = delta(1, 0, [6], "y", last=True)
+    by_text.finish_reason, by_text.stop_text = pb.FINISH_REASON_ABORT, "END"
+    prompt = pb.GenerateResponse(prompt_logprobs=[entry, entry])
+    scheduler.script = lambda request, context: iter([prompt, stopped, by_text])
+    async with Client(url) as client:
+        completion = await client.acomplete("Once", SamplingParams(n=2, logprobs=1, prompt_logprobs=1))
+    expected = pagewire.TokenLogprobs(5, -0.5, 1, ((5, -0.5),))
+    first, second = completion.outputs
+    assert (first.logprobs, first.cumulative_logprob, first.stop_reason) == ((expected,), -0.5, 0)
+    assert (second.logprobs, second.stop_reason, second.finish_reason) == (None, "END", "abort")
+    assert completion.prompt_logprobs == (expected, expected)
+
+
+def test_synchronous_twin(url: str) -> None:
+    with Client(url) as client:
+        result = client.complete("Once", SamplingParams(n=3))
+        deltas = list(client.stream("Once", SamplingParams(max_tokens=5)))
+    assert [output.text for output in result.outputs] == [STORY] * 3
+    assert [output.token_ids for output in result.outputs] == [TOKENS] * 3
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    assert result.usage == pagewire.Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=15)
+    assert result.ttft_s is not None
+    assert 0 < result.ttft_s <= result.total_s
+    assert "".join(output.text for output in deltas) == STORY
+
+
+async def test_asynchronous_complete_equals_the_synchronous_one(url: str) -> None:
+    async with Client(url) as client:
+        result = await client.acomplete(prompt_token_ids=[1])
+    with Client(url) as client:
+        assert client.complete(prompt_token_ids=[1]).outputs == result.outputs
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ([delta(0, 0, [1]), delta(0, 2, [3], last=True)], "token 2 where 1 is next"),
+        ([delta(0, 0, [1]), delta(0, 0, [1], last=True)], "token 0 where 1 is next"),
+        ([delta(0, 0, [1], last=True), delta(0, 1, [2])], "after its last"),
+        ([delta(1, 0, [1], last=True)], "nobody asked for"),
+        ([delta(0, 0, [1])], "without the end of sample 0"),
+        ([], "without the end of sample 0"),
+    ],
+)
+async def test_a_broken_stream_is_an_error(
+    scheduler: ScriptedScheduler, url: str, script: list[pb.GenerateResponse], text: str
+) -> None:
+    scheduler.script = lambda request, context: iter(script)
+    with pytest.raises(pagewire.InternalError, match=text):
+        await collect(url, "Once")
+    with Client(url) as client, pytest.raises(pagewire.InternalError, match=text):
+        client.complete("Once")
+
+
+@pytest.mark.parametrize(
+    ("code", "error_type"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, pagewire.InvalidRequest),
+        (grpc.StatusCode.NOT_FOUND, pagewire.NotFound),
+        (grpc.StatusCode.ALREADY_EXISTS, pagewire.AlreadyExists),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, pagewire.ResourceExhausted),
+        (grpc.StatusCode.UNAVAILABLE, pagewire.Unavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, pagewire.DeadlineExceeded),
+        (grpc.StatusCode.CANCELLED, pagewire.Cancelled),
+        (grpc.StatusCode.INTERNAL, pagewire.InternalError),
+        (grpc.StatusCode.PERMISSION_DENIED, pagewire.PagewireError),
+    ],
+)
+async def test_statuses_become_typed_errors(
+    scheduler: ScriptedScheduler, url: str, code: grpc.StatusCode, error_type: type[pagewire.PagewireError]
+) -> None:
+    details = (scripted_scheduler.field_violation("sampling.top_p", "is 2"), scripted_scheduler.retry_after(1.5))
+
+    def refuse(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        scripted_scheduler.abort(context, code, "the reason", *details)
+        yield from ()
+
+    scheduler.script = refuse
+    with pytest.raises(error_type, match="the reason") as caught:
+        await collect(url, "Once")
+    with Client(url) as client, pytest.raises(error_type) as caught_synchronously:
+        client.complete("Once")
+    for error in (caught.value, caught_synchronously.value):
+        assert type(error) is error_type
+        assert error.code is code
+        assert error.field_violations == (pagewire.FieldViolation("sampling.top_p", "is 2"),)
+        assert error.retry_delay == 1.5
+
+
+async def test_nobody_listens() -> None:
+    with pytest.raises(pagewire.Unavailable, match=r"no server answers at 127\.0\.0\.1:1 "):
+        await collect("127.0.0.1:1", "Once")
+
+
+async def test_leaving_the_loop_cancels_the_call(scheduler: ScriptedScheduler, url: str) -> None:
+    scheduler.script = scripted_scheduler.never_end
+    async with Client(url) as client:
+        async with contextlib.aclosing(client.generate("Once")) as outputs:
+            async for output in outputs:
+                if output.first_token >= 3:
+                    break
+        assert await asyncio.to_thread(scheduler.ended.wait, 5)
+
+
+async def test_cancelling_the_task_cancels_the_call(scheduler: ScriptedScheduler, url: str) -> None:
+    scheduler.script = scripted_scheduler.never_end
+    started = asyncio.Event()
+
+    async def read(client: Client) -> None:
+        async for _ in client.generate("Once"):
+            started.set()
+
+    async with Client(url) as client:
+        reading = asyncio.create_task(read(client))
+        await started.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert await asyncio.to_thread(scheduler.ended.wait, 5)
+
+
+def test_closing_the_synchronous_stream_cancels_the_call(scheduler: ScriptedScheduler, url: str) -> None:
+    scheduler.script = scripted_scheduler.never_end
+    with Client(url) as client:
+        outputs = client.stream("Once")
+        next(outputs)
+        outputs.close()
+        assert scheduler.ended.wait(5)
+
+
+async def test_timeout_is_the_deadline_of_the_call(scheduler: ScriptedScheduler, url: str) -> None:
+    scheduler.script = scripted_scheduler.never_end
+    with pytest.raises(pagewire.DeadlineExceeded):
+        await collect(url, "Once", timeout=0.3)
+    [remaining] = scheduler.time_remaining
+    assert remaining is not None
+    assert 0 < remaining <= 0.3
+
+
+async def test_abort_info_and_loads(scheduler: ScriptedScheduler, url: str) -> None:
+    async with Client(url) as client:
+        await client.abort("known", tenant="t")
+        assert scheduler.requests == [pb.AbortRequest(request_id="known", tenant="t")]
+        with pytest.raises(pagewire.NotFound, match="unheard"):
+            await client.abort("unheard")
+        info = await client.server_info()
+        assert (info.served_model_name, info.max_model_len, info.chat_template, info.worker) == (
+            "storyteller", 512, None, None,
+        )  # fmt: skip
+        scheduler.info.worker.num_device_blocks = 200
+        scheduler.info.chat_template = ""
+        info = await client.server_info()
+        assert info.chat_template == ""
+        assert info.worker is not None
+        assert info.worker.num_device_blocks == 200
+        assert (await client.loads()).num_held_blocks == 50
+
+
+def test_server_data_has_every_field_of_the_proto() -> None:
+    pairs = [
+        (pagewire.ServerInfo, pb.GetServerInfoResponse),
+        (pagewire.WorkerInfo, pb.WorkerInfo),
+        (pagewire.Loads, pb.GetLoadsResponse),
+        (pagewire.Usage, pb.Usage),
+        (pagewire.TokenLogprobs, pb.TokenLogprobs),
+    ]
+    for data_type, message in pairs:
+        assert [field.name for field in fields(data_type)] == list(message.DESCRIPTOR.fields_by_name)
+
+
+async def test_the_wrong_mode_says_so(url: str) -> None:
+    client = Client(url)
+    with pytest.raises(RuntimeError, match="`with`"):
+        client.complete("Once")
+    with pytest.raises(RuntimeError, match="`async with`"):
+        await client.loads()
+
+
+@pytest.mark.parametrize("form", ["{}", "grpc://{}", "grpc://{}/", "dns:///{}", "ipv4:{}"])
+def test_forms_of_a_url(url: str, form: str) -> None:
+    with Client(form.format(url)) as client:
+        assert client.complete("Once").outputs[0].text == STORY
+
+
+@pytest.mark.parametrize("url", ["", "localhost", "http://localhost:1", "::1:50051", "a:b", "grpc://host"])
+def test_no_url(url: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        Client(url)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
+def test_tls_and_mutual_tls(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    pair = [(key.read_bytes(), certificate.read_bytes())]
+    ca = str(certificate)
+    with serving(scheduler, grpc.ssl_server_credentials(pair)) as address:
+        with Client(f"grpcs://{address}", tls_ca=ca) as client:
+            assert client.complete("Once").outputs[0].text == STORY
+        with Client(address, tls_ca=ca) as client:
+            assert client.complete("Once").outputs[0].text == STORY
+        with Client(address) as client, pytest.raises(pagewire.Unavailable):
+            client.complete("Once", timeout=5)
+    mutual = grpc.ssl_server_credentials(pair, root_certificates=certificate.read_bytes(), require_client_auth=True)
+    with serving(scheduler, mutual) as address:
+        with Client(address, tls_ca=ca, tls_cert=ca, tls_key=str(key)) as client:
+            assert client.complete("Once").outputs[0].text == STORY
+        with Client(address, tls_ca=ca) as client, pytest.raises(pagewire.Unavailable):
+            client.complete("Once", timeout=5)
+    with pytest.raises(ValueError, match="tls_key"):
+        Client("127.0.0.1:1", tls_cert=ca)
+
+
+def make_certificate(directory: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1 and its key."""
+    certificate, key = directory / "cert.pem", directory / "key.pem"
+    command = [
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+def test_importing_the_client_is_light() -> None:
+    heavy = ("torch", "numpy", "tokenizers", "transformers", "prometheus_client", "jinja2", "yaml", "scheduler_service")
+    program = f"import sys, pagewire; print([name for name in {heavy} if name in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "[]"

@@ -1,0 +1,191 @@
+"""Options: one dataclass, four sources, clear errors."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pagewire import options
+from pagewire.options import OptionError, Parser, Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    model: str = field(metadata={"help": "what to serve"})
+    num_things: int = field(default=16, metadata={"help": "how many; at 100 % all"})
+    ratio: float = field(default=0.5, metadata={"help": "how much"})
+    device: str = field(default="auto", metadata={"help": "where", "choices": ("auto", "cpu")})
+    enable_magic: bool = field(default=True, metadata={"help": "whether"})
+    max_len: int | None = field(default=None, metadata={"help": "how long"})
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    num_things: int = field(default=16, metadata={"help": "the same"})
+    name: str | None = field(default=None, metadata={"help": "who"})
+
+
+KNOWN = options.options_of(Config)
+
+
+def parser() -> Parser:
+    made = Parser(prog="pagewire test")
+    options.add_flags(made, KNOWN)
+    return made
+
+
+def resolve(flags: str = "", environ: Mapping[str, str] | None = None) -> Resolved:
+    return options.resolve(KNOWN, parser().parse_args(flags.split()), environ or {})
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_defaults() -> None:
+    assert resolve("--model m").build(Config) == Config("m")
+
+
+def test_precedence(tmp_path: Path) -> None:
+    file = write(tmp_path / "o.yaml", "model: y\nnum-things: 1\nratio: 1\nmax_len: 1\nenable_magic: false\n")
+    environ = {"PAGEWIRE_NUM_THINGS": "2", "PAGEWIRE_RATIO": "2", "PAGEWIRE_DEVICE": ""}
+    resolved = resolve(f"--config {file} --ratio 3", environ)
+    assert resolved.build(Config) == Config("y", num_things=2, ratio=3.0, max_len=1, enable_magic=False)
+    assert resolved.origins == {
+        "model": str(file),
+        "num_things": "environment",
+        "ratio": "flags",
+        "device": "defaults",
+        "enable_magic": str(file),
+        "max_len": str(file),
+    }
+    assert resolved.describe() == [
+        "options from flags: ratio=3.0",
+        "options from environment: num_things=2",
+        f"options from {file}: model=y, enable_magic=False, max_len=1",
+        "options from defaults: device=auto",
+    ]
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = write(tmp_path / "o.yaml", "model: y\n")
+    assert resolve("", {"PAGEWIRE_CONFIG": str(file)}).values["model"] == "y"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "expected"),
+    [
+        ("--no-enable-magic", {}, False),
+        ("--enable-magic", {"PAGEWIRE_ENABLE_MAGIC": "no"}, True),
+        ("", {"PAGEWIRE_ENABLE_MAGIC": "No"}, False),
+        ("", {"PAGEWIRE_ENABLE_MAGIC": "1"}, True),
+    ],
+)
+def test_bools(flags: str, environ: dict[str, str], expected: bool) -> None:
+    assert resolve(f"--model m {flags}", environ).values["enable_magic"] is expected
+
+
+def test_null_in_yaml_is_none(tmp_path: Path) -> None:
+    file = write(tmp_path / "o.yaml", "model: y\nmax_len: null\n")
+    assert resolve(f"--config {file}").values["max_len"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_thing: 1", "unknown key 'num_thing'; did you mean num_things?"),
+        ("zzz: 1", "unknown key 'zzz'"),
+        ("num_things: 1\nnum-things: 2", "num_things is there twice"),
+        ("num_things: 1.5", "num_things: 1.5 is not an integer"),
+        ("num_things: true", "num_things: True is not an integer"),
+        ("num_things: null", "num_things: None is not an integer"),
+        ("enable_magic: 7", "enable_magic: 7 is not true or false"),
+        ("model: [a]", r"model: \['a'\] is not a text"),
+        ("device: cpus", "device: 'cpus' is none of auto, cpu; did you mean cpu?"),
+        ("- 1", "expected a mapping"),
+        ("a: b: c", "cannot read"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path / "o.yaml", text)
+    with pytest.raises(OptionError, match=message):
+        resolve(f"--model m --config {file}" if "model" not in text else f"--config {file}")
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(OptionError, match="cannot read the --config file /nowhere"):
+        resolve("--model m --config /nowhere")
+
+
+def test_wrong_values() -> None:
+    with pytest.raises(OptionError, match="--num-things: 'many' is not an integer"):
+        resolve("--model m --num-things many")
+    with pytest.raises(OptionError, match="PAGEWIRE_RATIO: 'half' is not a number"):
+        resolve("--model m", {"PAGEWIRE_RATIO": "half"})
+    with pytest.raises(OptionError, match="--device: 'gpu' is none of auto, cpu"):
+        resolve("--model m --device gpu")
+    with pytest.raises(OptionError, match="model is missing"):
+        resolve()
+
+
+def test_unknown_flags_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, message in [
+        ("--num-thing 4", "unknown flag --num-thing; did you mean --num-things?"),
+        ("--num_things=4", "unknown flag --num_things; did you mean --num-things?"),
+        ("--max 4", "unknown flag --max"),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            resolve(f"--model m {flags}")
+        captured = capsys.readouterr()
+        assert ended.value.code == 2
+        assert captured.out == ""
+        assert captured.err.startswith(f"pagewire test: error: {message}")
+        assert captured.err.count("\n") == 1
+
+
+def test_misspelt_variables_are_named() -> None:
+    environ = {"PAGEWIRE_NUM_THING": "1", "PAGEWIRE_SERVICE_HOST": "10.0.0.1", "PAGEWIRE_RATIO": "1", "HOME": "/"}
+    assert options.unknown_variables(KNOWN, environ) == [
+        "the environment variable PAGEWIRE_NUM_THING is no option; did you mean PAGEWIRE_NUM_THINGS?"
+    ]
+
+
+def test_help_shows_default_and_variable() -> None:
+    text = " ".join(parser().format_help().split())
+    assert "how many; at 100 % all (default: 16; env PAGEWIRE_NUM_THINGS)" in text
+    assert "what to serve (required; env PAGEWIRE_MODEL)" in text
+    assert "--enable-magic, --no-enable-magic" in text
+    assert "--device auto|cpu" in text
+
+
+def test_a_union_of_configs_sets_shared_fields_once() -> None:
+    known = options.options_of(Config, Other, without=("ratio",))
+    assert list(known) == ["model", "num_things", "device", "enable_magic", "max_len", "name"]
+    made = Parser(prog="pagewire test")
+    options.add_flags(made, known, positional="model")
+    resolved = options.resolve(known, made.parse_args(["--num-things", "4", "m"]), {})
+    assert resolved.build(Config, device="cpu") == Config("m", num_things=4, device="cpu")
+    assert resolved.build(Other) == Other(4)
+
+
+@pytest.mark.parametrize(
+    "config", [Config("m"), Config("-m n", num_things=-3, ratio=1e-9, device="cpu", enable_magic=False, max_len=4)]
+)
+def test_flags_of_a_config_give_the_config(config: Config) -> None:
+    assert options.resolve(KNOWN, parser().parse_args(options.to_flags(config)), {}).build(Config) == config
+
+
+def test_only_scalar_fields_are_options() -> None:
+    @dataclass(frozen=True)
+    class Odd:
+        things: list[str] = field(default_factory=list, metadata={"help": "no"})
+
+    with pytest.raises(TypeError, match="things"):
+        options.options_of(Odd)
+
+
+def test_nothing_given_leaves_no_trace_in_the_arguments() -> None:
+    assert parser().parse_args([]) == argparse.Namespace(config=None)
