@@ -34,7 +34,8 @@ ALLOWED_IMPORTS = {
     ),
     "worker_service.step": (),
     "worker_service.session": ("worker_service.step",),
-    "worker_service.models": ("worker_service.models",),
+    "worker_service.checkpoint": (),
+    "worker_service.models": ("worker_service.models", "worker_service.checkpoint"),
     "worker_service.attention": ("worker_service.attention", "kernels"),
     "pagewire": ("pagewire", "scheduler_service", "worker_service", "protos.gen.pagewire.scheduler"),
 }
