@@ -33,6 +33,10 @@ class ModelInfo:
     chat_template: str | None
     tokenizer_path: Path | None
 
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.tokenizer_path is not None
+
 
 def read_model_info(directory: str) -> ModelInfo:
     """Raises ValueError, one line that names the file at fault."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import Request, SchedulerStats, SequenceEnd, TokenOutputs
 from scheduler_service.core.scheduler import ProtocolError, Scheduler
-from scheduler_service.stream import Deliver, FanOut, Submission, TokenStream
+from scheduler_service.stream import Deliver, FanOut, TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -88,28 +88,31 @@ class StepLoop:
 
     # Requests
 
-    def submit(self, request: Request, deliver: Deliver) -> Submission:
-        """Queue a request. `deliver` gets its deltas. Raises UnavailableError, AdmissionError."""
-        reason = self.unavailable_reason
-        if reason:
-            raise UnavailableError(reason)
+    def submit(self, request: Request, deliver: Deliver) -> list[int]:
+        """Queue a request; the ids of its sequences. `deliver` gets their deltas, never before this returns.
+
+        Raises UnavailableError, AdmissionError.
+        """
+        if self.unavailable_reason:
+            raise UnavailableError(self.unavailable_reason)
         now = self._clock()
-        submission = Submission(request, deliver, self._scheduler.add(request, now), request.n)
-        for index, sequence_id in enumerate(submission.sequence_ids):
-            self._streams[sequence_id] = TokenStream(submission, index, now)
+        sequence_ids = self._scheduler.add(request, now)
+        for index, sequence_id in enumerate(sequence_ids):
+            self._streams[sequence_id] = TokenStream(request, index, deliver, now)
         self._idle.clear()
         self._wake.set()
-        return submission
+        return sequence_ids
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises KeyError if there is no such request."""
         self._publish(self._scheduler.abort(tenant, request_id, self._clock()))
         self._wake.set()
 
-    def cancel(self, submission: Submission) -> None:
-        """Abort what is left of a submission, whoever else uses its id by now."""
-        if submission.num_unfinished:
-            self.abort(submission.request.tenant, submission.request.request_id)
+    def cancel(self, sequence_ids: list[int]) -> None:
+        """Abort what is left of a submitted request, whoever else uses its name by now."""
+        stream = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
+        if stream is not None:
+            self.abort(stream.request.tenant, stream.request.request_id)
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
         """A stop text ended a sequence after this many tokens."""
@@ -204,10 +207,8 @@ class StepLoop:
         return self._scheduler.stats()
 
     async def wait_for_first_worker(self) -> None:
-        """Before it, nobody knows what fits. Raises UnavailableError."""
+        """Before it, nobody knows what fits. Returns too when requests have become unavailable meanwhile."""
         await self._settled.wait()
-        if self.unavailable_reason:
-            raise UnavailableError(self.unavailable_reason)
 
     # The steps themselves
 
@@ -255,7 +256,6 @@ class StepLoop:
         for end in outputs.ended:
             stream = self._streams.pop(end.sequence_id)
             stream.finish(end)
-            stream.submission.num_unfinished -= 1
             self._fan_out.enqueue(stream)
             self._observer.sequence_ended(end, now)
         if not self._streams:

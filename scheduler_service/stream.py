@@ -25,25 +25,17 @@ class Delta:
     end: SequenceEnd | None
 
 
+# Called on the event loop; must not raise.
 Deliver = Callable[[Delta], None]
-
-
-@dataclass(slots=True, eq=False)
-class Submission:
-    """A request in the step loop. `deliver` is called on the event loop and must not raise."""
-
-    request: Request
-    deliver: Deliver
-    sequence_ids: list[int] = field(default_factory=list)
-    num_unfinished: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class TokenStream:
     """The tokens of one sequence on their way out: each once, in order, and exactly one end (S6)."""
 
-    submission: Submission
-    index: int
+    request: Request
+    index: int  # which sample of the request
+    deliver: Deliver
     arrived_at: float
     last_token_at: float | None = None
     num_published: int = 0
@@ -103,7 +95,7 @@ class FanOut:
         for _ in range(min(self._batch_size, len(self._queue))):
             stream = self._queue.popleft()
             stream.is_queued = False
-            stream.submission.deliver(stream.take())
+            stream.deliver(stream.take())
         if self._queue:
             asyncio.get_running_loop().call_soon(self._serve)
         else:

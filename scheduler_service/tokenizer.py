@@ -40,6 +40,18 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def text_decoder(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str],
+        min_tokens: int,
+        include_stop_text: bool,
+        skip_special_tokens: bool,
+    ) -> "TextDecoder":
+        decoder = IncrementalDecoder(self, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        return TextDecoder(decoder, stop=stop, min_tokens=min_tokens, include_stop_text=include_stop_text)
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -106,16 +118,10 @@ class TextDecoder:
     """The text of one output, with its stop texts watched for and cut off."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
-        *,
-        stop: Sequence[str] = (),
-        min_tokens: int = 0,
-        include_stop_text: bool = False,
-        skip_special_tokens: bool = True,
+        self, decoder: IncrementalDecoder, *, stop: Sequence[str], min_tokens: int, include_stop_text: bool
     ) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        """No stop text ends the output before it has more than `min_tokens` tokens."""
+        self._decoder = decoder
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._include_stop_text = include_stop_text

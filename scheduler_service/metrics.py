@@ -1,0 +1,212 @@
+"""Prometheus metrics under vLLM's names, for the dashboards and gateways made for it. Our own begin with `pagewire:`.
+
+The step loop reports once per step; everything is put into Prometheus' form only when somebody asks. Histograms take
+many equal observations at once, which keeps the cost of a step independent of its number of rows.
+"""
+
+import errno
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from scheduler_service.core.plan import StepResult, WorkerCapacity
+from scheduler_service.core.request import EndReason, SchedulerStats, SequenceEnd
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 9090
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip  # noqa: E501
+_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+_STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_BYTES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 16_384, 65_536, 1_048_576, 8_388_608)
+
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": ("Time to first token.", _TTFT),
+    "vllm:inter_token_latency_seconds": ("Time between two tokens of a sequence.", _ITL),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per output token but the first.", _ITL),
+    "vllm:e2e_request_latency_seconds": ("Time from arrival to end.", _LATENCY),
+    "vllm:request_queue_time_seconds": ("Time in state waiting before the first run.", _LATENCY),
+    "vllm:request_prefill_time_seconds": ("Time from the first run to the first token.", _LATENCY),
+    "vllm:request_decode_time_seconds": ("Time from the first token to the end.", _LATENCY),
+    "vllm:request_inference_time_seconds": ("Time from the first run to the end.", _LATENCY),
+    "vllm:request_prompt_tokens": ("Prompt tokens.", _TOKENS),
+    "vllm:request_generation_tokens": ("Output tokens.", _TOKENS),
+    "vllm:iteration_tokens_total": ("Prompt and output tokens of a step.", _STEP_TOKENS),
+    "pagewire:step_duration_seconds": ("Time of a step on the worker.", _STEP_SECONDS),
+    "pagewire:plan_bytes": ("Size of a plan on the wire.", _BYTES),
+}
+_FINISHED_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
+
+
+class Histogram:
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, number of observations up to it), as Prometheus wants them."""
+        total, buckets = 0, []
+        for bound, count in zip([*(str(float(bound)) for bound in self.bounds), "+Inf"], self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return buckets
+
+
+class Metrics:
+    """A step loop's observer."""
+
+    def __init__(self) -> None:
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.num_ended = dict.fromkeys(EndReason, 0)
+        self.num_worker_losses = 0
+        self.num_epochs = 0
+        self.capacity: WorkerCapacity | None = None
+        self._time_to_first_token = self.histograms["vllm:time_to_first_token_seconds"]
+        self._inter_token_latency = self.histograms["vllm:inter_token_latency_seconds"]
+        self._step_tokens = self.histograms["vllm:iteration_tokens_total"]
+        self._step_seconds = self.histograms["pagewire:step_duration_seconds"]
+        self._plan_bytes = self.histograms["pagewire:plan_bytes"]
+        self._num_computed_prompt_tokens = 0
+
+    def step_finished(self, result: StepResult, stats: SchedulerStats, now: float) -> None:
+        # A prompt counts in the step in which its sequence first runs, all chunks of it together.
+        num_computed = stats.num_prompt_tokens - stats.num_cached_prompt_tokens
+        self._step_tokens.observe(len(result.token_ids) + num_computed - self._num_computed_prompt_tokens)
+        self._num_computed_prompt_tokens = num_computed
+        self._step_seconds.observe(result.duration_us / 1e6)
+
+    def first_token_after(self, seconds: float) -> None:
+        self._time_to_first_token.observe(seconds)
+
+    def tokens_after(self, seconds: float, num_tokens: int) -> None:
+        self._inter_token_latency.observe(seconds, num_tokens)
+
+    def plan_sent(self, num_bytes: int) -> None:
+        self._plan_bytes.observe(num_bytes)
+
+    def worker_changed(self, capacity: WorkerCapacity | None, epoch: int) -> None:
+        if capacity is None:
+            self.num_worker_losses += 1
+        else:
+            self.num_epochs += 1
+            self.capacity = capacity
+
+    def sequence_ended(self, end: SequenceEnd, now: float) -> None:
+        self.num_ended[end.reason] += 1
+        if end.reason not in _FINISHED_REASONS:
+            return
+        self._observe("vllm:e2e_request_latency_seconds", now - end.arrived_at)
+        self._observe("vllm:request_prompt_tokens", end.num_prompt_tokens)
+        self._observe("vllm:request_generation_tokens", end.num_output_tokens)
+        if end.first_scheduled_at is None or end.first_token_at is None:
+            return
+        self._observe("vllm:request_queue_time_seconds", end.first_scheduled_at - end.arrived_at)
+        self._observe("vllm:request_prefill_time_seconds", end.first_token_at - end.first_scheduled_at)
+        self._observe("vllm:request_decode_time_seconds", now - end.first_token_at)
+        self._observe("vllm:request_inference_time_seconds", now - end.first_scheduled_at)
+        if end.num_output_tokens > 1:
+            seconds = (now - end.first_token_at) / (end.num_output_tokens - 1)
+            self._observe("vllm:request_time_per_output_token_seconds", seconds)
+
+    def _observe(self, name: str, value: float) -> None:
+        self.histograms[name].observe(value)
+
+
+class MetricsCollector(Collector):
+    """Puts the numbers into Prometheus' form when they are asked for."""
+
+    def __init__(self, metrics: Metrics, read_stats: Callable[[], SchedulerStats], model_name: str) -> None:
+        self._metrics = metrics
+        self._read_stats = read_stats
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        stats, metrics = self._read_stats(), self._metrics
+        usage = stats.num_held_blocks / stats.num_device_blocks if stats.num_device_blocks else 0.0
+        yield self._gauge("vllm:num_requests_running", "Sequences that run.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the blocks that sequences hold, 0 to 1.", usage)
+        if metrics.capacity is not None:
+            sizes = {
+                "block_size": str(metrics.capacity.block_size),
+                "num_gpu_blocks": str(metrics.capacity.num_device_blocks),
+            }
+            yield self._gauge("vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens of sequences that ran.", stats.num_prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Output tokens.", stats.num_generation_tokens)
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prompt_tokens)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_cached_prompt_tokens)
+        yield self._counter("vllm:num_preemptions", "Sequences preempted.", stats.num_preemptions)
+        yield self._finished()
+        yield self._counter("pagewire:worker_losses", "Workers lost.", metrics.num_worker_losses)
+        yield self._counter("pagewire:epochs", "Epochs begun.", metrics.num_epochs)
+        for name, histogram in metrics.histograms.items():
+            family = HistogramMetricFamily(name, _HISTOGRAMS[name][0], labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float, **labels: str) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
+        family.add_metric([*self._labels.values(), *labels.values()], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _finished(self) -> Metric:
+        family = CounterMetricFamily(
+            "vllm:request_success", "Sequences that ended, by reason.", labels=[*self._labels, "finished_reason"]
+        )
+        for reason, text in _FINISHED_REASONS.items():
+            family.add_metric([*self._labels.values(), text], self._metrics.num_ended[reason])
+        errors = sum(count for reason, count in self._metrics.num_ended.items() if reason not in _FINISHED_REASONS)
+        family.add_metric([*self._labels.values(), "error"], errors)
+        return family
+
+
+class MetricsServer:
+    """/metrics over HTTP, on a thread of its own."""
+
+    def __init__(self, collector: Collector, host: str, port: int | None) -> None:
+        """`port` None: the usual one, or any free one where that is taken. Raises OSError for another that is taken."""
+        registry = CollectorRegistry()
+        registry.register(collector)
+        self._server: Any
+        try:
+            self._server, self._thread = start_http_server(DEFAULT_PORT if port is None else port, host, registry)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            if port is not None:
+                raise OSError(
+                    errno.EADDRINUSE, f"--metrics-port {port} is taken; choose another, or 0 for none"
+                ) from None
+            self._server, self._thread = start_http_server(0, host, registry)
+        self.port: int = self._server.server_port
+        logger.info("metrics on http://%s:%d/metrics", host, self.port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,244 @@
+"""A GenerateRequest, checked field by field and made a core Request with nothing left to choose.
+
+Every range is tested as `low <= value <= high`, which NaN fails too.
+"""
+
+import math
+import secrets
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.plan import SamplingParams
+from scheduler_service.core.request import Request
+from scheduler_service.rpc.status import invalid
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_NAME_CHARS = 1024  # of a tenant, and of a cache salt
+MAX_SAMPLES = 16
+MAX_STOP_TEXTS = 16
+MAX_STOP_TEXT_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+
+
+class SamplingDefaults(Protocol):
+    """What unset sampling fields mean."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def min_p(self) -> float: ...
+
+    @property
+    def repetition_penalty(self) -> float: ...
+
+
+class ServedModel(Protocol):
+    """What the checks need to know of the checkpoint."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def has_tokenizer(self) -> bool: ...
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How the tokens of a request become text."""
+
+    stop: tuple[str, ...]
+    include_stop_text: bool
+    skip_special_tokens: bool
+
+
+def check_before_tokenizing(request: scheduler_pb2.GenerateRequest, model: ServedModel) -> None:
+    """Everything that needs no prompt token. Raises RpcError."""
+    if request.HasField("request_id") and not 1 <= len(request.request_id) <= MAX_REQUEST_ID_CHARS:
+        raise invalid(
+            "request_id",
+            f"request_id has {len(request.request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}; "
+            "leave it unset to have one drawn",
+        )
+    for field in ("tenant", "cache_salt"):
+        length = len(getattr(request, field))
+        if length > MAX_NAME_CHARS:
+            raise invalid(field, f"{field} has {length} characters, at most {MAX_NAME_CHARS} are allowed; shorten it")
+    prompt = request.WhichOneof("prompt")
+    if prompt is None:
+        raise invalid("prompt", "the request has no prompt; set text or token_ids")
+    if prompt == "text" and not model.has_tokenizer:
+        raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
+    _check_sampling(request.sampling, model)
+
+
+def resolve_request(
+    request: scheduler_pb2.GenerateRequest,
+    prompt_token_ids: list[int],
+    model: ServedModel,
+    max_sequence_tokens: int,
+) -> Request:
+    """Raises RpcError. Call `check_before_tokenizing` first."""
+    _check_prompt(request, prompt_token_ids, model, max_sequence_tokens)
+    sampling = request.sampling
+    max_tokens = max_sequence_tokens - len(prompt_token_ids)
+    if sampling.HasField("max_tokens"):
+        if len(prompt_token_ids) + sampling.max_tokens > max_sequence_tokens:
+            raise invalid(
+                "sampling.max_tokens",
+                f"the prompt has {len(prompt_token_ids)} tokens and max_tokens is {sampling.max_tokens}, together "
+                f"{len(prompt_token_ids) + sampling.max_tokens}; this server allows {max_sequence_tokens}; lower "
+                f"max_tokens to {max_tokens} or shorten the prompt",
+            )
+        max_tokens = sampling.max_tokens
+    if sampling.min_tokens > max_tokens:
+        raise invalid(
+            "sampling.min_tokens",
+            f"min_tokens is {sampling.min_tokens}, but the output has at most {max_tokens} tokens; lower min_tokens",
+        )
+    return Request(
+        request_id=request.request_id if request.HasField("request_id") else f"req-{secrets.token_hex(8)}",
+        tenant=request.tenant,
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=_resolve_sampling(sampling, model),
+        max_tokens=max_tokens,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        n=_value_or(sampling, "n", 1),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+
+
+def text_options(request: scheduler_pb2.GenerateRequest) -> TextOptions:
+    sampling = request.sampling
+    return TextOptions(
+        stop=tuple(sampling.stop),
+        include_stop_text=sampling.include_stop_str_in_output,
+        skip_special_tokens=_value_or(sampling, "skip_special_tokens", True),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: float
+    high: float
+    excludes_low: bool = False
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.excludes_low and value == self.low)
+
+    def __str__(self) -> str:
+        return (
+            f"above {self.low:g} and at most {self.high:g}" if self.excludes_low else f"{self.low:g} to {self.high:g}"
+        )
+
+
+_RANGES = {
+    "n": _Range(1, MAX_SAMPLES),
+    "temperature": _Range(0, 100),
+    "top_p": _Range(0, 1, excludes_low=True),
+    "min_p": _Range(0, 1),
+    "presence_penalty": _Range(-2, 2),
+    "frequency_penalty": _Range(-2, 2),
+    "repetition_penalty": _Range(0, 100, excludes_low=True),
+    "max_tokens": _Range(1, math.inf),
+    "logprobs": _Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": _Range(0, MAX_LOGPROBS),
+}
+
+
+def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ServedModel) -> None:
+    for field, allowed in _RANGES.items():
+        value = getattr(sampling, field)
+        if sampling.HasField(field) and not allowed.holds(value):
+            raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {allowed}")
+    _check_stop(sampling, model)
+    _check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    for position, token_id in enumerate(sampling.stop_token_ids):
+        _check_token_id(f"sampling.stop_token_ids[{position}]", token_id, model)
+    _check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
+    for token_id, bias in sampling.logit_bias.items():
+        _check_token_id(f"sampling.logit_bias[{token_id}]", token_id, model)
+        if not -100 <= bias <= 100:
+            raise invalid(
+                f"sampling.logit_bias[{token_id}]",
+                f"the logit bias of token {token_id} is {bias:g}, but must be -100 to 100",
+            )
+
+
+def _check_stop(sampling: scheduler_pb2.SamplingParams, model: ServedModel) -> None:
+    _check_count("stop", len(sampling.stop), MAX_STOP_TEXTS)
+    if sampling.stop and not model.has_tokenizer:
+        raise invalid("sampling.stop", "the served checkpoint has no tokenizer and knows no text; use stop_token_ids")
+    for position, text in enumerate(sampling.stop):
+        if not 1 <= len(text) <= MAX_STOP_TEXT_CHARS:
+            raise invalid(
+                f"sampling.stop[{position}]",
+                f"a stop text has {len(text)} characters, but must have 1 to {MAX_STOP_TEXT_CHARS}",
+            )
+
+
+def _check_count(field: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise invalid(f"sampling.{field}", f"{field} has {count} entries, at most {limit} are allowed; send fewer")
+
+
+def _check_token_id(field: str, token_id: int, model: ServedModel) -> None:
+    if token_id >= model.vocab_size:
+        raise invalid(field, f"token id {token_id} is not in the vocabulary of {model.vocab_size} tokens")
+
+
+def _check_prompt(
+    request: scheduler_pb2.GenerateRequest, token_ids: list[int], model: ServedModel, max_sequence_tokens: int
+) -> None:
+    field = "text" if request.WhichOneof("prompt") == "text" else "token_ids.ids"
+    if not token_ids:
+        raise invalid(field, "the prompt has no tokens; send at least 1")
+    if len(token_ids) >= max_sequence_tokens:
+        raise invalid(
+            field,
+            f"the prompt has {len(token_ids)} tokens, this server allows {max_sequence_tokens} for prompt and output "
+            f"together; shorten the prompt to {max_sequence_tokens - 1} tokens or less",
+        )
+    largest = max(token_ids)
+    if largest >= model.vocab_size:
+        _check_token_id(f"{field}[{token_ids.index(largest)}]" if field != "text" else field, largest, model)
+
+
+def _resolve_sampling(sampling: scheduler_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
+    eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
+    biases = sorted(sampling.logit_bias.items())
+    return SamplingParams(
+        temperature=_value_or(sampling, "temperature", model.sampling_defaults.temperature),
+        top_k=_value_or(sampling, "top_k", model.sampling_defaults.top_k),
+        top_p=_value_or(sampling, "top_p", model.sampling_defaults.top_p),
+        min_p=_value_or(sampling, "min_p", model.sampling_defaults.min_p),
+        repetition_penalty=_value_or(sampling, "repetition_penalty", model.sampling_defaults.repetition_penalty),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias_token_ids=tuple(token_id for token_id, _ in biases),
+        logit_bias_values=tuple(bias for _, bias in biases),
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *eos_token_ids})),
+        num_logprobs=_value_or(sampling, "logprobs", None),
+        num_prompt_logprobs=_value_or(sampling, "prompt_logprobs", None),
+    )
+
+
+def _value_or(sampling: scheduler_pb2.SamplingParams, field: str, default: Any) -> Any:
+    return getattr(sampling, field) if sampling.HasField(field) else default

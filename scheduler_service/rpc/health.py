@@ -1,0 +1,48 @@
+"""Standard gRPC health and reflection, where their packages are installed.
+
+`liveness` says that the process is there. The service's own name, and the empty one, say whether to send requests.
+"""
+
+import importlib.util
+import logging
+
+import grpc.aio
+
+from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
+
+logger = logging.getLogger(__name__)
+
+LIVENESS = "liveness"
+
+
+class Health:
+    def __init__(self, server: grpc.aio.Server) -> None:
+        """Adds what there is to a server that has not started."""
+        self._servicer = None
+        service_names = [SERVICE_NAME]
+        if importlib.util.find_spec("grpc_health"):
+            from grpc_health.v1 import health_pb2, health_pb2_grpc
+            from grpc_health.v1.health import aio
+
+            self._servicer = aio.HealthServicer()
+            self._statuses = {
+                True: health_pb2.HealthCheckResponse.SERVING,
+                False: health_pb2.HealthCheckResponse.NOT_SERVING,
+            }
+            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+            service_names.append(health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        if importlib.util.find_spec("grpc_reflection"):
+            from grpc_reflection.v1alpha import reflection
+
+            reflection.enable_server_reflection([*service_names, reflection.SERVICE_NAME], server)
+
+    async def set_liveness(self) -> None:
+        await self._set(LIVENESS, True)
+
+    async def set_readiness(self, is_serving: bool) -> None:
+        await self._set("", is_serving)
+        await self._set(SERVICE_NAME, is_serving)
+
+    async def _set(self, name: str, is_serving: bool) -> None:
+        if self._servicer is not None:
+            await self._servicer.set(name, self._statuses[is_serving])

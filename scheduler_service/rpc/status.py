@@ -1,0 +1,38 @@
+"""How errors look to clients: one status code, one sentence, and google.rpc details."""
+
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+# Seconds after which trying again may help.
+_RETRY_DELAYS = {grpc.StatusCode.RESOURCE_EXHAUSTED: 1, grpc.StatusCode.UNAVAILABLE: 2}
+
+
+class RpcError(Exception):
+    """Ends a call. The text names limit, actual value and remedy; `field` is the path of the field at fault."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.field = field
+
+
+def invalid(field: str, message: str) -> RpcError:
+    return RpcError(grpc.StatusCode.INVALID_ARGUMENT, message, field)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: RpcError) -> NoReturn:
+    """End the call with the error's status."""
+    status = status_pb2.Status(code=error.code.value[0], message=str(error))
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.code in _RETRY_DELAYS:
+        delay = Duration(seconds=_RETRY_DELAYS[error.code])
+        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+    await context.abort_with_status(rpc_status.to_status(status))
+    raise AssertionError("abort_with_status raises")

@@ -1,0 +1,256 @@
+"""Puts the scheduler service together, runs it, and takes it apart in order."""
+
+import asyncio
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
+from scheduler_service.activity import Activity
+from scheduler_service.config import SchedulerConfig
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
+from scheduler_service.model_info import ModelInfo, read_model_info
+from scheduler_service.rpc.health import Health
+from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
+from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
+from scheduler_service.step_loop import StepLoop
+from scheduler_service.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+EXIT_ERROR = 1
+EXIT_FENCED = 3
+_CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 4 * 1024 * 1024),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A client that is gone without a word loses its requests.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+def serve(config: SchedulerConfig) -> int:
+    """Serve until SIGTERM or SIGINT; a second one ends at once. The exit code."""
+    return asyncio.run(_serve(config))
+
+
+async def run(
+    config: SchedulerConfig,
+    *,
+    stop: asyncio.Event,
+    ready: Callable[[str], None],
+    stop_now: asyncio.Event | None = None,
+) -> int:
+    """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
+
+    `ready` gets the server's URL once, when it first serves.
+    """
+    try:
+        config.validate()
+        service = _Service(config)
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return EXIT_ERROR
+    return await service.run(stop, stop_now or asyncio.Event(), ready)
+
+
+async def _serve(config: SchedulerConfig) -> int:
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return await run(config, stop=stop, ready=lambda url: print(f"ready on {url}", flush=True), stop_now=stop_now)
+
+
+class _Service:
+    """All parts, connected. Nothing runs before `run`."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        """Raises ValueError and OSError, one line each."""
+        model = read_model_info(config.model)
+        self._config = config
+        self._tokenizer = Tokenizer(model.tokenizer_path) if model.tokenizer_path else None
+        self._metrics = Metrics()
+        self._availability_changed = asyncio.Event()
+        max_model_len = _max_model_len(config, model)
+        self._step_loop = StepLoop(
+            _scheduler(config, max_model_len),
+            self._metrics,
+            worker_timeout=config.worker_timeout,
+            on_availability_changed=self._availability_changed.set,
+        )
+        self._activity = Activity(self._step_loop.stats, time.monotonic)
+        info = ServerInfo(
+            version=_version(),
+            served_model_name=config.served_model_name or model.name,
+            instance_id=secrets.token_hex(8),
+            chat_template=model.chat_template,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            pipeline_depth=config.pipeline_depth,
+            max_pending_calls=config.max_waiting_requests,
+        )
+        self._channel = _worker_channel(config)
+        self._worker_link = WorkerLink(
+            self._channel,
+            self._step_loop,
+            instance_id=info.instance_id,
+            model_digest=model.digest,
+            pipeline_depth=config.pipeline_depth,
+            on_plan_sent=self._metrics.plan_sent,
+        )
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        servicer = SchedulerServicer(
+            self._step_loop, model, self._tokenizer, info, lambda: self._activity.generation_throughput
+        )
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._server)
+        self._health = Health(self._server)
+        self._url = f"grpc://{config.host}:{_bind(self._server, config)}"
+        self._metrics_server = None
+        if config.metrics_port != 0:
+            collector = MetricsCollector(self._metrics, self._step_loop.stats, info.served_model_name)
+            self._metrics_server = MetricsServer(collector, config.metrics_host, config.metrics_port)
+
+    async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
+        await self._health.set_liveness()
+        await self._health.set_readiness(False)
+        await self._server.start()
+        parts: list[asyncio.Task[Any]] = [
+            asyncio.create_task(part)
+            for part in (
+                self._step_loop.run(),
+                self._worker_link.run(),
+                self._activity.run(),
+                self._report_readiness(ready),
+            )
+        ]
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
+            if stopping not in done:
+                return self._failed(done.pop())
+            await self._drain(stop_now)
+            return 0
+        finally:
+            self._step_loop.end_all("the server has shut down; send the request to another one")
+            await self._server.stop(0 if stop_now.is_set() else _CLOSE_TIMEOUT)
+            await _cancel([stopping, *parts])
+            await self._channel.close()
+            if self._metrics_server is not None:
+                self._metrics_server.close()
+            if self._tokenizer is not None:
+                self._tokenizer.close()
+
+    async def _report_readiness(self, ready: Callable[[str], None]) -> None:
+        has_served = False
+        while True:
+            await self._availability_changed.wait()
+            self._availability_changed.clear()
+            is_serving = self._step_loop.is_serving
+            await self._health.set_readiness(is_serving)
+            if is_serving and not has_served:
+                has_served = True
+                ready(self._url)
+
+    async def _drain(self, stop_now: asyncio.Event) -> None:
+        """Let running requests finish, within the limit."""
+        logger.info("draining, for at most %g s", self._config.drain_timeout)
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (self._step_loop.drain(), stop_now.wait())]
+        await asyncio.wait(ends, timeout=self._config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(ends)
+
+    def _failed(self, part: asyncio.Task[Any]) -> int:
+        """A part of the service ended, which none does by itself."""
+        error = part.exception()
+        if isinstance(error, FencedError):
+            logger.error("%s; this scheduler ends", error)
+            return EXIT_FENCED
+        logger.critical("the scheduler has failed", exc_info=error)
+        return EXIT_ERROR
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _max_model_len(config: SchedulerConfig, model: ModelInfo) -> int:
+    if config.max_model_len is None:
+        return model.max_model_len
+    if config.max_model_len > model.max_model_len:
+        raise ValueError(
+            f"--max-model-len is {config.max_model_len}, but the checkpoint allows {model.max_model_len}; lower it"
+        )
+    return config.max_model_len
+
+
+def _scheduler(config: SchedulerConfig, max_model_len: int) -> Scheduler:
+    return Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        pipeline_depth=config.pipeline_depth,
+        max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("pagewire")
+    except metadata.PackageNotFoundError:
+        return "source"
+
+
+def _bind(server: grpc.aio.Server, config: SchedulerConfig) -> int:
+    """The port that was bound. Raises OSError."""
+    address = f"{config.host}:{config.port}"
+    try:
+        if config.tls_cert is None or config.tls_key is None:
+            return server.add_insecure_port(address)
+        client_ca = _read(config.tls_client_ca)
+        credentials = grpc.ssl_server_credentials(
+            [(Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())],
+            root_certificates=client_ca,
+            require_client_auth=client_ca is not None,
+        )
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot bind {address}: it may be taken; choose another --port or --host") from error
+
+
+def _worker_channel(config: SchedulerConfig) -> grpc.aio.Channel:
+    if config.worker_tls_ca is None:
+        return grpc.aio.insecure_channel(config.worker, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=_read(config.worker_tls_ca),
+        private_key=_read(config.worker_tls_key),
+        certificate_chain=_read(config.worker_tls_cert),
+    )
+    options = CHANNEL_OPTIONS
+    if config.worker_tls_name is not None:
+        options = (*options, ("grpc.ssl_target_name_override", config.worker_tls_name))
+    return grpc.aio.secure_channel(config.worker, credentials, options=options)
+
+
+def _read(path: str | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()
