@@ -1,0 +1,48 @@
+"""One step's flat tensors: the working rows' new tokens one row after the other, in slot order."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from worker_service.attention import AttentionBatch
+from worker_service.sequence_table import SequenceTable, WorkingRows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T new tokens of S rows, R of which sample."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    attention: AttentionBatch
+    sampling_indices: torch.Tensor  # [R] int64: where in the flat batch the sampling rows' last tokens are
+
+
+def build_batch(table: SequenceTable, rows: WorkingRows, device: torch.device) -> Batch:
+    """Flatten the working rows. There must be at least one."""
+    block_size = table.limits.block_size
+    query_start_loc = np.zeros(len(rows.slots) + 1, np.int64)
+    np.cumsum(rows.num_new_tokens, out=query_start_loc[1:])
+    slots = np.repeat(rows.slots, rows.num_new_tokens)  # [T], each token's
+    # Within a row, positions count up from its start as the flat index counts up from the row's first token.
+    positions = np.arange(len(slots)) + np.repeat(rows.starts - query_start_loc[:-1], rows.num_new_tokens)
+    block_ids = table.block_tables[slots, positions // block_size].astype(np.int64)
+    ends = rows.ends
+    num_blocks = -(-int(ends.max()) // block_size)
+    return Batch(
+        token_ids=_as_tensor(table.token_ids[slots, positions].astype(np.int64), device),
+        positions=_as_tensor(positions, device),
+        attention=AttentionBatch(
+            query_start_loc=query_start_loc.tolist(),
+            seq_lens=ends.tolist(),
+            block_tables=_as_tensor(table.block_tables[rows.slots, :num_blocks], device),
+            slot_mapping=_as_tensor(block_ids * block_size + positions % block_size, device),
+        ),
+        sampling_indices=_as_tensor(query_start_loc[1:][rows.samples] - 1, device),
+    )
+
+
+def _as_tensor(values: NDArray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values).to(device)

@@ -1,0 +1,98 @@
+"""The worker's configuration: one frozen value, checked once. Importing this loads no torch."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
+    metadata = {"help": help} | ({"choices": choices} if choices else {})
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Every field is a flag, an environment variable and a YAML key. None: worked out at start."""
+
+    model: str = _option("", "checkpoint directory: config.json, safetensors, tokenizer.json")
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(50061, "port to listen on; 0 picks a free one")
+    device: str = _option("auto", "what computes; auto is cuda where there is one", ("auto", "cpu", "cuda"))
+    dtype: str = _option(
+        "auto",
+        "what to compute in; auto is the checkpoint's own, or float32 on a CPU that does not compute that natively",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
+    block_size: int = _option(16, "token positions in a block of the KV cache")
+    num_device_blocks: int | None = _option(None, "usable blocks of the KV cache; by default as many as memory allows")
+    num_host_blocks: int = _option(0, "blocks in host memory to swap to; only 0 is supported")
+    kv_cache_memory: str | None = _option(
+        None,
+        "memory of the KV cache, such as 4GiB; by default the smaller of 4GiB and 30 % of what is available on a CPU, "
+        "and what --gpu-memory-utilization leaves on a GPU",
+    )
+    gpu_memory_utilization: float = _option(0.9, "part of the GPU's memory to use, weights and KV cache together")
+    max_model_len: int | None = _option(None, "positions a sequence may hold; by default the checkpoint's")
+    max_num_seqs: int = _option(256, "sequences that run at the same time")
+    max_num_batched_tokens: int = _option(2048, "tokens that one step may compute")
+    attention_backend: str = _option("auto", "what computes attention", ("auto", "torch"))
+    num_threads: int | None = _option(None, "CPU threads that compute; by default one per core")
+    tls_cert: str | None = _option(None, "file with the server's certificate chain, PEM; turns TLS on")
+    tls_key: str | None = _option(None, "file with the server's private key, PEM")
+    tls_client_ca: str | None = _option(None, "file with the CA that clients' certificates must come from, PEM")
+
+    def validate(self) -> None:
+        """Raises ValueError that names the flag, its value and what it may be."""
+        if not self.model:
+            raise ValueError("--model is empty; give a checkpoint directory")
+        _check_range("--port", self.port, 0, 65535)
+        _check_choice("--device", self.device, ("auto", "cpu", "cuda"))
+        _check_choice("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _check_choice("--attention-backend", self.attention_backend, ("auto", "torch"))
+        _check_range("--block-size", self.block_size, 1, 1024)
+        _check_range("--max-num-seqs", self.max_num_seqs, 1, 1 << 16)
+        _check_range("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        if self.num_device_blocks is not None:
+            _check_range("--num-device-blocks", self.num_device_blocks, 1, (1 << 31) - 2)
+        if self.max_model_len is not None:
+            _check_range("--max-model-len", self.max_model_len, 1, 1 << 24)
+        if self.num_threads is not None:
+            _check_range("--num-threads", self.num_threads, 1, 1024)
+        if self.num_host_blocks:
+            raise ValueError(
+                f"--num-host-blocks is {self.num_host_blocks}: swapping to host memory does not exist; leave it at 0"
+            )
+        if self.kv_cache_memory is not None:
+            parse_memory("--kv-cache-memory", self.kv_cache_memory)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"
+            )
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("--tls-cert and --tls-key belong together; give both or neither")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+
+
+def parse_memory(flag: str, text: str) -> int:
+    """Bytes of a text such as "4GiB", "512MiB" or "1000000". Raises ValueError that names the flag."""
+    number = text.strip().rstrip("abceghikmtABCEGHIKMT ")
+    unit = text.strip()[len(number) :].strip().lower()
+    try:
+        num_bytes = int(float(number) * _MEMORY_UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise ValueError(f"{flag} is {text!r}; it must be a positive size such as 4GiB, 512MiB or a number of bytes")
+    return num_bytes
+
+
+def _check_range(flag: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{flag} is {value}; it must be {low} to {high}")
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{flag} is {value!r}; it must be one of {', '.join(choices)}")

@@ -1,0 +1,131 @@
+"""The one thread that computes. Loading and every step happen on it; the event loop never waits for it.
+
+A second thread that calls torch brings a second team of OpenMP threads, which fight over the cores. So commands go in
+by a queue, and what came of them goes back through the callback that came with the command. This module itself needs no
+torch: the process can listen and answer before that is imported.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NoReturn, Protocol
+
+from worker_service.session import ProtocolError
+from worker_service.step import Ready, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+Outcome = StepResult | Exception
+
+
+class Runner(Protocol):
+    """What carries out plans."""
+
+    def reset(self) -> None:
+        """Begin an epoch: forget every row, after everything that was started has finished."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out one plan. Raises ProtocolError for a bad one."""
+
+    def is_fatal(self, error: Exception) -> bool:
+        """Whether only a new process can compute again."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWorker:
+    """A runner, and what the worker says of itself."""
+
+    runner: Runner
+    ready: Ready
+
+
+class EngineSession:
+    """One epoch's steps. Whatever is still queued when it ends is dropped."""
+
+    def __init__(self, deliver: Callable[[Outcome], None]) -> None:
+        self.deliver = deliver  # called on the engine's thread; after an exception the session has ended
+        self.has_ended = False
+        self.last_started_step = 0
+        self.last_finished_step = 0
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+class Engine:
+    """Owns the thread. Its methods may be called from any other."""
+
+    def __init__(self, load: Callable[[], LoadedWorker]) -> None:
+        self._load = load
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._loaded: LoadedWorker | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the worker says of itself, once it is loaded."""
+        return self._loaded.ready if self._loaded else None
+
+    def start(self, on_loaded: Callable[[Exception | None], object]) -> None:
+        """Begin to load. `on_loaded` is called on the engine's thread, with the exception if loading failed."""
+        self._thread = threading.Thread(target=self._run, args=(on_loaded,), name="engine", daemon=True)
+        self._thread.start()
+
+    def begin(self, session: EngineSession, on_begun: Callable[[], object]) -> None:
+        """Forget every row, after all earlier steps have finished; then `on_begun` is called on the engine's thread."""
+        self._commands.put(lambda: self._begin(session, on_begun))
+
+    def submit(self, session: EngineSession, plan: StepPlan) -> None:
+        """Compute a step; its outcome goes to `session.deliver`."""
+        self._commands.put(lambda: self._step(session, plan))
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what is queued and end the thread. False if it did not end in time."""
+        assert self._thread is not None
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, on_loaded: Callable[[Exception | None], object]) -> None:
+        try:
+            self._loaded = self._load()
+        except Exception as error:
+            on_loaded(error)
+            return
+        on_loaded(None)
+        while (command := self._commands.get()) is not None:
+            command()
+
+    def _begin(self, session: EngineSession, on_begun: Callable[[], object]) -> None:
+        assert self._loaded is not None
+        if not session.has_ended:
+            self._loaded.runner.reset()
+            on_begun()
+
+    def _step(self, session: EngineSession, plan: StepPlan) -> None:
+        assert self._loaded is not None
+        if session.has_ended:
+            return
+        session.last_started_step = plan.step
+        try:
+            result = self._loaded.runner.execute(plan)
+        except Exception as error:
+            session.end()
+            if not isinstance(error, ProtocolError):
+                logger.exception("step %d of epoch %d failed", plan.step, plan.epoch)
+            if self._loaded.runner.is_fatal(error):
+                exit_process("the device is in an error state that only a new process gets out of")
+            session.deliver(error)
+            return
+        session.last_finished_step = plan.step
+        session.deliver(result)
+
+
+def exit_process(reason: str) -> NoReturn:
+    """End the process at once with status 1: a thread hangs in a kernel, or the device is lost."""
+    logger.critical("exiting: %s", reason)
+    logging.shutdown()
+    os._exit(1)

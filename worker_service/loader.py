@@ -1,0 +1,196 @@
+"""From a configuration to a worker that can compute: device, dtype, weights, KV cache, model runner."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from worker_service.attention import AttentionBackend, create_backend
+from worker_service.cache_engine import (
+    CacheEngine,
+    CacheShape,
+    available_cpu_bytes,
+    count_blocks,
+    cpu_cache_bytes,
+    gpu_cache_bytes,
+    log_size,
+)
+from worker_service.checkpoint import model_digest
+from worker_service.config import WorkerConfig, parse_memory
+from worker_service.engine import LoadedWorker
+from worker_service.model_runner import Model, ModelRunner
+from worker_service.models import ModelConfig, load_model
+from worker_service.sequence_table import TableLimits
+from worker_service.step import Ready, RowOpening, SamplingParams, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int], None] | None = None) -> LoadedWorker:
+    """Load everything on the calling thread, which must be the one that will call the runner.
+
+    `report(done, total)` is called as the checkpoint's tensors load. Raises ValueError and CheckpointError with a text
+    for people.
+    """
+    config.validate()
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    path = Path(config.model)
+    device = choose_device(config.device)
+    model_config = ModelConfig.load(path)
+    dtype = choose_dtype(config.dtype, model_config.dtype, device)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
+    backend = create_backend(config.attention_backend, device)
+    model = load_model(path, dtype=dtype, device=device, progress=report)
+    shape = CacheShape(
+        num_layers=model_config.num_layers,
+        block_size=config.block_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=dtype,
+    )
+    assembly = _Assembly(config, model, backend, shape, device, model_config.vocab_size, max_model_len)
+    num_device_blocks = assembly.num_device_blocks()
+    log_size(shape, num_device_blocks, max_model_len)
+    ready = Ready(
+        worker_id=worker_id,
+        model_digest=model_digest(path),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_device_blocks=num_device_blocks,
+        block_bytes=shape.block_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        attention_backend=backend.name,
+    )
+    return LoadedWorker(assembly.runner(num_device_blocks), ready)
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises ValueError if there is no such device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch finds no GPU; use --device cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+
+def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """The named dtype; for "auto" the checkpoint's, or float32 where the CPU would only emulate that."""
+    if name != "auto":
+        return _DTYPES[name]
+    dtype = _DTYPES[checkpoint_dtype]
+    if device.type == "cpu" and not _is_native_on_cpu(dtype):
+        logger.info("this CPU does not compute %s natively: computing in float32", checkpoint_dtype)
+        return torch.float32
+    return dtype
+
+
+def _is_native_on_cpu(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int:
+    """Raises ValueError if more is asked than the checkpoint has positions for."""
+    if asked is not None and asked > max_position_embeddings:
+        raise ValueError(
+            f"--max-model-len is {asked}; the checkpoint has {max_position_embeddings} positions at most: lower it"
+        )
+    return asked or max_position_embeddings
+
+
+@dataclass(frozen=True, slots=True)
+class _Assembly:
+    """The parts of a runner before it is known how many blocks it gets."""
+
+    config: WorkerConfig
+    model: Model
+    backend: AttentionBackend
+    shape: CacheShape
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+
+    def runner(self, num_device_blocks: int) -> ModelRunner:
+        limits = TableLimits(
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            num_device_blocks=num_device_blocks,
+            vocab_size=self.vocab_size,
+        )
+        cache = CacheEngine(self.shape, num_device_blocks, self.device)
+        return ModelRunner(self.model, cache, self.backend, limits, self.device)
+
+    def num_device_blocks(self) -> int:
+        """As told, else as many as the memory holds and all rows together could use."""
+        config = self.config
+        if config.num_device_blocks is not None:
+            return config.num_device_blocks
+        if config.kv_cache_memory is not None:
+            cache_bytes = parse_memory("--kv-cache-memory", config.kv_cache_memory)
+            remedy = "raise --kv-cache-memory or lower --block-size"
+        elif self.device.type == "cuda":
+            cache_bytes = self._gpu_cache_bytes()
+            remedy = "raise --gpu-memory-utilization or lower --max-num-batched-tokens or --max-num-seqs"
+        else:
+            cache_bytes = cpu_cache_bytes(available_cpu_bytes())
+            remedy = "free memory, set --kv-cache-memory or lower --block-size"
+        max_num_blocks = config.max_num_seqs * -(-self.max_model_len // config.block_size)
+        return count_blocks(
+            cache_bytes=cache_bytes,
+            block_bytes=self.shape.block_bytes,
+            max_num_blocks=max_num_blocks,
+            remedy=remedy,
+        )
+
+    def _gpu_cache_bytes(self) -> int:
+        """Runs the largest step there can be and measures its peak."""
+        plan, num_blocks = _largest_step(self.config, self.max_model_len)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.runner(num_blocks).execute(plan)
+        torch.cuda.synchronize(self.device)
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) - (num_blocks + 1) * self.shape.block_bytes
+        torch.cuda.empty_cache()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        return gpu_cache_bytes(
+            total_bytes=total_bytes,
+            used_bytes=total_bytes - free_bytes + peak_bytes - torch.cuda.memory_allocated(self.device),
+            utilization=self.config.gpu_memory_utilization,
+        )
+
+
+def _largest_step(config: WorkerConfig, max_model_len: int) -> tuple[StepPlan, int]:
+    """A plan with as many rows, tokens and samples as a step may have, and the blocks it takes."""
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    num_tokens = min(config.max_num_batched_tokens // num_rows, max_model_len)
+    num_row_blocks = -(-num_tokens // config.block_size)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    openings = tuple(
+        RowOpening(
+            slot=slot,
+            sequence_id=slot,
+            token_ids=(0,) * num_tokens,
+            num_prompt_tokens=num_tokens,
+            num_computed_tokens=0,
+            block_ids=tuple(range(1 + slot * num_row_blocks, 1 + (slot + 1) * num_row_blocks)),
+            sampling=sampling,
+            seed=0,
+            sample_index=0,
+        )
+        for slot in range(num_rows)
+    )
+    slots = tuple(range(num_rows))
+    plan = StepPlan(epoch=0, step=1, openings=openings, work_slots=slots, work_num_tokens=(num_tokens,) * num_rows)
+    return plan, num_rows * num_row_blocks

@@ -1,0 +1,144 @@
+"""Carries out plans: table -> batch -> attention -> model -> logits -> sampler -> table.
+
+A runner is driven by one thread. It needs no gRPC: whoever holds a StepPlan may call `execute`.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from worker_service.attention import Attend, AttentionBackend
+from worker_service.batch import Batch, build_batch
+from worker_service.cache_engine import CacheEngine
+from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
+from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
+from worker_service.step import Logprobs, PromptLogprobs, RowStatus, StepPlan, StepResult
+
+# Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
+_MAX_LOGITS_POSITIONS = 128
+
+
+class Model(Protocol):
+    """What a runner needs of a model."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of T tokens."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, vocab_size] float32 of hidden states [R, hidden_size]."""
+
+
+class ModelRunner:
+    """One model, one KV cache, one table of running sequences."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: CacheEngine,
+        backend: AttentionBackend,
+        limits: TableLimits,
+        device: torch.device,
+    ) -> None:
+        self.table = SequenceTable(limits)
+        self._model = model
+        self._cache = cache
+        self._backend = backend
+        self._device = device
+
+    def reset(self) -> None:
+        """Begin an epoch: no rows, and everything that was started has finished."""
+        self.table.clear()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out one plan. Raises ProtocolError before anything is computed if the plan breaks a rule."""
+        started = time.perf_counter_ns()
+        rows = self.table.apply(plan)
+        if not len(rows.slots):
+            return StepResult(plan.epoch, plan.step)
+        batch = build_batch(self.table, rows, self._device)
+        attend = self._backend.prepare(batch.attention, self._cache.layers)
+        hidden = self._model.forward(batch.token_ids, batch.positions, attend)
+        prompt_logprobs = self._prompt_logprobs(rows, batch, hidden)
+        samples = self._sample(rows, batch, hidden)
+        self.table.advance(rows, np.array(samples.token_ids, np.int64))
+        return StepResult(
+            epoch=plan.epoch,
+            step=plan.step,
+            statuses=_statuses(samples),
+            token_ids=tuple(
+                token_id for token_id, nan in zip(samples.token_ids, samples.is_nan, strict=True) if not nan
+            ),
+            logprobs=samples.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            duration_us=(time.perf_counter_ns() - started) // 1000,
+        )
+
+    def is_fatal(self, error: Exception) -> bool:
+        """An error of the device stays: every later call fails too."""
+        return isinstance(error, torch.AcceleratorError)
+
+    def _sample(self, rows: WorkingRows, batch: Batch, hidden: torch.Tensor) -> Samples:
+        slots = rows.slots[rows.samples]
+        if not len(slots):
+            return Samples([], [], Logprobs())
+        logits = self._model.compute_logits(hidden[batch.sampling_indices])
+        special = np.flatnonzero(self.table.is_special[slots])
+        return sample(logits, [self._sampling_row(int(index), int(slots[index])) for index in special])
+
+    def _sampling_row(self, index: int, slot: int) -> SamplingRow:
+        table = self.table
+        return SamplingRow(
+            index=index,
+            sampling=table.sampling[slot],
+            token_ids=table.token_ids[slot, : table.num_tokens[slot]],
+            num_prompt_tokens=int(table.num_prompt_tokens[slot]),
+            seed=int(table.seeds[slot]),
+            sample_index=int(table.sample_indexes[slot]),
+        )
+
+    def _prompt_logprobs(self, rows: WorkingRows, batch: Batch, hidden: torch.Tensor) -> tuple[PromptLogprobs, ...]:
+        """Of the rows that asked and computed prompt positions: position p tells of prompt token p + 1."""
+        table = self.table
+        num_positions = np.minimum(rows.ends, table.num_prompt_tokens[rows.slots] - 1) - rows.starts
+        asking = np.flatnonzero((table.num_prompt_logprobs[rows.slots] >= 0) & (num_positions > 0))
+        chunks = []
+        for row in asking:
+            slot, first = int(rows.slots[row]), int(rows.starts[row]) + 1
+            start = batch.attention.query_start_loc[row]
+            chunk_hidden = hidden[start : start + int(num_positions[row])]
+            told = table.token_ids[slot, first : first + len(chunk_hidden)].astype(np.int64)
+            token_ids = torch.from_numpy(told).to(self._device)
+            logprobs = self._position_logprobs(chunk_hidden, token_ids, int(table.num_prompt_logprobs[slot]))
+            chunks.append(PromptLogprobs(slot, first, logprobs))
+        return tuple(chunks)
+
+    def _position_logprobs(self, hidden: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
+        """Columns over positions: the raw log_softmax of the logits, at the tokens that did follow."""
+        return _concatenate(
+            logprob_columns(self._model.compute_logits(part).log_softmax(1), told, [num_top] * len(part))
+            for part, told in zip(
+                hidden.split(_MAX_LOGITS_POSITIONS), token_ids.split(_MAX_LOGITS_POSITIONS), strict=True
+            )
+        )
+
+
+def _statuses(samples: Samples) -> tuple[RowStatus, ...]:
+    if not any(samples.is_nan):
+        return ()
+    return tuple(RowStatus.NAN_LOGITS if nan else RowStatus.OK for nan in samples.is_nan)
+
+
+def _concatenate(parts: Iterable[Logprobs]) -> Logprobs:
+    columns = list(parts)
+    return Logprobs(
+        chosen=tuple(value for part in columns for value in part.chosen),
+        ranks=tuple(rank for part in columns for rank in part.ranks),
+        top_token_ids=tuple(token_id for part in columns for token_id in part.top_token_ids),
+        top_logprobs=tuple(value for part in columns for value in part.top_logprobs),
+    )

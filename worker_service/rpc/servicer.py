@@ -1,0 +1,192 @@
+"""The worker's gRPC service: one Execute stream is one session, and the highest epoch holds the worker."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from protos.gen.pagewire.worker.v1 import worker_pb2 as pb
+from protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from worker_service.engine import Engine, EngineSession, Outcome, exit_process
+from worker_service.rpc.wire import decode_request, encode_response
+from worker_service.session import ProtocolError, Session, SessionRegister
+from worker_service.step import Heartbeat, Hello, Refusal, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+# A hello that arrives while the model loads is answered as soon as that is done, or told to come back.
+_LOAD_PATIENCE_S = 30.0
+
+class _SessionEnded(Exception):
+    """Why a session is over, as the status its stream ends with."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Lives on the event loop; all computing is the engine's."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        heartbeat_interval_s: float = 1.0,
+        begin_timeout_s: float = 60.0,
+        on_stuck: Callable[[str], NoReturn] = exit_process,
+    ) -> None:
+        """`on_stuck`: called when earlier steps do not finish within `begin_timeout_s` of a new session's hello."""
+        self._engine = engine
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._begin_timeout_s = begin_timeout_s
+        self._on_stuck = on_stuck
+        self._register = SessionRegister()
+        self._loaded = asyncio.Event()
+        self._holder: _Stream | None = None
+
+    def set_loaded(self) -> None:
+        """The engine has loaded: sessions may begin."""
+        self._loaded.set()
+
+    def close(self) -> None:
+        """End the session there is."""
+        if self._holder:
+            self._holder.end(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        try:
+            await self._serve(context)
+        except ProtocolError as error:
+            logger.error("protocol error: %s", error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except _SessionEnded as end:
+            logger.warning("session ended: %s", end)
+            await context.abort(end.code, str(end))
+
+    async def _serve(self, context: grpc.aio.ServicerContext) -> None:
+        """One stream to its end. Raises ProtocolError, _SessionEnded."""
+        request = await context.read()
+        if request is grpc.aio.EOF:
+            return
+        hello = decode_request(request)
+        if not isinstance(hello, Hello):
+            raise ProtocolError("the first message is a plan, not hello")
+        session = self._register.hello(hello)
+        if isinstance(session, Refusal):
+            logger.warning("refused instance %s: %s", hello.instance_id, session.message)
+            await context.write(encode_response(session))
+            return
+        stream = _Stream(context, session, self._engine)
+        if self._holder:
+            self._holder.end(
+                grpc.StatusCode.ABORTED, f"instance {session.instance_id} took over with epoch {session.epoch}"
+            )
+        self._holder = stream
+        try:
+            await stream.until_ended(self._begin(stream))
+            logger.info("epoch %d of instance %s begins", session.epoch, session.instance_id)
+            await stream.exchange(self._heartbeat_interval_s)
+            logger.info("epoch %d is over: the scheduler closed the stream", session.epoch)
+        finally:
+            stream.engine_session.end()
+            if self._holder is stream:
+                self._holder = None
+
+    async def _begin(self, stream: "_Stream") -> None:
+        """Answer Ready once every earlier step has finished."""
+        try:
+            await asyncio.wait_for(self._loaded.wait(), _LOAD_PATIENCE_S)
+        except TimeoutError:
+            raise _SessionEnded(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model") from None
+        begun = asyncio.Event()
+        self._engine.begin(stream.engine_session, lambda: stream.loop.call_soon_threadsafe(begun.set))
+        try:
+            await asyncio.wait_for(begun.wait(), self._begin_timeout_s)
+        except TimeoutError:
+            self._on_stuck(f"a step of an earlier session has not finished in {self._begin_timeout_s:.0f} s")
+        assert self._engine.ready is not None
+        await stream.context.write(encode_response(self._engine.ready))
+
+
+class _Stream:
+    """The call that holds an epoch, from its hello to its end."""
+
+    def __init__(self, context: grpc.aio.ServicerContext, session: Session, engine: Engine) -> None:
+        self.context = context
+        self.loop = asyncio.get_running_loop()
+        self.engine_session = EngineSession(self._deliver)
+        self._session = session
+        self._engine = engine
+        self._outgoing: asyncio.Queue[StepResult | Heartbeat] = asyncio.Queue()
+        self._end: asyncio.Future[_SessionEnded | ProtocolError] = self.loop.create_future()
+
+    def end(self, code: grpc.StatusCode, message: str) -> None:
+        """End the session from outside. Its queued steps are dropped."""
+        self._finish(_SessionEnded(code, message))
+
+    async def exchange(self, heartbeat_interval_s: float) -> None:
+        """Plans in, results and heartbeats out, until the scheduler closes the stream. Raises why it ended else."""
+        await self.until_ended(self._receive(), self._transmit(), self._beat(heartbeat_interval_s))
+
+    async def until_ended(self, *parts: Coroutine[Any, Any, None]) -> None:
+        """Run the parts until one of them is done or the session ends. Raises why it ended."""
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(part) for part in parts]
+        try:
+            await asyncio.wait([self._end, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if self._end.done():
+                raise self._end.result()
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self) -> None:
+        while (request := await self.context.read()) is not grpc.aio.EOF:
+            plan = decode_request(request)
+            if not isinstance(plan, StepPlan):
+                raise ProtocolError("hello came twice on one stream")
+            self._session.plan(plan.epoch, plan.step)
+            self._engine.submit(self.engine_session, plan)
+
+    async def _transmit(self) -> None:
+        while True:
+            message = await self._outgoing.get()
+            if isinstance(message, StepResult):
+                # Before the write: its answer, the next plan, may arrive before the write returns here.
+                self._session.answer(message.step)
+            await self.context.write(encode_response(message))
+
+    async def _beat(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            if self._outgoing.empty():  # else the peer does not read, and heartbeats must not pile up
+                progress = self.engine_session
+                self._outgoing.put_nowait(
+                    Heartbeat(self._session.epoch, progress.last_started_step, progress.last_finished_step)
+                )
+
+    def _deliver(self, outcome: Outcome) -> None:
+        """Called on the engine's thread."""
+        self.loop.call_soon_threadsafe(self._take, outcome)
+
+    def _take(self, outcome: Outcome) -> None:
+        if isinstance(outcome, StepResult):
+            self._outgoing.put_nowait(outcome)
+        elif isinstance(outcome, ProtocolError):
+            self._finish(outcome)
+        else:
+            self.end(grpc.StatusCode.INTERNAL, f"a step failed: {outcome}")
+
+    def _finish(self, end: _SessionEnded | ProtocolError) -> None:
+        self.engine_session.end()
+        if not self._end.done():
+            self._end.set_result(end)

@@ -1,0 +1,219 @@
+"""Composition root of the worker: listens, loads, serves, stops.
+
+The port is bound and answers before torch is imported: a taken port is told at once, and probes see a live process that
+is not ready.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from worker_service.config import WorkerConfig
+from worker_service.engine import Engine, LoadedWorker, exit_process
+from worker_service.rpc.servicer import WorkerServicer
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+_LIVENESS_NAME = "liveness"
+_MAX_MESSAGE_BYTES = 64 << 20
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+_STOP_GRACE_S = 5.0
+_LAST_STEP_TIMEOUT_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(config: WorkerConfig) -> int:
+    """Serve until SIGTERM or SIGINT; a second one exits at once. Returns the process's exit status."""
+    if os.environ.get("PAGEWIRE_EXIT_WITH_PARENT") == "1":
+        _exit_with_parent()
+    try:
+        config.validate()
+        return asyncio.run(_Server(config).run())
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+
+
+class _Server:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._stop = asyncio.Event()
+        self._engine = Engine(self._load)
+
+    async def run(self) -> int:
+        """Raises ValueError or OSError for what a person can put right: flags, files, the port."""
+        self._install_signal_handlers()
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        servicer = WorkerServicer(self._engine)
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+        health = _Health(server)
+        _enable_reflection(server)
+        port = _bind(server, self._config)
+        await server.start()
+        try:
+            await health.set(_LIVENESS_NAME, serving=True)
+            await health.set_ready(False)
+            if await self._until_loaded():
+                servicer.set_loaded()
+                await health.set_ready(True)
+                print(f"ready on grpc://{_join(self._config.host, port)}", flush=True)
+                await self._stop.wait()
+                logger.info("stopping")
+                await health.set_ready(False)
+                servicer.close()
+                await self._stop_engine()
+        finally:
+            servicer.close()
+            await server.stop(_STOP_GRACE_S)
+        return 0
+
+    def _load(self) -> LoadedWorker:
+        """Runs on the engine's thread: torch is imported there too, and only there it is called."""
+        from worker_service.checkpoint import CheckpointError
+        from worker_service.loader import load_worker
+
+        try:
+            return load_worker(self._config, worker_id=uuid.uuid4().hex, report=_progress_log())
+        except CheckpointError as error:
+            raise ValueError(f"--model {self._config.model}: {error}") from error
+
+    async def _until_loaded(self) -> bool:
+        """False if told to stop before. Raises what loading raised."""
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[Exception | None] = loop.create_future()
+        self._engine.start(lambda error: loop.call_soon_threadsafe(loaded.set_result, error))
+        stopped = asyncio.ensure_future(self._stop.wait())
+        waited: list[asyncio.Future[Any]] = [loaded, stopped]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not loaded.done():
+            return False
+        stopped.cancel()
+        error = loaded.result()
+        if error is not None:
+            raise error
+        return True
+
+    async def _stop_engine(self) -> None:
+        """Let the running step finish, so that the device is left idle."""
+        loop = asyncio.get_running_loop()
+        if not await loop.run_in_executor(None, self._engine.stop, _LAST_STEP_TIMEOUT_S):
+            exit_process(f"the running step has not finished in {_LAST_STEP_TIMEOUT_S:.0f} s")
+
+    def _install_signal_handlers(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            os._exit(128 + number)
+        self._stop.set()
+
+
+class _Health:
+    """The standard health service where grpcio-health-checking is installed, else nothing."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._servicer: Any = None
+        with contextlib.suppress(ImportError):
+            from grpc_health.v1 import health, health_pb2_grpc
+
+            self._servicer = health.aio.HealthServicer()
+            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def set_ready(self, ready: bool) -> None:
+        for name in ("", SERVICE_NAME):
+            await self.set(name, serving=ready)
+
+    async def set(self, name: str, *, serving: bool) -> None:
+        if self._servicer is None:
+            return
+        from grpc_health.v1 import health_pb2
+
+        states = health_pb2.HealthCheckResponse
+        await self._servicer.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+
+def _enable_reflection(server: grpc.aio.Server) -> None:
+    with contextlib.suppress(ImportError):
+        from grpc_reflection.v1alpha import reflection
+
+        names = [SERVICE_NAME, reflection.SERVICE_NAME]
+        with contextlib.suppress(ImportError):
+            from grpc_health.v1 import health
+
+            names.append(health.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+
+def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:
+    """The port that is bound. Raises OSError, with a text for people, if it cannot be."""
+    address = _join(config.host, config.port)
+    credentials = _credentials(config)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise OSError(f"cannot listen on {address}: the port is taken or the address is not this machine's; see --port")
+    return port
+
+
+def _credentials(config: WorkerConfig) -> grpc.ServerCredentials | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    pair = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
+    client_ca = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
+    return grpc.ssl_server_credentials([pair], root_certificates=client_ca, require_client_auth=client_ca is not None)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _progress_log() -> Callable[[int, int], None]:
+    """A callback that logs a line for every 10 % of the checkpoint that has loaded."""
+    told = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal told
+        tenths = 10 * done // max(total, 1)
+        if tenths > told:
+            told = tenths
+            logger.info("loading: %d %%", 10 * tenths)
+
+    return report
+
+
+def _exit_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, however that ends. Linux only."""
+    if sys.platform != "linux":
+        logger.warning("PAGEWIRE_EXIT_WITH_PARENT works on Linux only: this process may outlive its parent")
+        return
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it ended in between
+        os._exit(1)

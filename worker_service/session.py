@@ -1,0 +1,67 @@
+"""The worker's side of the protocol as a state machine: epochs, plan order, pipeline depth. No I/O and no torch.
+
+An epoch is one pairing with one scheduler. Epochs rise strictly, so whoever holds the highest one holds the worker, and
+a scheduler that was replaced is turned away for good.
+"""
+
+from worker_service.step import Hello, Refusal, RefusalReason
+
+PROTOCOL_VERSION = 1
+
+
+class ProtocolError(Exception):
+    """The scheduler broke the protocol. The session must end; the text says what was expected and what came."""
+
+
+class Session:
+    """One epoch: plans arrive in step order, at most `pipeline_depth` of them unfinished."""
+
+    def __init__(self, epoch: int, instance_id: str, pipeline_depth: int) -> None:
+        self.epoch = epoch
+        self.instance_id = instance_id
+        self.pipeline_depth = pipeline_depth
+        self.last_planned_step = 0
+        self.last_answered_step = 0
+
+    def plan(self, epoch: int, step: int) -> None:
+        """A plan has arrived. Raises ProtocolError if it is not the next one of this epoch, or one too many."""
+        if epoch != self.epoch:
+            raise ProtocolError(f"a plan is of epoch {epoch}, this session is epoch {self.epoch}")
+        if step != self.last_planned_step + 1:
+            raise ProtocolError(f"a plan is step {step}, the next step is {self.last_planned_step + 1}")
+        num_unfinished = self.last_planned_step - self.last_answered_step
+        if num_unfinished >= self.pipeline_depth:
+            raise ProtocolError(
+                f"step {step} came while {num_unfinished} plans are unfinished, the pipeline depth is "
+                f"{self.pipeline_depth}"
+            )
+        self.last_planned_step = step
+
+    def answer(self, step: int) -> None:
+        """The result of the oldest unfinished step is about to go out."""
+        assert step == self.last_answered_step + 1 <= self.last_planned_step
+        self.last_answered_step = step
+
+
+class SessionRegister:
+    """The last epoch this process has seen and the instance that held it."""
+
+    def __init__(self) -> None:
+        self.last_epoch = 0
+        self.instance_id = ""
+
+    def hello(self, hello: Hello) -> Session | Refusal:
+        """Open an epoch, or say why not. Raises ProtocolError for a hello that no scheduler may send."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            message = f"this worker speaks protocol version {PROTOCOL_VERSION}, not {hello.protocol_version}"
+            return Refusal(RefusalReason.PROTOCOL_VERSION, self.last_epoch, self.instance_id, message)
+        if hello.pipeline_depth < 1:
+            raise ProtocolError("pipeline_depth is 0; it must be at least 1")
+        if not hello.instance_id:
+            raise ProtocolError("instance_id is empty; a scheduler must name itself")
+        if hello.epoch <= self.last_epoch:
+            message = f"epoch {hello.epoch} is not above {self.last_epoch}, held by instance {self.instance_id!r}"
+            return Refusal(RefusalReason.STALE_EPOCH, self.last_epoch, self.instance_id, message)
+        self.last_epoch = hello.epoch
+        self.instance_id = hello.instance_id
+        return Session(hello.epoch, hello.instance_id, hello.pipeline_depth)
