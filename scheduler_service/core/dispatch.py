@@ -5,6 +5,8 @@ A result's rows are resolved here and never by slot alone: by the time it arrive
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from scheduler_service.core.plan import Logprobs, RowStatus, StepResult
 from scheduler_service.core.request import TokenLogprobs
@@ -15,8 +17,7 @@ class ProtocolError(Exception):
     """The other side broke the protocol. The session must end."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
+class PlannedRow(NamedTuple):
     """A row of a plan: `sequence` computes positions [start, start + num_tokens) in `slot`."""
 
     slot: int
@@ -28,6 +29,9 @@ class PlannedRow:
     num_prompt_logprobs: int  # positions whose prompt log-probabilities the result brings
 
 
+_slot = attrgetter("slot")
+
+
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """An unacknowledged plan."""
@@ -37,11 +41,10 @@ class Dispatch:
     num_tokens: int
 
     def sampling_rows(self) -> list[PlannedRow]:
-        return sorted((row for row in self.rows if row.samples), key=lambda row: row.slot)
+        return sorted([row for row in self.rows if row.samples], key=_slot)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     row: PlannedRow
     status: RowStatus
     token_id: int
@@ -58,9 +61,8 @@ def read_samples(dispatch: Dispatch, result: StepResult, vocab_size: int) -> lis
             f"step {dispatch.step} samples {len(rows)} rows, its result has {len(statuses)} statuses and "
             f"{len(result.token_ids)} tokens for {num_ok} good rows"
         )
-    for token_id in result.token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise ProtocolError(f"step {dispatch.step} yields token {token_id}, the vocabulary has {vocab_size}")
+    if result.token_ids and not 0 <= min(result.token_ids) <= max(result.token_ids) < vocab_size:
+        raise ProtocolError(f"step {dispatch.step} yields a token outside the vocabulary of {vocab_size}")
     tokens = iter(result.token_ids)
     logprobs = _LogprobReader(result.logprobs, vocab_size)
     samples = []
@@ -79,7 +81,7 @@ def read_prompt_logprobs(
     dispatch: Dispatch, result: StepResult, vocab_size: int
 ) -> Iterator[tuple[PlannedRow, list[TokenLogprobs]]]:
     """The rows whose step computed prompt log-probabilities, each with one entry per position from its start on."""
-    expected = sorted((row for row in dispatch.rows if row.num_prompt_logprobs > 0), key=lambda row: row.slot)
+    expected = sorted((row for row in dispatch.rows if row.num_prompt_logprobs > 0), key=_slot)
     if len(expected) != len(result.prompt_logprobs):
         raise ProtocolError(
             f"step {dispatch.step} owes prompt log-probabilities of {len(expected)} rows, not "

@@ -182,11 +182,11 @@ class Scheduler:
         outputs = TokenOutputs()
         for row, entries in prompts:
             self._take_prompt_logprobs(row, entries, outputs)
-        planned_order = {id(row): i for i, row in enumerate(dispatch.rows)}
         for sample in samples:
             sample.row.sequence.num_in_flight -= 1
         failed = [sample for sample in samples if sample.status is not RowStatus.OK]
-        for sample in sorted(failed, key=lambda sample: planned_order[id(sample.row)]):
+        # Who wrote a shared block was planned before those who matched it: the cause is found before its consequences.
+        for sample in sorted(failed, key=lambda sample: dispatch.rows.index(sample.row)):
             self._take_failure(sample, outputs)
         for sample in samples:
             if sample.status is RowStatus.OK:
