@@ -59,7 +59,9 @@ class Checkpoint:
             weight_map = read_json(self._path / INDEX_FILE).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise CheckpointError(f"{self._path / INDEX_FILE} has no weight_map")
-            for file_name in sorted(set(weight_map.values())):
+            for file_name in dict.fromkeys(weight_map.values()):
+                if not isinstance(file_name, str) or Path(file_name).name != file_name:
+                    raise CheckpointError(f"{self._path / INDEX_FILE} names {file_name!r}, which is no file beside it")
                 self._open(file_name)
             return weight_map
         if not (self._path / SINGLE_FILE).is_file():

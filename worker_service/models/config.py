@@ -97,7 +97,7 @@ def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         head_dim=_positive(config, "head_dim", _head_dim(hidden_size, num_heads)),
         vocab_size=_positive(config, "vocab_size"),
         max_position_embeddings=max_position_embeddings,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
         activation=_choice(config, "hidden_act", "silu", ("silu",)),
         rope=rope,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -128,7 +128,7 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelConfig:
         head_dim=_head_dim(hidden_size, num_heads),
         vocab_size=_positive(config, "vocab_size"),
         max_position_embeddings=_positive(config, "n_positions"),
-        norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
+        norm_eps=_number(config, "layer_norm_epsilon", 1e-5),
         activation=_choice(config, "activation_function", "gelu_new", GELUS),
         rope=None,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
@@ -157,15 +157,15 @@ def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> tupl
         raise _error("rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise _error("partial_rotary_factor", "below 1", "1")
-    theta = float(rope.get("rope_theta") or 10_000.0)
+    theta = _number(rope, "rope_theta", 10_000.0)
     if rope_type == "default":
         return RopeConfig(theta=theta), max_position_embeddings
-    factor = _rope_number(rope, "factor")
+    factor = _number(rope, "factor")
     if rope_type == "linear":
         return RopeConfig("linear", theta, factor), int(max_position_embeddings * factor)
-    original = int(_rope_number(rope, "original_max_position_embeddings", max_position_embeddings))
+    original = int(_number(rope, "original_max_position_embeddings", max_position_embeddings))
     if rope_type == "llama3":
-        low, high = _rope_number(rope, "low_freq_factor"), _rope_number(rope, "high_freq_factor")
+        low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
         return RopeConfig("llama3", theta, factor, original, low, high), max_position_embeddings
     yarn = RopeConfig(
         "yarn",
@@ -173,8 +173,8 @@ def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> tupl
         factor,
         original,
         attention_factor=_yarn_attention_factor(rope, factor),
-        beta_fast=_rope_number(rope, "beta_fast", 32.0),
-        beta_slow=_rope_number(rope, "beta_slow", 1.0),
+        beta_fast=_number(rope, "beta_fast", 32.0),
+        beta_slow=_number(rope, "beta_slow", 1.0),
         truncate=bool(rope.get("truncate", True)),
     )
     return yarn, max(max_position_embeddings, int(original * factor))
@@ -187,9 +187,9 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
+        return _number(rope, "attention_factor")
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return magnitude(float(rope["mscale"])) / magnitude(float(rope["mscale_all_dim"]))
+        return magnitude(_number(rope, "mscale")) / magnitude(_number(rope, "mscale_all_dim"))
     return magnitude(1.0)
 
 
@@ -226,11 +226,11 @@ def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -
     return value
 
 
-def _rope_number(rope: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = rope.get(key)
+def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or not value > 0:
-        raise _error(f"rope's {key}", value, "a number above 0")
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise _error(key, value, "a number above 0")
     return float(value)
 
 

@@ -33,7 +33,7 @@ class RotaryEmbedding(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns pairs (x[i], x[i + head_dim / 2]) of every head by their angle: [T, num_heads, head_dim]."""
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

@@ -1,0 +1,168 @@
+"""Reading safetensors as published, and what is said of files that are broken."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.worker.checkpoints import make_checkpoint
+from worker_service.checkpoint import Checkpoint, CheckpointError, model_digest
+from worker_service.models import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return make_checkpoint(tmp_path, "qwen2", seed=1)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    path = make_checkpoint(tmp_path, "qwen2", seed=1, max_shard_size="100KB")
+    assert len(list(path.glob("model-*.safetensors"))) > 2
+    return path
+
+
+def load(path):
+    return load_model(path, dtype=torch.float32, device=CPU)
+
+
+def edit_tensors(path, **changes):
+    """Replaces tensors in a single-file checkpoint; None removes one."""
+    tensors = {**load_file(path / "model.safetensors"), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
+
+
+def test_sharded_equals_single(tmp_path, sharded):
+    single = make_checkpoint(tmp_path / "single", "qwen2", seed=1)
+    expected = load_file(single / "model.safetensors")
+    checkpoint = Checkpoint(sharded)
+    assert checkpoint.names == expected.keys()
+    for name, tensor in expected.items():
+        target = torch.empty_like(tensor)
+        checkpoint.copy(name, target)
+        assert torch.equal(target, tensor)
+
+
+def test_copy_converts_to_the_target(path):
+    name = "model.layers.1.mlp.down_proj.weight"
+    target = torch.empty(96, 64, dtype=torch.bfloat16)
+    Checkpoint(path).copy(name, target.t())
+    assert torch.equal(target.t(), load_file(path / "model.safetensors")[name].bfloat16())
+
+
+def test_progress_counts_every_tensor_once(sharded):
+    calls = []
+    load_model(sharded, dtype=torch.float32, device=CPU, progress=lambda *call: calls.append(call))
+    total = len(Checkpoint(sharded).names)
+    assert calls == [(num_loaded, total) for num_loaded in range(1, total + 1)]
+
+
+def test_missing_tensor(path):
+    edit_tensors(path, **{"model.layers.1.self_attn.k_proj.bias": None})
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.self_attn\.k_proj\.bias is missing.*\[32\]"):
+        load(path)
+
+
+def test_missing_untied_head(path):
+    edit_tensors(path, **{"lm_head.weight": None})
+    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight is missing"):
+        load(path)
+
+
+def test_wrong_shape(path):
+    edit_tensors(path, **{"model.layers.0.self_attn.v_proj.weight": torch.zeros(16, 64)})
+    message = r"v_proj\.weight in model\.safetensors has shape \[16, 64\], expected \[32, 64\]"
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
+def test_tensors_without_a_place(path):
+    extra = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.zeros(64) for layer in (0, 1)}
+    edit_tensors(path, **extra)
+    message = r"tensor model\.layers\.0\.self_attn\.o_proj\.bias and 1 more in the checkpoint has no place in Decoder"
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
+def test_more_layers_than_config_says(path):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "layer_types": None}))
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.\S+ and 11 more in the checkpoint"):
+        load(path)
+
+
+def test_integer_weights(path):
+    edit_tensors(path, **{"lm_head.weight": torch.zeros(151, 64, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is torch\.int8; quantized checkpoints"):
+        load(path)
+
+
+def test_ignored_tensors(path):
+    edit_tensors(path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    load(path)
+
+
+def test_missing_shard(sharded):
+    next(sharded.glob("model-00002-*")).unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-\d+\.safetensors is missing; model\.safetensors\.index"):
+        load(sharded)
+
+
+def test_index_that_names_the_wrong_shard(sharded):
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    names = index["weight_map"]
+    names["model.norm.weight"] = names["model.embed_tokens.weight"]
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight cannot be read from model-00001"):
+        load(sharded)
+
+
+def test_index_that_names_a_file_elsewhere(sharded):
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = "../other.safetensors"
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names '\.\./other\.safetensors', which is no file beside it"):
+        load(sharded)
+
+
+def test_truncated_file(path):
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
+        load(path)
+
+
+def test_pickled_weights_are_not_read(path):
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor .*; convert it to safetensors"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"config\.json is missing"),
+        ("{", r"config\.json cannot be read"),
+        ("[]", r"holds a list, expected an obj"),
+    ],
+)
+def test_broken_config(path, text, message):
+    (path / "config.json").unlink()
+    if text is not None:
+        (path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
+def test_model_digest(path):
+    config = (path / "config.json").read_bytes()
+    assert model_digest(path) == hashlib.sha256(config).digest()
+    (path / "tokenizer.json").write_bytes(b"{}")
+    assert model_digest(path) == hashlib.sha256(config + b"{}").digest()
+    (path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        model_digest(path)

@@ -1,0 +1,236 @@
+"""Every family against transformers, run on the spot on random checkpoints, in uneven chunks over the paged cache."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from worker_service.attention import AttentionBatch, create_backend
+from worker_service.checkpoint import CheckpointError
+from worker_service.models import ModelConfig, load_model
+from worker_service.models.config import parse_config
+from worker_service.models.linear import Linear, can_pack
+
+CPU = torch.device("cpu")
+CHUNKS = (1, 33, 7, 1, 1, 20)  # a first chunk, later ones and decode steps
+# Of the largest logit: float32 rounding over a few layers.
+TOLERANCE = 5e-6
+
+BIASES = {"attention_bias": True, "mlp_bias": True}
+SEVEN = {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1}
+EQUAL = {"num_key_value_heads": 4}
+WIDE = {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 80}
+ODD = {"head_dim": 40}  # not hidden_size / num_attention_heads
+TIED = {"tie_word_embeddings": True}
+
+
+def rope(rope_type, theta=10_000.0, **parameters):
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **parameters}}
+
+
+LINEAR = rope("linear", factor=4.0)
+LLAMA3 = rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=48, theta=500.0
+)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=256)
+YARN_BETAS = rope(
+    "yarn", factor=8.0, original_max_position_embeddings=128, beta_fast=6.0, beta_slow=0.5, truncate=False,
+    attention_factor=1.3,
+)  # fmt: skip
+YARN_SCALES = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
+
+VARIANTS = [
+    *[("llama", kw) for kw in ({}, TIED, BIASES, SEVEN, EQUAL, WIDE, ODD, LINEAR, LLAMA3, YARN, YARN_SCALES)],
+    *[("qwen2", kw) for kw in ({}, TIED, SEVEN, EQUAL, WIDE, YARN)],
+    *[("qwen3", kw) for kw in ({}, TIED, {"attention_bias": True}, SEVEN, EQUAL, WIDE, ODD, YARN_BETAS)],
+    ("gpt2", {}),
+    ("gpt2", {"tie_word_embeddings": False}),
+    ("gpt2", {"n_embd": 160, "n_head": 2, "n_inner": 96, "activation_function": "gelu"}),
+]
+
+
+@torch.inference_mode()
+def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8):
+    """Logits at every position of one sequence, computed chunk by chunk: [sum(chunks), vocab_size]."""
+    config = model.config
+    num_blocks = -(-sum(chunks) // block_size)
+    shape = (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
+    storage = torch.full(shape, float("nan"), dtype=next(model.parameters()).dtype)
+    kv_cache = [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(config.num_layers)]
+    block_table = torch.arange(num_blocks, 0, -1)[None]
+    logits, end = [], 0
+    for num_tokens in chunks:
+        positions = torch.arange(end, end + num_tokens)
+        end += num_tokens
+        slots = block_table[0, positions // block_size] * block_size + positions % block_size
+        attend = create_backend("auto", CPU).prepare(
+            AttentionBatch([0, num_tokens], [end], block_table, slots), kv_cache
+        )
+        logits.append(model.compute_logits(model.forward(token_ids[positions], positions, attend)))
+    return torch.cat(logits)
+
+
+def random_tokens(seed=0):
+    return torch.randint(0, 151, (sum(CHUNKS),), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def transformers_logits(path, token_ids, dtype=torch.float32):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    return model(token_ids[None]).logits[0].float()
+
+
+def name_of(value):
+    return value if isinstance(value, str) else "-".join(f"{key}={x}" for key, x in value.items())[:60] or "plain"
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=name_of)
+def test_equals_transformers(tmp_path, family, overrides):
+    path = make_checkpoint(tmp_path, family, seed=11, **overrides)
+    token_ids = random_tokens()
+    actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids)
+    expected = transformers_logits(path, token_ids)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_within_its_rounding_of_transformers(tmp_path, family):
+    """Both round at every step; their distance must be that of two bfloat16 runs, not more."""
+    path = make_checkpoint(tmp_path, family, seed=12, dtype="bfloat16")
+    token_ids = random_tokens()
+    exact = transformers_logits(path, token_ids)
+    actual = compute_logits(load_model(path, dtype=torch.bfloat16, device=CPU), token_ids)
+    theirs = transformers_logits(path, token_ids, torch.bfloat16)
+    assert actual.dtype == torch.float32
+    assert (actual - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
+
+
+def test_rows_of_a_batch_do_not_touch_each_other(tmp_path):
+    """Logits of a sequence are those it has alone, whatever stands beside it in the flat batch."""
+    model = load_model(make_checkpoint(tmp_path, "qwen3", seed=13), dtype=torch.float32, device=CPU)
+    first, second = random_tokens(1)[:9], random_tokens(2)[:14]
+    storage = torch.full((5, 2, 2, 8, 2, 16), float("nan"))
+    kv_cache = [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(2)]
+    slots = torch.cat([torch.arange(8, 17), torch.arange(24, 38)])
+    batch = AttentionBatch([0, 9, 23], [9, 14], torch.tensor([[1, 2], [3, 4]]), slots)
+    with torch.inference_mode():
+        attend = create_backend("auto", CPU).prepare(batch, kv_cache)
+        positions = torch.cat([torch.arange(9), torch.arange(14)])
+        together = model.compute_logits(model.forward(torch.cat([first, second]), positions, attend))
+    torch.testing.assert_close(together[:9], compute_logits(model, first, (9,)), rtol=0, atol=5e-5)
+    torch.testing.assert_close(together[9:], compute_logits(model, second, (14,)), rtol=0, atol=5e-5)
+
+
+def test_old_gpt2_names(tmp_path):
+    """openai-community/gpt2 as published: no prefix, and each layer's causal mask among the tensors."""
+    path = make_checkpoint(tmp_path, "gpt2", seed=14)
+    expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+    save_file(tensors, path / "model.safetensors")
+    actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
+    assert torch.equal(actual, expected)
+
+
+def test_head_in_the_checkpoint_counts_even_if_config_ties_it(tmp_path):
+    path = make_checkpoint(tmp_path, "llama", seed=15)
+    expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
+    edit_config(path, tie_word_embeddings=True)
+    actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
+    assert torch.equal(actual, expected)
+    torch.testing.assert_close(actual, transformers_logits(path, random_tokens()), rtol=0, atol=1e-4)
+
+
+def test_weights_are_not_held_twice(tmp_path):
+    model = load_model(make_checkpoint(tmp_path, "llama", seed=16, **TIED), dtype=torch.float32, device=CPU)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    assert len(linears) == 9
+    assert all((linear.weight is None) == can_pack(torch.empty(1)) for linear in linears)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_rows", [0, 1, 17, 300])
+def test_linear_keeps_its_values_when_packed(num_rows, bias):
+    torch.manual_seed(0)
+    linear = Linear(24, [8, 3, 3], bias=bias)
+    weights = [torch.randn(size, 24) for size in linear.out_sizes]
+    for part, weight in enumerate(weights):
+        linear.weight.data[linear.rows(part)] = weight
+    if bias:
+        linear.bias.data.normal_()
+    x = torch.randn(num_rows, 24)
+    linear.finish_loading()
+    torch.testing.assert_close(linear(x), F.linear(x, torch.cat(weights), linear.bias), rtol=0, atol=1e-5)
+
+
+def edit_config(path, **fields):
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def read_config(path):
+    return json.loads((path / "config.json").read_text())
+
+
+@pytest.mark.parametrize("overrides", [{}, LINEAR, LLAMA3, YARN_BETAS, {"dtype": "bfloat16"}], ids=name_of)
+def test_both_spellings_of_config_mean_the_same(tmp_path, overrides):
+    config = read_config(make_checkpoint(tmp_path, "llama", seed=17, **overrides))
+    parameters = dict(config["rope_parameters"])
+    spelled_4 = {key: value for key, value in config.items() if key not in ("rope_parameters", "dtype")}
+    spelled_4["torch_dtype"] = config["dtype"]
+    spelled_4["rope_theta"] = parameters.pop("rope_theta")
+    for key in ("rope_type", "type"):  # "type" is older still
+        scaling = {key if name == "rope_type" else name: value for name, value in parameters.items()}
+        spelled_4["rope_scaling"] = None if scaling == {key: "default"} else scaling
+        assert parse_config(spelled_4) == ModelConfig.load(tmp_path)
+
+
+def test_positions_served(tmp_path):
+    """Linear and yarn scaling stretch the positions, llama3 was published with them stretched."""
+    config = read_config(make_checkpoint(tmp_path, "llama", seed=18))
+
+    def num_positions(rope_parameters):
+        return parse_config({**config, **rope_parameters}).max_position_embeddings
+
+    assert num_positions({}) == num_positions(LLAMA3) == 1024
+    assert num_positions(LINEAR) == 4096
+    assert num_positions(rope("yarn", factor=4.0)) == 4096
+    assert num_positions(YARN) == 1024
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("llama", {"architectures": ["MixtralForCausalLM"]}, r"architecture MixtralForCausalLM is not supported; .*Ll"),
+        ("llama", {"architectures": None}, r"architecture none \(model_type 'llama'\) is not supported"),
+        ("llama", {"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, r"own code \(auto_map\).*supported: GP"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is gptq, but must be unset"),
+        ("qwen2", {"use_sliding_window": True}, r"use_sliding_window is True, but must be false"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types is sliding_attention"),
+        ("llama", rope("longrope", factor=2.0), r"rope_type is longrope, but must be one of default, linear"),
+        ("llama", rope("linear"), r"factor is None, but must be a number above 0"),
+        ("llama", rope("default", partial_rotary_factor=0.5), r"partial_rotary_factor"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, r"one set per layer type"),
+        ("llama", {"hidden_size": None}, r"has no hidden_size"),
+        ("llama", {"num_hidden_layers": "2"}, r"num_hidden_layers is 2, but must be a whole number from 1"),
+        ("llama", {"num_key_value_heads": 3}, r"num_key_value_heads is 3, but must be a divisor of 4"),
+        ("llama", {"rms_norm_eps": "small"}, r"rms_norm_eps is small, but must be a number above 0"),
+        ("llama", rope("default", theta="big"), r"rope_theta is big, but must be a number above 0"),
+        ("llama", {"head_dim": 15}, r"head_dim is 15, but must be even"),
+        ("llama", {"hidden_act": "relu"}, r"hidden_act is relu, but must be one of silu"),
+        ("llama", {"dtype": "float8_e4m3fn"}, r"dtype is float8_e4m3fn"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is True, but must be"),
+        ("gpt2", {"activation_function": "relu"}, r"activation_function is relu, but must be one of gelu"),
+        ("gpt2", {"n_embd": 65}, r"hidden size is 65, but must be a multiple of 4"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(tmp_path, family, fields, message):
+    edit_config(make_checkpoint(tmp_path, family, seed=19), **fields)
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.load(tmp_path)
