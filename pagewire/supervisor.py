@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import random
 import signal
 import socket
@@ -141,6 +142,6 @@ def free_port(host: str) -> int:
 
 
 def child_environ(environ: Mapping[str, str], option_variables: Sequence[str]) -> dict[str, str]:
-    """The environment of the child: without the options of its parent, and bound to its parent's life."""
+    """The environment of the child: without its parent's options, and with the process that it must not outlive."""
     inherited = {name: value for name, value in environ.items() if name not in option_variables}
-    return inherited | {"PAGEWIRE_EXIT_WITH_PARENT": "1"}
+    return inherited | {"PAGEWIRE_EXIT_WITH_PARENT": str(os.getpid())}

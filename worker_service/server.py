@@ -43,8 +43,9 @@ _PR_SET_PDEATHSIG = 1
 
 def serve(config: WorkerConfig) -> int:
     """Serve until SIGTERM or SIGINT; a second one exits at once. Returns the process's exit status."""
-    if os.environ.get("PAGEWIRE_EXIT_WITH_PARENT") == "1":
-        _exit_with_parent()
+    parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
+    if parent:
+        _exit_with_parent(int(parent))
     try:
         config.validate()
         return asyncio.run(_Server(config).run())
@@ -207,13 +208,12 @@ def _progress_log() -> Callable[[int, int], None]:
     return report
 
 
-def _exit_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, however that ends. Linux only."""
+def _exit_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent, a process id, ends, however that ends. Linux only."""
     if sys.platform != "linux":
         logger.warning("PAGEWIRE_EXIT_WITH_PARENT works on Linux only: this process may outlive its parent")
         return
-    parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended in between
+    if os.getppid() != parent:  # it ended before
         os._exit(1)

@@ -1,0 +1,207 @@
+"""The supervisor with real child processes; a few lines of Python stand in for the worker."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from pagewire.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
+
+QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, stop_timeout_s=0.5)
+
+
+def test_the_delay_doubles_until_a_run_was_steady() -> None:
+    restarts = Restarts(RestartPolicy())
+    crash = Exit(-signal.SIGKILL, was_ready=True, ran_s=1.0)
+    delays = [restarts.delay_after(crash) for _ in range(8)]
+    assert delays == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+    assert restarts.delay_after(Exit(-signal.SIGKILL, was_ready=True, ran_s=30.0)) == 0.1
+    assert restarts.delay_after(crash) == 0.2
+
+
+def test_giving_up_takes_three_failed_starts_in_a_row() -> None:
+    failure = Exit(1, was_ready=False, ran_s=1.0)
+    killed = Exit(-signal.SIGKILL, was_ready=False, ran_s=1.0)
+    restarts = Restarts(RestartPolicy())
+    verdicts = [restarts.delay_after(ended) for ended in (failure, failure, killed, failure, failure, failure)]
+    assert [verdict is None for verdict in verdicts] == [False] * 5 + [True]
+
+
+def test_a_worker_that_was_once_ready_is_never_given_up() -> None:
+    restarts = Restarts(RestartPolicy())
+    restarts.delay_after(Exit(1, was_ready=True, ran_s=1.0))
+    failure = Exit(1, was_ready=False, ran_s=1.0)
+    assert None not in [restarts.delay_after(failure) for _ in range(10)]
+
+
+class Child:
+    """A program that writes its process id into a file of its own at each start, then runs a body."""
+
+    def __init__(self, directory: Path, body: str) -> None:
+        self.starts = directory / "starts"
+        self.starts.mkdir()
+        program = directory / "child.py"
+        head = f"""
+            import os, pathlib, signal, sys, time
+            starts = pathlib.Path({str(self.starts)!r})
+            (starts / str(os.getpid())).touch()
+        """
+        program.write_text(textwrap.dedent(head) + textwrap.dedent(body))
+        self.command = [sys.executable, "-S", str(program)]
+
+    def pids(self) -> list[int]:
+        files = sorted(self.starts.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        return [int(file.name) for file in files]
+
+
+READY_FOREVER = """
+    print("ready on grpc://127.0.0.1:1", flush=True)
+    signal.pause()
+"""
+
+
+@contextlib.asynccontextmanager
+async def supervised(child: Child, policy: RestartPolicy = QUICK) -> AsyncIterator["asyncio.Task[str]"]:
+    task = asyncio.create_task(Supervisor(child.command, child_environ(os.environ, []), policy).run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+class ReadyLines(logging.Handler):
+    """Tells of each ready line that the supervisor has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: asyncio.Queue[None] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "ready on" in record.getMessage():
+            self._seen.put_nowait(None)
+
+    async def next(self) -> None:
+        await asyncio.wait_for(self._seen.get(), 20)
+
+
+@pytest.fixture
+def ready(caplog: pytest.LogCaptureFixture) -> Iterator[ReadyLines]:
+    caplog.set_level(logging.INFO)
+    handler = ReadyLines()
+    logging.getLogger("pagewire.supervisor").addHandler(handler)
+    yield handler
+    logging.getLogger("pagewire.supervisor").removeHandler(handler)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_killed_child_is_started_again(
+    tmp_path: Path, ready: ReadyLines, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Child(tmp_path, READY_FOREVER)
+    async with supervised(child) as task:
+        for _ in range(4):
+            await ready.next()
+            os.kill(child.pids()[-1], signal.SIGKILL)
+        await ready.next()
+        assert not task.done()
+        assert sum(map(alive, child.pids())) == 1
+    assert not any(map(alive, child.pids()))
+    assert "signal SIGKILL" in caplog.text
+
+
+async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
+    child = Child(tmp_path, "sys.exit(1)")
+    async with supervised(child) as task:
+        reason = await asyncio.wait_for(task, 20)
+    assert reason == "the worker failed to start 3 times in a row (exit code 1)"
+    assert len(child.pids()) == 3
+
+
+async def test_stopping_ends_a_child_that_ignores_sigterm(
+    tmp_path: Path, ready: ReadyLines, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Child(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + textwrap.dedent(READY_FOREVER))
+    async with supervised(child):
+        await ready.next()
+    assert not any(map(alive, child.pids()))
+    assert "killing it" in caplog.text
+
+
+async def test_stopping_ends_a_stopped_child(
+    tmp_path: Path, ready: ReadyLines, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Child(tmp_path, READY_FOREVER)
+    async with supervised(child):
+        await ready.next()
+        os.kill(child.pids()[-1], signal.SIGSTOP)
+    assert not any(map(alive, child.pids()))
+
+
+async def test_stopping_while_the_child_starts(tmp_path: Path) -> None:
+    child = Child(tmp_path, READY_FOREVER)
+    for turns in range(6):
+        async with supervised(child):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+    assert not any(map(alive, child.pids()))
+
+
+async def test_the_childs_output_is_not_ours(
+    tmp_path: Path, ready: ReadyLines, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = 'print("loud", file=sys.stderr, flush=True); print("ready on grpc://x", flush=True); signal.pause()'
+    async with supervised(Child(tmp_path, body)):
+        await ready.next()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "loud" in err
+
+
+async def test_a_terminals_interrupt_does_not_reach_the_child(
+    tmp_path: Path, ready: ReadyLines, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = Child(tmp_path, READY_FOREVER)
+    async with supervised(child):
+        await ready.next()
+        assert os.getpgid(child.pids()[-1]) != os.getpgid(0)
+
+
+def test_the_childs_environment() -> None:
+    environ = {"PATH": "/bin", "PAGEWIRE_PORT": "1", "PAGEWIRE_OTHER": "2"}
+    assert child_environ(environ, ["PAGEWIRE_PORT"]) == {
+        "PATH": "/bin",
+        "PAGEWIRE_OTHER": "2",
+        "PAGEWIRE_EXIT_WITH_PARENT": str(os.getpid()),
+    }
+
+
+def test_a_free_port_is_free() -> None:
+    port = free_port("127.0.0.1")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port))
+
+
+def test_supervising_loads_no_torch() -> None:
+    program = (
+        "import sys, pagewire.services, scheduler_service.config, worker_service.config\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "[]"
