@@ -1,0 +1,338 @@
+"""The verbs of the command against a real server: what goes to standard output, what to standard error, exit codes."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pagewire.chat import Conversation
+from pagewire.command import VERBS, main
+from pagewire.errors import CommandError
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from tests.contract import scripted_scheduler
+from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
+
+STORY = "".join(scripted_scheduler.WORDS)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token }}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def scheduler() -> ScriptedScheduler:
+    return ScriptedScheduler()
+
+
+@pytest.fixture(autouse=True)
+def url(scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with serving(scheduler) as address:
+        monkeypatch.setenv("PAGEWIRE_URL", address)
+        yield address
+
+
+def start(*arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "pagewire", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_complete_streams_text_and_tells_statistics(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["complete", "Once"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == STORY + "\n"
+    for part in ("time to first token ", " tokens/s, ", "7 prompt tokens", "4 cached tokens", "5 completion tokens"):
+        assert part in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_text_is_written_as_it_comes(scheduler: ScriptedScheduler) -> None:
+    scheduler.script = scripted_scheduler.never_end
+    with start("complete", "Once") as process:
+        assert process.stdout is not None
+        assert process.stdout.read(30) == (" so" * 10)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert scheduler.ended.wait(5)
+
+
+def test_a_reader_that_goes_away(scheduler: ScriptedScheduler) -> None:
+    scheduler.script = scripted_scheduler.never_end
+    with start("complete", "Once") as process:
+        assert process.stdout is not None
+        process.stdout.read(3)
+        process.stdout.close()
+        assert process.wait(20) == 1
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert scheduler.ended.wait(5)
+
+
+def test_complete_json(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler) -> None:
+    assert main(["complete", "--json", "--prompt-token-ids", "1,2,3", "--n", "2"]) == 0
+    captured = capsys.readouterr()
+    printed = json.loads(captured.out)
+    assert captured.out.count("\n") == 1
+    assert captured.err == ""
+    assert list(printed) == ["prompt_tokens", "cached_tokens", "completion_tokens", "ttft_s", "total_s", "outputs"]
+    assert (printed["prompt_tokens"], printed["cached_tokens"], printed["completion_tokens"]) == (7, 4, 10)
+    tokens = [100, 101, 102, 103, 104]
+    assert printed["outputs"] == [
+        {"index": index, "token_ids": tokens, "text": STORY, "finish_reason": "length"} for index in range(2)
+    ]
+    assert list(scheduler.requests[0].token_ids.ids) == [1, 2, 3]
+
+
+def test_json_has_logprobs_where_asked_for(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler) -> None:
+    entry = pb.TokenLogprobs(token_id=5, logprob=-0.5, rank=1, top=[pb.TopLogprob(token_id=5, logprob=-0.5)])
+    last = delta(0, 0, [5], "x", last=True)
+    last.MergeFrom(pb.GenerateResponse(logprobs=[entry], cumulative_logprob=-0.5))
+    scheduler.script = lambda request, context: iter([pb.GenerateResponse(prompt_logprobs=[entry]), last])
+    assert main(["complete", "--json", "--logprobs", "1", "--prompt-logprobs", "1", "Once"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    expected = [{"token_id": 5, "logprob": -0.5, "rank": 1, "top": [[5, -0.5]]}]
+    assert printed["prompt_logprobs"] == expected
+    assert printed["outputs"][0]["logprobs"] == expected
+    assert printed["outputs"][0]["cumulative_logprob"] == -0.5
+
+
+def test_samples_are_labelled_and_not_mixed(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler) -> None:
+    deltas = [
+        delta(1, 0, [1], "b"),
+        delta(2, 0, [1], "c", last=True),
+        delta(0, 0, [1], "a"),
+        delta(1, 1, [2], "B", last=True),
+        delta(0, 1, [2], "A", last=True),
+    ]
+    scheduler.script = lambda request, context: iter(deltas)
+    assert main(["complete", "--n", "3", "Once"]) == 0
+    assert capsys.readouterr().out == "--- sample 0 ---\naA\n--- sample 1 ---\nbB\n--- sample 2 ---\nc\n"
+
+
+def test_flags_become_the_request(scheduler: ScriptedScheduler) -> None:
+    flags = (
+        "--max-tokens 9 --temperature 0.5 --n 2 --seed 3 --ignore-eos --stop END --stop --- --logprobs 2 --top-p 0.75 "
+        "--top-k 4 --min-p 0.25 --presence-penalty -1 --frequency-penalty 1 --repetition-penalty 1.5 --min-tokens 2 "
+        "--prompt-logprobs 0 --stop-token-ids 5,6 --logit-bias 7=-1.5 --logit-bias 8=2 --no-skip-special-tokens "
+        "--include-stop-str-in-output --request-id mine --priority -4 --tenant t --cache-salt s --timeout 30"
+    )
+    assert main(["complete", *flags.replace("--stop ---", "--stop=---").split(), "Once"]) == 0
+    [request] = scheduler.requests
+    assert request == pb.GenerateRequest(
+        text="Once", request_id="mine", priority=-4, tenant="t", cache_salt="s",
+        sampling=pb.SamplingParams(
+            max_tokens=9, temperature=0.5, n=2, seed=3, ignore_eos=True, stop=["END", "---"], logprobs=2, top_p=0.75,
+            top_k=4, min_p=0.25, presence_penalty=-1, frequency_penalty=1, repetition_penalty=1.5, min_tokens=2,
+            prompt_logprobs=0, stop_token_ids=[5, 6], logit_bias={7: -1.5, 8: 2.0}, skip_special_tokens=False,
+            include_stop_str_in_output=True,
+        ),
+    )  # fmt: skip
+    [remaining] = scheduler.time_remaining
+    assert remaining is not None
+    assert 0 < remaining <= 30
+
+
+def test_what_is_not_given_is_left_to_the_server(scheduler: ScriptedScheduler) -> None:
+    assert main(["complete", "Once"]) == 0
+    assert scheduler.requests == [pb.GenerateRequest(text="Once", sampling=pb.SamplingParams())]
+
+
+def test_text_from_standard_input(scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once\nmore"))
+    assert main(["complete", "-"]) == 0
+    assert scheduler.requests[0].text == "Once\nmore"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_an_error_is_one_line(
+    scheduler: ScriptedScheduler, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    def refuse(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        scripted_scheduler.abort(context, grpc.StatusCode.INVALID_ARGUMENT, "prompt has 9 tokens, the model allows 8")
+        yield from ()
+
+    scheduler.script = refuse
+    assert main(["complete", *flags, "Once"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "pagewire: error: INVALID_ARGUMENT: prompt has 9 tokens, the model allows 8\n"
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in (["complete", "Once"], ["status"], ["chat", "-q", "hello"]):
+        assert main([*verb, "--url", "127.0.0.1:1"]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("pagewire: error: UNAVAILABLE: no server answers at 127.0.0.1:1")
+        assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["complet"], "unknown verb 'complet'; did you mean complete?"),
+        (["complete"], "give either a text"),
+        (["complete", "a", "--prompt-token-ids", "1"], "give either a text"),
+        (["complete", "a", "--max-token", "1"], "unknown flag --max-token; did you mean --max-tokens?"),
+        (["complete", "--prompt-token-ids", "1,a"], "no list of token ids"),
+        (["complete", "a", "--logit-bias", "1"], "no bias such as"),
+        (["complete", "a", "--url", "nowhere"], "HOST:PORT"),
+        (["complete", "a", "--tls-ca", "/nowhere"], "/nowhere"),
+        (["complete", "a", "--tls-cert", "/nowhere"], "tls_key"),
+        (["status", "--whatch"], "did you mean --watch?"),
+        (["demo"], "MODEL"),
+        (["serve", "m", "--block-sise", "8"], "did you mean --block-size?"),
+        (["serve", "m", "--port", "high"], "--port: 'high' is not an integer"),
+        (["serve", "m", "--worker", "a:1"], "unknown flag --worker"),
+        (["serve", "m", "--device", "tpu"], "--device: 'tpu' is none of auto, cpu, cuda"),
+        (["serve", "m", "--num-host-blocks", "5"], "--num-host-blocks"),
+        (["serve"], "--model"),
+        (["worker", "--model", "m", "--max-num-seqs", "0"], "--max-num-seqs"),
+        (["worker"], "--model"),
+        (["scheduler", "--model", "m", "--worker", "nowhere"], "--worker"),
+    ],
+)
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_help_of_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    for verb in VERBS:
+        assert f"  {verb} " in overview
+        assert main([verb, "--help"]) == 0
+        assert f"usage: pagewire {verb} " in capsys.readouterr().out
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("verb", ["complete", "chat", "status", "serve", "worker", "scheduler", "demo"])
+def test_help_loads_nothing_heavy(verb: str) -> None:
+    heavy = ["torch", "numpy", "tokenizers", "transformers"]
+    if verb in ("complete", "chat", "status", "demo"):
+        heavy += ["scheduler_service", "worker_service"]
+    program = f"""
+import contextlib, io, sys
+from pagewire.command import main
+with contextlib.redirect_stdout(io.StringIO()):
+    main([{verb!r}, "--help"])
+print([name for name in {heavy} if name in sys.modules])
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "[]"
+
+
+def test_status(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler) -> None:
+    assert main(["status"]) == 0
+    captured = capsys.readouterr()
+    assert "storyteller, 512 positions" in captured.out
+    assert "none connected" in captured.out
+    assert "25.0 % held of 200 blocks" in captured.out
+    assert "\033" not in captured.out
+    scheduler.info.worker.MergeFrom(pb.WorkerInfo(device="cpu", dtype="float32", attention_backend="torch", epoch=9))
+    assert main(["status"]) == 0
+    assert "cpu float32, torch attention, epoch 9" in capsys.readouterr().out
+
+
+def test_status_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["info"]["max_model_len"] == 512
+    assert printed["info"]["worker"] is None
+    assert printed["loads"]["num_running"] == 3
+
+
+def test_status_watch_goes_on_until_interrupted() -> None:
+    with start("status", "--watch", "--json") as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert json.loads(process.stdout.readline())["loads"]["num_running"] == 3
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_chat_renders_the_template(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler) -> None:
+    scheduler.info.chat_template = CHAT_TEMPLATE
+    assert main(["chat", "-q", "hello", "--system", "be kind", "--max-tokens", "5", "--stats"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == STORY + "\n"
+    assert "5 completion tokens" in captured.err
+    [request] = scheduler.requests
+    assert request.text == "<system>be kind\n<user>hello\n<assistant>"
+    assert request.sampling == pb.SamplingParams(max_tokens=5)
+
+
+def test_chat_remembers_what_was_said(
+    capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.info.chat_template = CHAT_TEMPLATE
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nand then?\n"))
+    assert main(["chat"]) == 0
+    assert capsys.readouterr().out == f"{STORY}\n" * 2
+    assert scheduler.requests[1].text == f"<user>hello\n<assistant>{STORY}\n<user>and then?\n<assistant>"
+
+
+def test_chat_without_a_template_continues_the_text(
+    scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once\n And\n"))
+    assert main(["chat"]) == 0
+    assert [request.text for request in scheduler.requests] == ["Once", f"Once{STORY} And"]
+    assert "no chat template" in capsys.readouterr().err
+
+
+def test_chat_goes_on_after_a_failed_answer(
+    scheduler: ScriptedScheduler, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse_first(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if len(scheduler.requests) == 1:
+            scripted_scheduler.abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "4096 requests wait already")
+        yield from scripted_scheduler.tell_story(request, context)
+
+    scheduler.script = refuse_first
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert main(["chat"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == STORY + "\n"
+    assert "error: 4096 requests wait already" in captured.err
+    assert [request.text for request in scheduler.requests] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{% if %}",
+    ],
+)
+def test_templates_run_in_a_sandbox_and_fail_clearly(template: str) -> None:
+    with pytest.raises(CommandError, match="chat template fails"):
+        Conversation(template, None).ask("hello")
+
+
+def test_names_that_templates_rely_on() -> None:
+    template = "{% for m in messages %}{{ m | tojson }}{% break %}{% endfor %}{{ strftime_now('%Y') | length }}"
+    assert Conversation(template, None).ask("é") == '{"role": "user", "content": "é"}4'
+
+
+def test_the_package_runs_from_anywhere(tmp_path: Path) -> None:
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "pagewire", "complete", "--json", "Once"]
+    printed = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert json.loads(printed.stdout)["outputs"][0]["text"] == STORY
