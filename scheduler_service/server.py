@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from scheduler_service.activity import Activity
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.scheduler import Scheduler
@@ -120,7 +119,7 @@ class _Service:
         servicer = SchedulerServicer(
             self._step_loop, model, self._tokenizer, info, lambda: self._activity.generation_throughput
         )
-        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._server)
+        servicer.add_to(self._server)
         self._health = Health(self._server)
         self._url = f"grpc://{config.host}:{_bind(self._server, config)}"
         self._metrics_server = None

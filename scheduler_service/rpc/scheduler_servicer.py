@@ -109,6 +109,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._generation_throughput = generation_throughput
         self._num_pending = 0  # calls whose request is not in the scheduler yet
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
+
     async def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         try:
             await self._generate(request, context)

@@ -1,0 +1,137 @@
+"""A worker behind the real wire whose tokens are a hash of everything before them.
+
+The arithmetic is the simulated worker's of the core's tests; this file adds the session, and faults on demand.
+"""
+
+import asyncio
+from dataclasses import asdict, replace
+
+import grpc.aio
+
+from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_service.core.plan import Logprobs, StepResult
+from tests.core.simulated_worker import SimulatedWorker
+from worker_service.rpc import wire as worker_wire
+from worker_service.step import StepPlan
+
+HEARTBEAT_INTERVAL = 0.2
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """One port; it can be killed and started again on it."""
+
+    def __init__(self, model_digest: bytes, **capacity: object) -> None:
+        self.capacity = {
+            "worker_id": "fake",
+            "model_digest": model_digest,
+            "vocab_size": 300,
+            "max_model_len": 256,
+            "block_size": 4,
+            "num_device_blocks": 400,
+            "block_bytes": 1024,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 64,
+            "device": "cpu",
+            "dtype": "float32",
+            "attention_backend": "fake",
+        } | capacity
+        self.port = 0
+        self.step_seconds = 0.0
+        self.is_silent = False  # sends nothing any more, like a stopped process
+        self.epochs: list[int] = []  # that it accepted
+        self.holder = ""
+        self.last_epoch = 0
+        self.refused_epochs: list[int] = []
+        self.num_steps = 0
+        self.garbage = b""  # appended to the next result: a field that nobody knows
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """A new process knows nothing of the epochs of the one before."""
+        self.last_epoch, self.holder = 0, ""
+        await self._server.stop(0)
+
+    async def Execute(self, requests: object, context: grpc.aio.ServicerContext) -> None:
+        hello = (await context.read()).hello
+        if hello.epoch <= self.last_epoch:
+            self.refused_epochs.append(hello.epoch)
+            refusal = worker_pb2.Refusal(
+                reason=worker_pb2.Refusal.REASON_STALE_EPOCH,
+                epoch=self.last_epoch,
+                instance_id=self.holder,
+                message=f"epoch {hello.epoch} is not above {self.last_epoch}",
+            )
+            await context.write(worker_pb2.ExecuteResponse(refusal=refusal))
+            return
+        self.last_epoch, self.holder = hello.epoch, hello.instance_id
+        self.epochs.append(hello.epoch)
+        await context.write(worker_pb2.ExecuteResponse(ready=worker_pb2.Ready(**self.capacity)))
+        heartbeats = asyncio.create_task(self._beat(hello.epoch, context))
+        try:
+            await self._serve(hello.epoch, context)
+        finally:
+            heartbeats.cancel()
+
+    async def _serve(self, epoch: int, context: grpc.aio.ServicerContext) -> None:
+        worker = SimulatedWorker(
+            num_blocks=self.capacity["num_device_blocks"],
+            block_size=self.capacity["block_size"],
+            vocab_size=self.capacity["vocab_size"],
+            max_num_seqs=self.capacity["max_num_seqs"],
+            max_num_batched_tokens=self.capacity["max_num_batched_tokens"],
+            poisoned=frozenset({self.capacity["vocab_size"] - 1}),
+        )
+        while (request := await context.read()) is not grpc.aio.EOF:
+            plan = worker_wire.decode_request(request)
+            await asyncio.sleep(self.step_seconds)
+            if self.last_epoch != epoch:
+                await context.abort(grpc.StatusCode.ABORTED, "another scheduler took over")
+            result = execute(worker, plan)
+            self.num_steps += 1
+            if self.is_silent:
+                await asyncio.Event().wait()
+            await self._send(encode_result(result), context)
+
+    async def _send(self, response: worker_pb2.ExecuteResponse, context: grpc.aio.ServicerContext) -> None:
+        if self.garbage:
+            response = worker_pb2.ExecuteResponse.FromString(response.SerializeToString() + self.garbage)
+            self.garbage = b""
+        await context.write(response)
+
+    async def _beat(self, epoch: int, context: grpc.aio.ServicerContext) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+            if not self.is_silent:
+                await context.write(worker_pb2.ExecuteResponse(heartbeat=worker_pb2.Heartbeat(epoch=epoch)))
+
+
+def execute(worker: SimulatedWorker, plan: StepPlan) -> StepResult:
+    """The simulated step, with the most likely tokens that it leaves out."""
+    lengths = {slot: len(row.token_ids) for slot, row in worker.rows.items()}
+    lengths |= {opening.slot: len(opening.token_ids) for opening in plan.openings}
+    result = worker.execute(plan)  # the two services' plans have the same fields
+    sampled = [row for slot, row in sorted(worker.rows.items()) if len(row.token_ids) > lengths[slot]]
+    num_tops = [row.opening.sampling.num_logprobs for row in sampled if row.opening.sampling.num_logprobs is not None]
+    prompts = []
+    for chunk in result.prompt_logprobs:
+        num_top = worker.rows[chunk.slot].opening.sampling.num_prompt_logprobs
+        prompts.append(replace(chunk, logprobs=with_top(chunk.logprobs, [num_top] * len(chunk.logprobs.chosen))))
+    return replace(
+        result, logprobs=with_top(result.logprobs, num_tops), prompt_logprobs=tuple(prompts), duration_us=1000
+    )
+
+
+def with_top(logprobs: Logprobs, num_tops: list[int]) -> Logprobs:
+    top_token_ids = tuple(rank for num_top in num_tops for rank in range(num_top))
+    top_logprobs = tuple(-1.0 - rank for rank in top_token_ids)
+    return replace(logprobs, top_token_ids=top_token_ids, top_logprobs=top_logprobs)
+
+
+def encode_result(result: StepResult) -> worker_pb2.ExecuteResponse:
+    columns = asdict(result) | {"statuses": [status.value for status in result.statuses]}
+    return worker_pb2.ExecuteResponse(result=worker_pb2.StepResult(**columns))

@@ -1,0 +1,258 @@
+"""What a client gets from the public service when something is wrong with its request, or with the server."""
+
+import asyncio
+import math
+import random
+from pathlib import Path
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from tests.contract.scheduler_stack import VOCAB_SIZE, Stack, expected_tokens, request, serve
+
+PROMPT = [5, 6, 7, 8, 9]
+UINT32_MAX, UINT64_MAX, INT32_MAX = 2**32 - 1, 2**64 - 1, 2**31 - 1
+NAN, INF = math.nan, math.inf
+
+# Every field of SamplingParams: values that must be taken, and values that must be refused.
+BOUNDARIES: dict[str, tuple[list, list]] = {
+    "n": ([1, 16], [0, 17, UINT32_MAX]),
+    "temperature": ([0, 1e-30, 100], [NAN, INF, -INF, -1, -1e-30, 100.001]),
+    "top_p": ([1e-6, 1], [NAN, INF, -INF, -1, 0, 1.0001]),
+    "top_k": ([0, 1, VOCAB_SIZE, UINT32_MAX], []),
+    "min_p": ([0, 1], [NAN, INF, -INF, -1, 1.0001]),
+    "presence_penalty": ([-2, 0, 2], [NAN, INF, -INF, -2.001, 2.001]),
+    "frequency_penalty": ([-2, 0, 2], [NAN, INF, -INF, -2.001, 2.001]),
+    "repetition_penalty": ([1e-6, 1, 100], [NAN, INF, -INF, -1, 0, 100.001]),
+    "seed": ([0, 1, UINT64_MAX], []),
+    "stop": ([[], ["x"], ["x" * 256] * 16], [[""], ["x" * 257], ["x"] * 17]),
+    "stop_token_ids": ([[], [0], [VOCAB_SIZE - 1] * 64], [[VOCAB_SIZE], [UINT32_MAX], [0] * 65]),
+    "ignore_eos": ([False, True], []),
+    "max_tokens": ([1, 256 - len(PROMPT)], [0, 257 - len(PROMPT), UINT32_MAX]),
+    "min_tokens": ([0, 3], [4, UINT32_MAX]),
+    "logprobs": ([0, 20], [21, UINT32_MAX]),
+    "prompt_logprobs": ([0, 20], [21, UINT32_MAX]),
+    "logit_bias": (
+        [{}, {0: -100, VOCAB_SIZE - 1: 100}],
+        [{0: NAN}, {0: INF}, {0: -INF}, {0: 100.01}, {VOCAB_SIZE: 0}, dict.fromkeys(range(1025), 0)],
+    ),
+    "include_stop_str_in_output": ([False, True], []),
+    "skip_special_tokens": ([False, True], []),
+}
+
+
+async def status_of(stack: Stack, message: scheduler_pb2.GenerateRequest, **call: float) -> grpc.aio.AioRpcError | None:
+    try:
+        await stack.generate(message, **call)
+    except grpc.aio.AioRpcError as error:
+        return error
+    return None
+
+
+def details(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.BadRequest, error_details_pb2.RetryInfo]:
+    metadata = dict(error.trailing_metadata())
+    bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    status = rpc_status.status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+    assert status.message == error.details()
+    for detail in status.details:
+        detail.Unpack(bad_request) or detail.Unpack(retry_info)
+    return bad_request, retry_info
+
+
+def test_every_sampling_field_has_boundaries() -> None:
+    assert set(BOUNDARIES) == {field.name for field in scheduler_pb2.SamplingParams.DESCRIPTOR.fields}
+
+
+async def test_every_sampling_field_at_its_boundaries(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        for field, (good, bad) in BOUNDARIES.items():
+            for value in good:
+                error = await status_of(stack, request(PROMPT, **({"max_tokens": 3} | {field: value})))
+                assert error is None, f"{field}={value!r}: {error}"
+            for value in bad:
+                error = await status_of(stack, request(PROMPT, **({"max_tokens": 3} | {field: value})))
+                assert error is not None, f"{field}={value!r} was taken"
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"{field}={value!r}: {error}"
+                violation = details(error)[0].field_violations[0]
+                assert violation.field.startswith(f"sampling.{field}"), f"{field}={value!r}: {violation}"
+        assert stack.worker.epochs == stack.worker.epochs[:1]
+        await stack.until_idle()
+
+
+async def test_every_request_field_at_its_boundaries(checkpoint: Path) -> None:
+    def message(**fields: object) -> scheduler_pb2.GenerateRequest:
+        return scheduler_pb2.GenerateRequest(**({"token_ids": {"ids": PROMPT}, "sampling": {"max_tokens": 2}} | fields))
+
+    good = [
+        {"request_id": "x" * 128},
+        {"request_id": "é😀"},
+        {"priority": -(2**31)},
+        {"priority": INT32_MAX},
+        {"tenant": "t" * 1024, "cache_salt": "s" * 1024},
+        {"token_ids": {"ids": [0]}},
+        {"token_ids": {"ids": [VOCAB_SIZE - 2] * 254}},
+        {"sampling": None, "token_ids": {"ids": [1] * 250}},
+    ]
+    bad = [
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "x" * 129}, "request_id"),
+        ({"tenant": "t" * 1025}, "tenant"),
+        ({"cache_salt": "s" * 1025}, "cache_salt"),
+        ({"token_ids": None}, "prompt"),
+        ({"token_ids": {"ids": []}}, "token_ids.ids"),
+        ({"token_ids": {"ids": [VOCAB_SIZE]}}, "token_ids.ids[0]"),
+        ({"token_ids": {"ids": [0, UINT32_MAX]}}, "token_ids.ids[1]"),
+        ({"token_ids": {"ids": [0] * 256}}, "token_ids.ids"),
+        ({"token_ids": {"ids": [0] * 255}}, "sampling.max_tokens"),
+        ({"token_ids": None, "text": ""}, "text"),
+        ({"token_ids": None, "text": "a" * 3000}, "text"),
+    ]
+    async with serve(checkpoint) as stack:
+        for fields in good:
+            error = await status_of(stack, message(**fields))
+            assert error is None, f"{fields}: {error}"
+        for fields, field in bad:
+            error = await status_of(stack, message(**fields))
+            assert error is not None, f"{fields} was taken"
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"{fields}: {error}"
+            assert details(error)[0].field_violations[0].field == field, f"{fields}: {error}"
+        assert (
+            "has 256 tokens, this server allows 256"
+            in (await status_of(stack, message(token_ids={"ids": [0] * 256}))).details()
+        )
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_random_requests_are_served_or_refused_as_invalid(checkpoint: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    async with serve(checkpoint) as stack:
+        for _ in range(60):
+            sampling = {"max_tokens": 3}
+            for field in rng.sample(sorted(BOUNDARIES), rng.randrange(1, 8)):
+                good, bad = BOUNDARIES[field]
+                sampling[field] = rng.choice(bad if bad and rng.random() < 0.1 else good)
+            error = await status_of(stack, request(PROMPT, **sampling))
+            assert error is None or error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"{sampling}: {error}"
+        await stack.until_idle()
+
+
+async def test_abort(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.01
+        message = request(PROMPT, n=3)
+        message.request_id, message.tenant = "mine", "me"
+        running = asyncio.create_task(stack.generate(message))
+        await stack.until(lambda loads: loads.num_generation_tokens > 10)
+        for name in ({"request_id": "mine"}, {"request_id": "other", "tenant": "me"}, {}):
+            with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                await stack.stub.Abort(scheduler_pb2.AbortRequest(**name))
+            assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        await stack.stub.Abort(scheduler_pb2.AbortRequest(request_id="mine", tenant="me"))
+        result = await running
+        assert [last.finish_reason for last in result.last.values()] == [scheduler_pb2.FINISH_REASON_ABORT] * 3
+        for index, token_ids in result.token_ids.items():
+            assert token_ids == expected_tokens(PROMPT, len(token_ids), sample_index=index)
+        await stack.until_idle()
+
+
+async def test_duplicate_ids_are_refused_within_a_tenant(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        message = request(PROMPT, max_tokens=50)
+        message.request_id = "same"
+        errors = await asyncio.gather(*(status_of(stack, message) for _ in range(50)))
+        refused = [error for error in errors if error is not None]
+        assert len(refused) == 49
+        assert {error.code() for error in refused} == {grpc.StatusCode.ALREADY_EXISTS}
+        assert await status_of(stack, message) is None
+        others = [scheduler_pb2.GenerateRequest() for _ in range(5)]
+        for index, other in enumerate(others):
+            other.CopyFrom(message)
+            other.tenant = f"tenant {index}"
+        assert await asyncio.gather(*(status_of(stack, other) for other in others)) == [None] * 5
+
+
+async def test_a_full_queue_refuses_with_a_delay(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=3) as stack:
+        stack.worker.step_seconds = 0.005
+        errors = await asyncio.gather(*(status_of(stack, request(PROMPT, max_tokens=30)) for _ in range(20)))
+        refused = [error for error in errors if error is not None]
+        assert refused
+        assert len(refused) < 20
+        for error in refused:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert details(error)[1].retry_delay.seconds > 0
+        assert await status_of(stack, request(PROMPT, max_tokens=3)) is None
+
+
+async def test_cancels_at_random_moments_leave_no_block_held(checkpoint: Path) -> None:
+    seed = 7
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    async with serve(checkpoint, max_num_seqs=16) as stack:
+        stack.worker.step_seconds = 0.001
+
+        async def cancelled(delay: float) -> None:
+            call = stack.stub.Generate(request([rng.randrange(299) for _ in range(rng.randrange(1, 60))], n=2))
+            reading = asyncio.create_task(call.read())
+            await asyncio.sleep(delay)
+            reading.cancel()
+            call.cancel()
+
+        for _ in range(5):
+            await asyncio.gather(*(cancelled(rng.random() * 0.2) for _ in range(40)))
+        loads = await stack.until_idle()
+        assert loads.num_held_blocks == 0
+        assert await status_of(stack, request(PROMPT, max_tokens=3)) is None
+
+
+async def test_deadlines_hold_while_running_and_while_queued(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_num_seqs=1) as stack:
+        stack.worker.step_seconds = 0.02
+        errors = await asyncio.gather(*(status_of(stack, request(PROMPT), timeout=0.3) for _ in range(4)))
+        assert {error.code() for error in errors if error} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert None not in errors
+        await stack.until_idle()
+
+
+async def test_bad_logits_end_their_own_request_only(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.002
+        poison = request([1, 2, VOCAB_SIZE - 1, 4])
+        good = [request([index, *PROMPT], max_tokens=40) for index in range(5)]
+        error, *results = await asyncio.gather(status_of(stack, poison), *(stack.generate(each) for each in good))
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "not numbers" in error.details()
+        assert [result.token_ids[0] for result in results] == [
+            expected_tokens([index, *PROMPT], 40) for index in range(5)
+        ]
+
+
+async def test_drain_finishes_what_runs_and_refuses_the_rest(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        running = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=100)))
+        await stack.until(lambda loads: loads.num_generation_tokens > 5)
+        stack.stop.set()
+        await asyncio.sleep(0.05)
+        error = await status_of(stack, request(PROMPT, max_tokens=3))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert details(error)[1].retry_delay.seconds > 0
+        assert (await running).token_ids[0] == expected_tokens(PROMPT, 100)
+        assert await stack.running == 0
+
+
+async def test_drain_ends_the_rest_after_its_limit(checkpoint: Path) -> None:
+    async with serve(checkpoint, drain_timeout=0.2) as stack:
+        stack.worker.step_seconds = 0.05
+        running = asyncio.create_task(status_of(stack, request(PROMPT)))
+        await stack.until(lambda loads: loads.num_generation_tokens > 1)
+        stack.stop.set()
+        assert await stack.running == 0
+        error = await running
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "shut down" in error.details()

@@ -1,0 +1,152 @@
+"""What a client gets from Generate when all goes well."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+from tokenizers import Tokenizer
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from tests.contract.scheduler_stack import Result, expected_tokens, make_checkpoint, request, serve
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+async def test_tokens_text_and_usage(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    async with serve(checkpoint) as stack:
+        result = await stack.generate(request("once upon a time", max_tokens=40, seed=3))
+        prompt = tokenizer.encode("once upon a time").ids
+        tokens = expected_tokens(prompt, 40, seed=3)
+        assert result.token_ids[0] == tokens
+        assert result.texts[0] == tokenizer.decode(tokens)
+        last = result.last[0]
+        assert last.finish_reason == scheduler_pb2.FINISH_REASON_LENGTH
+        assert (last.usage.prompt_tokens, last.usage.cached_tokens) == (len(prompt), 0)
+        again = await stack.generate(request("once upon a time", max_tokens=40, seed=3))
+        assert again.token_ids[0] == tokens
+        assert again.last[0].usage.cached_tokens == (len(prompt) - 1) // 4 * 4
+
+
+async def test_many_streams_at_once(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        requests = [request([seed, *PROMPT], max_tokens=30 + seed, seed=seed, n=1 + seed % 3) for seed in range(40)]
+        results = await asyncio.gather(*(stack.generate(each) for each in requests))
+        for seed, result in enumerate(results):
+            for index in range(1 + seed % 3):
+                expected = expected_tokens([seed, *PROMPT], 30 + seed, seed=seed, sample_index=index)
+                assert result.token_ids[index] == expected
+        loads = await stack.until_idle()
+        assert loads.num_generation_tokens == sum((30 + seed) * (1 + seed % 3) for seed in range(40))
+
+
+async def test_unset_max_tokens_fills_what_fits(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        result = await stack.generate(request(PROMPT))
+        assert len(result.token_ids[0]) == 256 - len(PROMPT)
+
+
+async def test_stop_token_ends_the_output(checkpoint: Path) -> None:
+    tokens = expected_tokens(PROMPT, 60)
+    stop = next(token for i, token in enumerate(tokens) if i > 5 and token not in tokens[:i])
+    end = tokens.index(stop) + 1
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    async with serve(checkpoint) as stack:
+        result = await stack.generate(request(PROMPT, max_tokens=60, stop_token_ids=[stop]))
+        assert result.token_ids[0] == tokens[:end]
+        assert result.last[0].finish_reason == scheduler_pb2.FINISH_REASON_STOP
+        assert result.last[0].stop_token_id == stop
+        assert result.texts[0] == tokenizer.decode(tokens[: end - 1])
+
+
+async def test_stop_text_ends_the_output_and_is_cut_off(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokens = expected_tokens(PROMPT, 100)
+    text = tokenizer.decode(tokens)
+    position = next(
+        i for i in range(20, len(text)) if "\ufffd" not in text[i : i + 3] and text.find(text[i : i + 3]) == i
+    )
+    stop = text[position : position + 3]
+    async with serve(checkpoint) as stack:
+        result = await stack.generate(request(PROMPT, max_tokens=100, stop=["never seen", stop]))
+        kept = await stack.generate(request(PROMPT, max_tokens=100, stop=[stop], include_stop_str_in_output=True))
+        await stack.until_idle()
+    assert result.texts[0] == text[:position]
+    assert kept.texts[0] == text[: position + 3]
+    assert result.last[0].stop_text == stop
+    num_tokens = len(result.token_ids[0])
+    assert result.token_ids[0] == tokens[:num_tokens]
+    assert stop in tokenizer.decode(tokens[:num_tokens])
+    assert stop not in tokenizer.decode(tokens[: num_tokens - 1])
+
+
+async def test_stop_text_ends_a_sequence_that_nobody_reads(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    text = tokenizer.decode(expected_tokens(PROMPT, 100))
+    position = next(i for i in range(30, len(text)) if text[i] != "\ufffd" and text.find(text[i]) == i)
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        call = stack.stub.Generate(request(PROMPT, max_tokens=240, stop=[text[position]]))
+        await stack.until(lambda loads: loads.num_generation_tokens > 0)
+        loads = await stack.until_idle()
+        assert loads.num_generation_tokens < 240
+        result = Result()
+        async for response in call:
+            result.add(response)
+        assert result.texts[0] == text[:position]
+
+
+async def test_logprobs(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        result = await stack.generate(request(PROMPT, max_tokens=9, logprobs=3, prompt_logprobs=2, n=2))
+        for index in (0, 1):
+            entries = [entry for response in result.responses if response.index == index for entry in response.logprobs]
+            assert [entry.token_id for entry in entries] == result.token_ids[index]
+            assert all(len(entry.top) == 3 and entry.rank == 1 for entry in entries)
+            assert result.last[index].cumulative_logprob == sum(entry.logprob for entry in entries)
+        prompt_entries = [
+            (response.index, entry) for response in result.responses for entry in response.prompt_logprobs
+        ]
+        assert [entry.token_id for _, entry in prompt_entries] == PROMPT[1:]
+        assert all(index == 0 and len(entry.top) == 2 for index, entry in prompt_entries)
+        assert not any(response.token_ids for response in result.responses if response.prompt_logprobs)
+
+
+async def test_a_slow_reader_gets_longer_deltas(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        call = stack.stub.Generate(request(PROMPT, max_tokens=200, logprobs=20))
+        await stack.until(lambda loads: loads.num_generation_tokens == 200)
+        result = Result()
+        async for response in call:
+            result.add(response)
+        assert result.token_ids[0] == expected_tokens(PROMPT, 200)
+
+
+async def test_a_checkpoint_without_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    async with serve(make_checkpoint(tmp_path / "bare", with_tokenizer=False)) as stack:
+        result = await stack.generate(request(PROMPT, max_tokens=5))
+        assert result.token_ids[0] == expected_tokens(PROMPT, 5)
+        assert result.texts[0] == ""
+        for bad, field in ((request("text"), "text"), (request(PROMPT, stop=["x"]), "sampling.stop")):
+            try:
+                await stack.generate(bad)
+                raise AssertionError("was accepted")
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert field in str(error.trailing_metadata())
+
+
+async def test_generation_config_gives_end_tokens_and_defaults(tmp_path: Path) -> None:
+    tokens = expected_tokens(PROMPT, 30)
+    end = next(i for i in range(4, 30) if tokens[i] not in tokens[:i])
+    checkpoint = make_checkpoint(tmp_path / "ends", eos_token_id=[tokens[end], 1], temperature=0.5)
+    async with serve(checkpoint) as stack:
+        info = await stack.stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest())
+        assert list(info.eos_token_ids) == sorted([tokens[end], 1])
+        assert info.served_model_name == "ends"
+        assert info.worker.block_size == 4
+        result = await stack.generate(request(PROMPT, max_tokens=30))
+        assert result.token_ids[0] == tokens[: end + 1]
+        assert result.last[0].stop_token_id == tokens[end]
+        ignoring = await stack.generate(request(PROMPT, max_tokens=30, ignore_eos=True))
+        assert ignoring.token_ids[0] == tokens
