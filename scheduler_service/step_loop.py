@@ -170,7 +170,7 @@ class StepLoop:
         self._is_draining = True
         if self._link is not None:
             self._link.close(message)
-            self._end_epoch(message)
+            self._leave_epoch()
         self._fail_waiting(message)
 
     # What others may ask
@@ -265,14 +265,17 @@ class StepLoop:
 
     def _end_epoch(self, reason: str) -> None:
         logger.warning("lost the worker in epoch %d: %s", self.epoch, reason)
-        self._link = None
-        self._inbox.clear()
         self.num_worker_losses += 1
         if self._epoch_is_fruitless:
             self._num_fruitless_epochs += 1
             if self._num_fruitless_epochs == _MAX_FRUITLESS_EPOCHS:
                 logger.error("not serving: %d epochs without one token; %s", _MAX_FRUITLESS_EPOCHS, reason)
         self._observer.worker_changed(None, self.epoch)
+        self._leave_epoch()
+
+    def _leave_epoch(self) -> None:
+        self._link = None
+        self._inbox.clear()
         self._publish(self._scheduler.worker_lost(self._clock()))
         self._start_timer()
         self._on_availability_changed()

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import grpc
+import pytest
 from tokenizers import Tokenizer
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
@@ -128,12 +129,10 @@ async def test_a_checkpoint_without_tokenizer_serves_token_ids(tmp_path: Path) -
         assert result.token_ids[0] == expected_tokens(PROMPT, 5)
         assert result.texts[0] == ""
         for bad, field in ((request("text"), "text"), (request(PROMPT, stop=["x"]), "sampling.stop")):
-            try:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stack.generate(bad)
-                raise AssertionError("was accepted")
-            except grpc.aio.AioRpcError as error:
-                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-                assert field in str(error.trailing_metadata())
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert field in str(refused.value.trailing_metadata())
 
 
 async def test_generation_config_gives_end_tokens_and_defaults(tmp_path: Path) -> None:

@@ -1,0 +1,224 @@
+"""Losing the worker, finding it again, and telling a slow one from a dead one."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_service.model_info import read_model_info
+from scheduler_service.rpc.liveness import Liveness
+from tests.contract.fake_worker import FakeWorker
+from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
+
+PROMPT = [5, 6, 7, 8, 9]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health_of(stack: Stack, name: str = "pagewire.scheduler.v1.SchedulerService") -> int:
+    stub = health_pb2_grpc.HealthStub(stack.channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+
+async def test_streams_go_on_where_they_were_when_the_worker_dies(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.01
+        streams = [asyncio.create_task(stack.generate(request([i, *PROMPT], max_tokens=100))) for i in range(8)]
+        for num_tokens in (80, 300, 500):
+            await stack.until(lambda loads, num_tokens=num_tokens: loads.num_generation_tokens > num_tokens)
+            await stack.worker.kill()
+            loads = await stack.until(lambda loads: not loads.worker_connected)
+            assert loads.num_waiting == 8
+            assert await health_of(stack) == SERVING
+            await stack.worker.start()
+        for index, result in enumerate(await asyncio.gather(*streams)):
+            assert result.token_ids[0] == expected_tokens([index, *PROMPT], 100)
+        assert len(stack.worker.epochs) == 4
+        assert stack.worker.epochs == sorted(stack.worker.epochs)
+        assert (await stack.until_idle()).num_worker_losses == 3
+
+
+async def test_a_silent_worker_is_noticed_within_3_seconds(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.01
+        stream = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=100)))
+        await stack.until(lambda loads: loads.num_generation_tokens > 20)
+        stack.worker.is_silent = True
+        silent_at = time.monotonic()
+        await stack.until(lambda loads: not loads.worker_connected)
+        noticed_after = time.monotonic() - silent_at
+        stack.worker.is_silent = False
+        assert 2.0 < noticed_after < 3.0
+        assert (await stream).token_ids[0] == expected_tokens(PROMPT, 100)
+
+
+async def test_a_slow_step_is_not_taken_for_a_dead_worker(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 5.0
+        result = await stack.generate(request(PROMPT, max_tokens=1))
+        assert result.token_ids[0] == expected_tokens(PROMPT, 1)
+        assert len(stack.worker.epochs) == 1
+
+
+async def test_an_unknown_field_ends_the_session(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.garbage = b"\x98\x06\x01"
+        result = await stack.generate(request(PROMPT, max_tokens=20))
+        assert result.token_ids[0] == expected_tokens(PROMPT, 20)
+        assert len(stack.worker.epochs) == 2
+
+
+async def test_a_stale_epoch_is_overtaken_by_a_scheduler_that_never_held_the_worker(checkpoint: Path) -> None:
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    worker.last_epoch, worker.holder = 2**63, "somebody before"
+    await worker.start()
+    async with serve(checkpoint, worker=worker) as stack:
+        assert len(worker.refused_epochs) == 1
+        assert worker.epochs[0] > 2**63
+        assert (await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0] == expected_tokens(PROMPT, 3)
+
+
+async def test_a_fenced_scheduler_exits(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.01
+        stream = asyncio.create_task(stack.generate(request(PROMPT)))
+        await stack.until(lambda loads: loads.num_generation_tokens > 3)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.worker.port}") as channel:
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
+            hello = worker_pb2.Hello(protocol_version=1, instance_id="usurper", epoch=2**63, pipeline_depth=1)
+            await call.write(worker_pb2.ExecuteRequest(hello=hello))
+            assert (await call.read()).WhichOneof("body") == "ready"
+            assert await asyncio.wait_for(stack.running, 5) == 3
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await stream
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            call.cancel()
+
+
+async def test_a_worker_that_comes_back_with_another_model_is_refused(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        for name, value in (("model_digest", b"another"), ("vocab_size", 301), ("block_size", 8)):
+            good = stack.worker.capacity[name]
+            await stack.worker.kill()
+            await stack.until(lambda loads: not loads.worker_connected)
+            stack.worker.capacity[name] = value
+            num_epochs = len(stack.worker.epochs)
+            await stack.worker.start()
+            while len(stack.worker.epochs) < num_epochs + 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert not (await stack.loads()).worker_connected
+            stack.worker.capacity[name] = good
+            await stack.until(lambda loads: loads.worker_connected)
+
+
+async def test_a_worker_that_comes_back_smaller_ends_what_no_longer_fits(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.01
+        big = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=200)))
+        small = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=30)))
+        await stack.until(lambda loads: loads.num_generation_tokens > 10)
+        await stack.worker.kill()
+        stack.worker.capacity["num_device_blocks"] = 20
+        await stack.worker.start()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await big
+        assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await small).token_ids[0] == expected_tokens(PROMPT, 30)
+
+
+async def test_requests_wait_for_a_missing_worker_and_then_fail(checkpoint: Path) -> None:
+    async with serve(checkpoint, worker_timeout=1.0) as stack:
+        stack.worker.step_seconds = 0.01
+        running = asyncio.create_task(stack.generate(request(PROMPT)))
+        await stack.until(lambda loads: loads.num_generation_tokens > 3)
+        await stack.worker.kill()
+        await stack.until(lambda loads: not loads.worker_connected)
+        queued = asyncio.create_task(stack.generate(request(PROMPT)))
+        for stream in (running, queued):
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await stream
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await health_of(stack) == NOT_SERVING
+        assert await health_of(stack, "liveness") == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stack.generate(request(PROMPT))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await stack.worker.start()
+        await stack.until(lambda loads: loads.worker_connected)
+        assert await health_of(stack) == SERVING
+        assert (await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0] == expected_tokens(PROMPT, 3)
+
+
+async def test_server_info_knows_the_worker_only_while_it_is_there(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        info = await stack.stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest())
+        assert info.worker.epoch == stack.worker.epochs[0]
+        await stack.worker.kill()
+        await stack.until(lambda loads: not loads.worker_connected)
+        info = await stack.stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest())
+        assert not info.HasField("worker")
+
+
+# Liveness, on a clock of its own
+
+
+def judged(liveness: Liveness, start: float, end: float, *, heartbeats: bool = True) -> tuple[float, str]:
+    """Judge every 0.1 s until a verdict, with a heartbeat every second."""
+    now, heard_at = start, start
+    while now < end:
+        now += 0.1
+        if heartbeats and now - heard_at >= 1:
+            liveness.heard(now)
+            heard_at = now
+        verdict = liveness.judge(now)
+        if verdict:
+            return now, verdict
+    return end, ""
+
+
+def test_silence_is_the_limit() -> None:
+    at, verdict = judged(Liveness(0.0), 0, 10, heartbeats=False)
+    assert 2.5 < at < 3.0
+    assert "silent" in verdict
+
+
+def test_an_idle_worker_lives_forever() -> None:
+    assert judged(Liveness(0.0), 0, 500) == (500, "")
+
+
+def test_a_step_has_30_seconds_and_a_bigger_shape_more() -> None:
+    liveness = Liveness(0.0)
+    liveness.sent(1, 8, 0.0)
+    at, verdict = judged(liveness, 0, 500)
+    assert 119 < at < 122
+    assert "step 1" in verdict
+    liveness = Liveness(0.0)
+    liveness.sent(1, 8, 0.0)
+    liveness.finished(1, 0.5, 1.0)
+    liveness.sent(2, 7, 1.0)
+    at, verdict = judged(liveness, 1, 500)
+    assert 31 < at < 32
+
+
+def test_long_steps_raise_the_limit() -> None:
+    liveness = Liveness(0.0)
+    liveness.sent(1, 8, 0.0)
+    liveness.finished(1, 20.0, 20.0)
+    liveness.sent(2, 8, 20.0)
+    at, _ = judged(liveness, 20, 1000)
+    assert 219 < at < 222
+
+
+def test_a_gap_of_the_judge_restarts_the_timers() -> None:
+    liveness = Liveness(0.0)
+    liveness.sent(1, 8, 0.0)
+    assert liveness.judge(0.1) == ""
+    assert liveness.judge(300.0) == ""
+    assert liveness.judge(300.1) == ""
+    at, _ = judged(liveness, 300.1, 310, heartbeats=False)
+    assert 302.5 < at < 303
