@@ -1,0 +1,130 @@
+"""Text that comes out bit by bit is the text of the whole, and stop texts end it where they should."""
+
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import decoders, models
+
+from scheduler_service.tokenizer import IncrementalDecoder, TextDecoder, Tokenizer
+
+PIECES = ["once ", "upon", " a", " time", "é", "ü", "😀", "👨‍👩‍👧", "日本語", "\n", "  ", "\u200d", "a", "ﬁ", "\ufffd"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer(checkpoint / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def metaspace_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As Llama 2's: a space is part of a piece, and rare characters are bytes."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁once", "▁upon", "a", "b", "▁a", "."]
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    path = tmp_path_factory.mktemp("metaspace") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return Tokenizer(path)
+
+
+def pushed(decoder: IncrementalDecoder, token_ids: list[int], rng: random.Random) -> str:
+    text, start = "", 0
+    while start < len(token_ids):
+        end = start + rng.choice([1, 1, 1, 2, 5])
+        text += decoder.push(token_ids[start:end])
+        start = end
+    return text + decoder.flush()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_random_texts(tokenizer: Tokenizer, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(100):
+        text = "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 40)))
+        token_ids = await tokenizer.encode(text)
+        decoder = IncrementalDecoder(tokenizer, [], skip_special_tokens=True)
+        assert pushed(decoder, token_ids, rng) == text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_tokens_broken_characters_included(tokenizer: Tokenizer, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(100):
+        token_ids = [rng.randrange(300) for _ in range(rng.randrange(1, 200))]
+        decoder = IncrementalDecoder(tokenizer, [], skip_special_tokens=True)
+        assert pushed(decoder, token_ids, rng) == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+async def test_half_a_character_never_comes_out(tokenizer: Tokenizer) -> None:
+    token_ids = await tokenizer.encode("a😀b日")
+    decoder = IncrementalDecoder(tokenizer, [], skip_special_tokens=True)
+    parts = [decoder.push([token_id]) for token_id in token_ids]
+    assert [part for part in parts if part] == ["a", "😀", "b", "日"]
+
+
+def test_a_word_after_the_prompt_keeps_its_space(metaspace_tokenizer: Tokenizer) -> None:
+    once, upon, smile = 259, 260, [2 + byte for byte in "😀".encode()]
+    decoder = IncrementalDecoder(metaspace_tokenizer, [once], skip_special_tokens=True)
+    assert decoder.push([upon]) == " upon"
+    assert [decoder.push([byte]) for byte in smile] == ["", "", "", "😀"]
+    assert [decoder.push([byte]) for byte in smile] == ["", "", "", "😀"]
+    assert decoder.push([upon]) == " upon"
+    first = IncrementalDecoder(metaspace_tokenizer, [], skip_special_tokens=True)
+    assert first.push([once]) + first.push([upon]) == "once upon"
+
+
+def text_decoder(tokenizer: Tokenizer, stop: list[str], *, min_tokens: int = 0, include: bool = False) -> TextDecoder:
+    return tokenizer.text_decoder(
+        [], stop=stop, min_tokens=min_tokens, include_stop_text=include, skip_special_tokens=True
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", ["time", "e t", "a tim", "😀", "m😀e", "never", "o"])
+async def test_stop_texts_across_token_borders(tokenizer: Tokenizer, stop: str, include: bool, chunk: int) -> None:
+    text = "once upon a time m😀e there was a hat"
+    token_ids = await tokenizer.encode(text)
+    decoder = text_decoder(tokenizer, ["zzz", stop], include=include)
+    out, num_tokens, stop_text = "", 0, None
+    for start in range(0, len(token_ids), chunk):
+        decoded = decoder.push(token_ids[start : start + chunk])
+        out += decoded.text
+        num_tokens += decoded.num_tokens
+        if decoded.stop_text is not None:
+            stop_text = decoded.stop_text
+            break
+    else:
+        out += decoder.flush()
+    if stop == "never":
+        assert (out, stop_text) == (text, None)
+        return
+    assert stop_text == stop
+    assert out == text[: text.index(stop) + (len(stop) if include else 0)]
+    assert stop in tokenizer.decode(token_ids[:num_tokens], skip_special_tokens=True)
+    assert stop not in tokenizer.decode(token_ids[: num_tokens - 1], skip_special_tokens=True)
+
+
+async def test_text_that_may_become_a_stop_text_is_held_back_no_longer_than_needed(tokenizer: Tokenizer) -> None:
+    decoder = text_decoder(tokenizer, ["abcd"])
+    parts = [decoder.push(await tokenizer.encode(char)).text for char in "xababcxd"]
+    assert parts == ["x", "", "", "ab", "", "", "abcx", "d"]
+
+
+async def test_no_stop_text_ends_the_output_before_min_tokens(tokenizer: Tokenizer) -> None:
+    chars = [(await tokenizer.encode(char))[0] for char in "xyxyxyxy"]
+    decoder = text_decoder(tokenizer, ["xy"], min_tokens=5)
+    decoded = decoder.push(chars)
+    assert (decoded.text, decoded.stop_text, decoded.num_tokens) == ("xyxy", "xy", 6)
+
+
+def test_a_file_that_is_no_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        Tokenizer(tmp_path / "tokenizer.json")
