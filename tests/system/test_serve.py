@@ -1,0 +1,151 @@
+"""`pagewire serve` and `pagewire demo` as a user runs them: real processes, a small random checkpoint."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagewire import Client, SamplingParams
+from tests.worker.checkpoints import make_checkpoint
+
+READY = "ready on grpc://"
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", seed=20)
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str) -> Iterator["subprocess.Popen[str]"]:
+    """A `pagewire serve` on ports of its own. It is killed at the end if a test has left it."""
+    base = ("--port=0", "--metrics-port=0", "--num-device-blocks=512", "--num-threads=1")
+    command = [sys.executable, "-m", "pagewire", "serve", str(model), *base, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until_ready(process: "subprocess.Popen[str]") -> str:
+    """The server's url."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith(READY), line
+    return line.strip().removeprefix("ready on ")
+
+
+def worker_of(process: "subprocess.Popen[str]") -> int:
+    """The process id of the one worker; waits for one that is just being started."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if len(children) == 1 and "pagewire worker" in command_line(int(children[0])):
+            return int(children[0])
+        time.sleep(0.01)
+    raise AssertionError("no worker was started within 30 s")
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def wait_until_gone(pid: int) -> None:
+    """Returns when the process has ended; a zombie that waits for its reaper has."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_a_stream_outlives_its_worker_and_a_signal_ends_both(model: Path) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=300)
+    with serving(model) as process:
+        url = wait_until_ready(process)
+        with Client(url) as client:
+            undisturbed = client.complete(prompt_token_ids=PROMPT, sampling=sampling)
+            token_ids: list[int] = []
+            for output in client.stream(prompt_token_ids=PROMPT, sampling=sampling):
+                if len(token_ids) < 20 <= len(token_ids) + len(output.token_ids):
+                    killed = worker_of(process)
+                    os.kill(killed, signal.SIGKILL)
+                token_ids += output.token_ids
+        assert tuple(token_ids) == undisturbed.outputs[0].token_ids
+        worker = worker_of(process)
+        assert worker != killed
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert out == ""
+        assert "Traceback" not in err
+        assert "options from flags: " in err
+        wait_until_gone(worker)
+
+
+def test_a_killed_server_leaves_no_worker(model: Path) -> None:
+    with serving(model) as process:
+        worker = worker_of(process)
+        process.kill()
+        process.wait()
+        wait_until_gone(worker)
+
+
+def test_a_taken_port_is_a_clear_error(model: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with serving(model, f"--port={port}") as process:
+            out, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert out == ""
+    assert f"cannot bind 127.0.0.1:{port}" in err
+    assert "Traceback" not in err
+
+
+def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path, model: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with serving(tmp_path) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert out == ""
+    assert "model.safetensors" in err
+    assert "failed to start 3 times in a row (exit code 1)" in err
+    assert "Traceback" not in err
+
+
+def test_options_from_a_file_and_the_environment(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("block-size: 8\nmax_num_seqs: 4\nserved_model_name: file\n")
+    environ = os.environ | {"PAGEWIRE_SERVED_MODEL_NAME": "environment", "PAGEWIRE_MAX_NUM_SEQS": "3"}
+    flags = ["--config", str(file), "--max-num-seqs", "2", "--port=0", "--metrics-port=0", "--num-device-blocks=64"]
+    command = [sys.executable, "-m", "pagewire", "serve", str(model), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            url = wait_until_ready(process)
+            status = [sys.executable, "-m", "pagewire", "status", "--json", "--url", url]
+            printed = subprocess.run(status, capture_output=True, text=True, check=True)
+        finally:
+            process.terminate()
+        assert process.wait(30) == 0
+    info = json.loads(printed.stdout)["info"]
+    assert (info["served_model_name"], info["max_num_seqs"]) == ("environment", 2)
+    assert (info["worker"]["block_size"], info["worker"]["num_device_blocks"]) == (8, 64)
