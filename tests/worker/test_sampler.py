@@ -1,0 +1,213 @@
+"""The sampler against a plain reading of each parameter, one row at a time, in float64."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
+from worker_service.step import SamplingParams
+
+VOCAB_SIZE = 60
+
+
+def row(
+    index: int, sampling: SamplingParams, tokens: Sequence[int] = (1, 2), prompt: int = 1, seed: int = 0
+) -> SamplingRow:
+    return SamplingRow(index, sampling, np.array(tokens, np.int32), prompt, seed, 0)
+
+
+def random_logits(seed: int, num_rows: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    print("seed", seed)
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draw(logits: torch.Tensor, *rows: SamplingRow) -> Samples:
+    return sample(logits.clone(), rows)
+
+
+# Greedy
+
+
+def test_greedy_takes_the_highest_and_the_lowest_id_of_a_tie() -> None:
+    logits = torch.zeros(3, 9)
+    logits[0, 4] = logits[0, 7] = 1.0
+    logits[2, 8] = 0.5
+    assert draw(logits) == Samples([4, 0, 8], [False] * 3, draw(logits).logprobs)
+
+
+def test_nan_fails_its_row_only() -> None:
+    logits = random_logits(1, 4)
+    expected = draw(logits, row(2, SamplingParams(temperature=1.0, num_logprobs=1))).token_ids
+    broken = logits.clone()
+    broken[1, 17] = float("nan")
+    broken[3] = float("nan")
+    special = [row(i, SamplingParams(temperature=1.0, top_p=0.9, num_logprobs=1)) for i in (1, 3)]
+    samples = draw(broken, special[0], row(2, SamplingParams(temperature=1.0, num_logprobs=1)), special[1])
+    assert samples.is_nan == [False, True, False, True]
+    assert samples.token_ids == [expected[0], 0, expected[2], 0]
+    assert len(samples.logprobs.chosen) == 1
+
+
+def test_infinite_bias_is_not_nan() -> None:
+    logits = random_logits(2, 2)
+    forced = SamplingParams(
+        logit_bias_token_ids=(5, 6), logit_bias_values=(math.inf, -math.inf), num_logprobs=0, temperature=0.5
+    )
+    samples = draw(logits, row(0, forced), row(1, replace(forced, temperature=0.0)))
+    assert samples.token_ids == [5, 5]
+    assert samples.is_nan == [False, False]
+    assert samples.logprobs.chosen == (0.0, 0.0)
+
+
+# Adjustments
+
+
+def test_logit_bias_is_added() -> None:
+    logits = torch.zeros(1, 9)
+    biased = SamplingParams(logit_bias_token_ids=(3, 4), logit_bias_values=(1.0, 1.5))
+    assert draw(logits, row(0, biased)).token_ids == [4]
+
+
+def test_stop_tokens_cannot_be_chosen_before_min_tokens() -> None:
+    logits = torch.zeros(1, 9)
+    logits[0, 3], logits[0, 4] = 5.0, 4.0
+    sampling = SamplingParams(min_tokens=2, stop_token_ids=(3, 2**31))
+    assert draw(logits, row(0, sampling, tokens=(1, 7), prompt=1)).token_ids == [4]
+    assert draw(logits, row(0, sampling, tokens=(1, 7, 7), prompt=1)).token_ids == [3]
+
+
+def adjusted_by_hand(logits: torch.Tensor, special: SamplingRow) -> torch.Tensor:
+    values, sampling = logits.double().clone(), special.sampling
+    for token_id, bias in zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True):
+        values[token_id] += bias
+    if special.num_output_tokens < sampling.min_tokens:
+        values[list(sampling.stop_token_ids)] = -math.inf
+    output = special.output_token_ids.tolist()
+    for token_id in set(special.token_ids.tolist()):
+        penalty = sampling.repetition_penalty
+        values[token_id] = values[token_id] / penalty if values[token_id] > 0 else values[token_id] * penalty
+    for token_id in set(output):
+        values[token_id] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token_id)
+    return values
+
+
+def random_row(index: int, rng: random.Random) -> SamplingRow:
+    tokens = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 40))]
+    biased = tuple(rng.sample(range(VOCAB_SIZE), rng.randrange(4)))
+    sampling = SamplingParams(
+        temperature=rng.choice([0.0, 0.3, 1.0, 2.0]),
+        top_k=rng.choice([0, 1, 5, VOCAB_SIZE, 1000]),
+        top_p=rng.choice([1.0, 0.9, 0.3, 0.001]),
+        min_p=rng.choice([0.0, 0.05, 1.0]),
+        repetition_penalty=rng.choice([1.0, 1.5, 0.7]),
+        presence_penalty=rng.choice([0.0, 0.8, -0.5]),
+        frequency_penalty=rng.choice([0.0, 0.4, -0.2]),
+        logit_bias_token_ids=biased,
+        logit_bias_values=tuple(rng.uniform(-3, 3) for _ in biased),
+        min_tokens=rng.choice([0, 20]),
+        stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), 2)),
+        num_logprobs=rng.choice([None, 0, 3, 100]),
+    )
+    return SamplingRow(index, sampling, np.array(tokens, np.int32), rng.randrange(1, len(tokens) + 1), index, 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_logprobs_are_of_the_adjusted_logits(seed: int) -> None:
+    rng = random.Random(seed)
+    logits = random_logits(seed, 12)
+    rows = [random_row(index, rng) for index in range(12)]
+    samples = draw(logits, *rows)
+    position = top = 0
+    for special in rows:
+        num_logprobs = special.sampling.num_logprobs
+        if num_logprobs is None:
+            continue
+        expected = adjusted_by_hand(logits[special.index], special).log_softmax(0)
+        token_id = samples.token_ids[special.index]
+        assert samples.logprobs.chosen[position] == pytest.approx(expected[token_id].item(), abs=1e-4)
+        assert samples.logprobs.ranks[position] == int((expected > expected[token_id]).sum()) + 1
+        end = top + min(num_logprobs, VOCAB_SIZE)
+        values = expected.sort(descending=True).values[: end - top]
+        assert list(samples.logprobs.top_logprobs[top:end]) == pytest.approx(values.tolist(), abs=1e-4)
+        assert len(set(samples.logprobs.top_token_ids[top:end])) == end - top
+        position, top = position + 1, end
+    assert (position, position) == (len(samples.logprobs.chosen), len(samples.logprobs.ranks))
+    assert (top, top) == (len(samples.logprobs.top_token_ids), len(samples.logprobs.top_logprobs))
+
+
+def test_logprob_columns_count_ranks_from_one() -> None:
+    logprobs = torch.tensor([[0.1, 0.4, 0.4, 0.1]]).log()
+    columns = logprob_columns(logprobs.expand(3, 4), torch.tensor([1, 2, 3]), [0, 1, 2])
+    assert columns.ranks == (1, 1, 3)
+    assert len(columns.top_token_ids) == 3
+
+
+# Draws
+
+
+def kept_by_hand(values: torch.Tensor, sampling: SamplingParams) -> set[int]:
+    """Tokens that temperature, top-k, top-p and min-p leave. No ties in `values`."""
+    order = (values / sampling.temperature).sort(descending=True)
+    num_kept = min(sampling.top_k or len(values), len(values))
+    probabilities = order.values[:num_kept].softmax(0)
+    before = probabilities.cumsum(0) - probabilities
+    if sampling.top_p < 1.0:
+        num_kept = max(1, int((before < sampling.top_p).sum()))
+    ratio = (order.values[:num_kept] - order.values[0]).exp()
+    return {int(token) for token, part in zip(order.indices[:num_kept], ratio, strict=True) if part >= sampling.min_p}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_draws_are_of_what_the_filters_leave(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    logits = random_logits(seed, 1)
+    special = random_row(0, rng)
+    special = replace(special, sampling=replace(special.sampling, temperature=1.2))
+    kept = kept_by_hand(adjusted_by_hand(logits[0], special), special.sampling)
+    rows = [replace(special, index=i, seed=i) for i in range(600)]
+    drawn = set(draw(logits.expand(600, -1), *rows).token_ids)
+    assert drawn <= kept
+    assert len(drawn) >= min(len(kept), 5)
+
+
+def test_tokens_of_equal_logits_stay_together() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    rows = [row(i, SamplingParams(temperature=1.0, top_k=2), seed=i) for i in range(300)]
+    assert set(draw(logits.expand(300, -1), *rows).token_ids) == {0, 1, 2, 3}
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Chi-square of 20,000 draws over 20 tokens: 19 degrees of freedom, 43.8 is one in a thousand."""
+    logits = random_logits(3, 1, vocab_size=20) / 3
+    num_draws = 20_000
+    rows = [row(i, SamplingParams(temperature=0.8), tokens=(1,) * (1 + i % 7), seed=i // 7) for i in range(num_draws)]
+    counts = np.bincount(draw(logits.expand(num_draws, -1), *rows).token_ids, minlength=20)
+    expected = num_draws * (logits[0].double() / 0.8).softmax(0).numpy()
+    assert ((counts - expected) ** 2 / expected).sum() < 43.8
+
+
+def test_row_draws_the_same_alone_and_in_a_batch() -> None:
+    rng = random.Random(5)
+    logits = random_logits(5, 30)
+    rows = [random_row(index, rng) for index in range(30)]
+    together = draw(logits, *rows)
+    for special in rows:
+        alone = draw(logits[special.index : special.index + 1], replace(special, index=0))
+        assert alone.token_ids[0] == together.token_ids[special.index]
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    logits = random_logits(6, 1)
+    assert draw(logits, row(0, SamplingParams(temperature=1e-40))).token_ids == draw(logits).token_ids
+
+
+def test_special_rows_leave_the_others_alone() -> None:
+    logits = random_logits(7, 5)
+    plain = draw(logits).token_ids
+    mixed = draw(logits, row(2, SamplingParams(temperature=5.0, repetition_penalty=1.2), seed=3)).token_ids
+    assert mixed[:2] + mixed[3:] == plain[:2] + plain[3:]

@@ -1,0 +1,51 @@
+import pytest
+
+from worker_service.session import PROTOCOL_VERSION, ProtocolError, Session, SessionRegister
+from worker_service.step import Hello, Refusal, RefusalReason
+
+
+def hello(epoch: int, *, version: int = PROTOCOL_VERSION, instance_id: str = "a", pipeline_depth: int = 2) -> Hello:
+    return Hello(version, instance_id, epoch, pipeline_depth)
+
+
+def test_epochs_rise_strictly_and_a_refusal_names_the_holder() -> None:
+    register = SessionRegister()
+    session = register.hello(hello(5, instance_id="first"))
+    assert isinstance(session, Session)
+    assert (session.epoch, session.instance_id) == (5, "first")
+    for epoch in (0, 4, 5):
+        refusal = register.hello(hello(epoch, instance_id="second"))
+        assert isinstance(refusal, Refusal)
+        assert (refusal.reason, refusal.epoch, refusal.instance_id) == (RefusalReason.STALE_EPOCH, 5, "first")
+    assert isinstance(register.hello(hello(6, instance_id="second")), Session)
+    assert (register.last_epoch, register.instance_id) == (6, "second")
+
+
+def test_other_protocol_version_is_refused_and_takes_no_epoch() -> None:
+    register = SessionRegister()
+    refusal = register.hello(hello(5, version=PROTOCOL_VERSION + 1))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefusalReason.PROTOCOL_VERSION
+    assert isinstance(register.hello(hello(5)), Session)
+
+
+@pytest.mark.parametrize("bad", [hello(1, pipeline_depth=0), hello(1, instance_id="")])
+def test_hello_that_no_scheduler_sends(bad: Hello) -> None:
+    with pytest.raises(ProtocolError):
+        SessionRegister().hello(bad)
+
+
+def test_plans_come_in_order_and_no_deeper_than_the_pipeline() -> None:
+    session = Session(3, "a", pipeline_depth=2)
+    session.plan(3, 1)
+    session.plan(3, 2)
+    with pytest.raises(ProtocolError, match="2 plans are unfinished"):
+        session.plan(3, 3)
+    session.answer(1)
+    session.plan(3, 3)
+    session.answer(2)
+    session.answer(3)
+    for epoch, step, text in ((3, 3, "next step is 4"), (3, 5, "next step is 4"), (4, 4, "this session is epoch 3")):
+        with pytest.raises(ProtocolError, match=text):
+            session.plan(epoch, step)
+    session.plan(3, 4)

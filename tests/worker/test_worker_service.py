@@ -1,0 +1,472 @@
+"""The worker's service over real gRPC: sessions, pipelining, takeover, errors; then the whole process."""
+
+import asyncio
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+import transformers
+
+from protos.gen.pagewire.worker.v1 import worker_pb2 as pb
+from protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from tests.worker.checkpoints import make_checkpoint
+from tests.worker.plans import PlannedStep, Row, plan_steps
+from worker_service.config import WorkerConfig
+from worker_service.engine import Engine, LoadedWorker
+from worker_service.loader import load_worker
+from worker_service.rpc.servicer import WorkerServicer
+from worker_service.step import Ready, RowOpening, StepPlan, StepResult
+
+READY = Ready("w", b"d", 100, 64, 16, 8, 1024, 4, 32, "cpu", "float32", "torch")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", seed=7)
+
+
+def encode_plan(plan: StepPlan) -> pb.ExecuteRequest:
+    return pb.ExecuteRequest(
+        plan=pb.StepPlan(
+            epoch=plan.epoch,
+            step=plan.step,
+            released_slots=plan.released_slots,
+            openings=[encode_opening(opening) for opening in plan.openings],
+            append_slots=plan.append_slots,
+            append_block_ids=plan.append_block_ids,
+            work_slots=plan.work_slots,
+            work_num_tokens=plan.work_num_tokens,
+        )
+    )
+
+
+def encode_opening(opening: RowOpening) -> pb.RowOpening:
+    names = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "seed")
+    sampling = {name: getattr(opening.sampling, name) for name in opening.sampling.__slots__}
+    return pb.RowOpening(
+        **{name: getattr(opening, name) for name in names},
+        sample_index=opening.sample_index,
+        sampling=pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None}),
+    )
+
+
+def hello(epoch: int, *, version: int = 1, instance: str = "a", depth: int = 2) -> pb.ExecuteRequest:
+    return pb.ExecuteRequest(
+        hello=pb.Hello(protocol_version=version, instance_id=instance, epoch=epoch, pipeline_depth=depth)
+    )
+
+
+class FakeRunner:
+    """Counts tokens; steps named in `blocked` wait for `released`, those in `failing` raise."""
+
+    def __init__(self) -> None:
+        self.blocked: set[int] = set()
+        self.failing: set[int] = set()
+        self.started = threading.Event()
+        self.released = threading.Event()
+        self.log: list[str] = []
+
+    def reset(self) -> None:
+        self.log.append("reset")
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.log.append(f"{plan.epoch}:{plan.step}")
+        if plan.step in self.blocked:
+            self.started.set()
+            assert self.released.wait(20)
+        if plan.step in self.failing:
+            raise RuntimeError("boom")
+        return StepResult(plan.epoch, plan.step, token_ids=(plan.step,))
+
+    def is_fatal(self, error: Exception) -> bool:
+        return False
+
+
+class Stream:
+    """One Execute call, driven by hand."""
+
+    def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
+        self.call: Any = stub.Execute()
+
+    async def open(self, epoch: int, **fields: Any) -> pb.Ready:
+        await self.call.write(hello(epoch, **fields))
+        response = await self.read()
+        assert response.WhichOneof("body") == "ready"
+        return response.ready
+
+    async def send(self, plan: StepPlan) -> None:
+        await self.call.write(encode_plan(plan))
+
+    async def read(self) -> pb.ExecuteResponse:
+        response = await asyncio.wait_for(self.call.read(), 20)
+        assert response is not grpc.aio.EOF, await self.call.details()
+        return response
+
+    async def result(self) -> pb.StepResult:
+        while (response := await self.read()).WhichOneof("body") != "result":
+            pass
+        return response.result
+
+    async def heartbeat(self) -> pb.Heartbeat:
+        while (response := await self.read()).WhichOneof("body") != "heartbeat":
+            pass
+        return response.heartbeat
+
+    async def status(self) -> tuple[grpc.StatusCode, str]:
+        """What the call ends with; messages before are dropped."""
+        with suppress(grpc.aio.AioRpcError):
+            while await asyncio.wait_for(self.call.read(), 20) is not grpc.aio.EOF:
+                pass
+        return await self.call.code(), await self.call.details()
+
+
+@asynccontextmanager
+async def served(load: Callable[[], LoadedWorker], **options: Any) -> AsyncIterator[worker_pb2_grpc.WorkerServiceStub]:
+    loop = asyncio.get_running_loop()
+    engine = Engine(load)
+    servicer = WorkerServicer(engine, **options)
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    engine.start(lambda error: loop.call_soon_threadsafe(servicer.set_loaded))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield worker_pb2_grpc.WorkerServiceStub(channel)
+    servicer.close()
+    assert await loop.run_in_executor(None, engine.stop, 20)
+    await server.stop(0)
+
+
+async def test_pipelined_generation_equals_transformers(checkpoint: Path) -> None:
+    rng = random.Random(4)
+    prompts = [[rng.randrange(151) for _ in range(length)] for length in (1, 50, 23, 8)]
+    rows = [Row(prompt, 10) for prompt in prompts]
+    config = WorkerConfig(model=str(checkpoint), device="cpu", num_device_blocks=64, max_num_batched_tokens=20)
+    async with served(lambda: load_worker(config, "w")) as stub:
+        stream = Stream(stub)
+        ready = await stream.open(5)
+        assert (ready.vocab_size, ready.max_model_len, ready.num_device_blocks) == (151, 1024, 64)
+        steps = plan_steps(rows, block_size=16, max_num_batched_tokens=20, epoch=5)
+        outputs = await exchange(stream, steps)
+        await stream.call.done_writing()
+        assert await stream.status() == (grpc.StatusCode.OK, "")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=10, min_new_tokens=10)
+        assert output == expected[0, len(prompt) :].tolist()
+
+
+async def exchange(stream: Stream, steps: list[PlannedStep]) -> list[list[int]]:
+    """Keep two plans in flight; each slot's tokens."""
+    outputs: dict[int, list[int]] = {}
+    for planned in steps[:2]:
+        await stream.send(planned.plan)
+    for i, planned in enumerate(steps):
+        result = await stream.result()
+        assert (result.epoch, result.step) == (planned.plan.epoch, planned.plan.step)
+        for slot, token_id in zip(planned.sampling_slots, result.token_ids, strict=True):
+            outputs.setdefault(slot, []).append(token_id)
+        if i + 2 < len(steps):
+            await stream.send(steps[i + 2].plan)
+    return [outputs[slot] for slot in sorted(outputs)]
+
+
+async def test_refusals_end_the_stream_with_ok() -> None:
+    async with served(lambda: LoadedWorker(FakeRunner(), READY)) as stub:
+        holder = Stream(stub)
+        await holder.open(7, instance="holder")
+        for epoch in (6, 7):
+            late = Stream(stub)
+            await late.call.write(hello(epoch))
+            refusal = (await late.read()).refusal
+            assert refusal.reason == pb.Refusal.REASON_STALE_EPOCH
+            assert (refusal.epoch, refusal.instance_id) == (7, "holder")
+            assert await late.status() == (grpc.StatusCode.OK, "")
+        foreign = Stream(stub)
+        await foreign.call.write(hello(8, version=2))
+        assert (await foreign.read()).refusal.reason == pb.Refusal.REASON_PROTOCOL_VERSION
+        await holder.send(StepPlan(7, 1))
+        assert (await holder.result()).step == 1
+
+
+async def test_higher_epoch_takes_over_after_the_running_step() -> None:
+    runner = FakeRunner()
+    runner.blocked = {1}
+    async with served(lambda: LoadedWorker(runner, READY)) as stub:
+        old, new = Stream(stub), Stream(stub)
+        await old.open(1)
+        await old.send(StepPlan(1, 1))
+        await old.send(StepPlan(1, 2))
+        await asyncio.to_thread(runner.started.wait, 20)
+        await new.call.write(hello(2, instance="b"))
+        code, details = await old.status()
+        assert code is grpc.StatusCode.ABORTED
+        assert "instance b took over" in details
+        assert runner.log == ["reset", "1:1"]
+        runner.released.set()
+        assert (await new.read()).WhichOneof("body") == "ready"
+        runner.blocked = set()
+        await new.send(StepPlan(2, 1))
+        result = await new.result()
+        assert (result.epoch, result.step) == (2, 1)
+        assert runner.log == ["reset", "1:1", "reset", "2:1"]
+
+
+async def test_step_that_never_ends_ends_the_process() -> None:
+    runner = FakeRunner()
+    runner.blocked = {1}
+    reasons: asyncio.Queue[str] = asyncio.Queue()
+
+    def on_stuck(reason: str) -> NoReturn:
+        reasons.put_nowait(reason)
+        raise RuntimeError(reason)
+
+    async with served(lambda: LoadedWorker(runner, READY), begin_timeout_s=0.1, on_stuck=on_stuck) as stub:
+        old, new = Stream(stub), Stream(stub)
+        await old.open(1)
+        await old.send(StepPlan(1, 1))
+        await asyncio.to_thread(runner.started.wait, 20)
+        await new.call.write(hello(2))
+        assert "has not finished" in await asyncio.wait_for(reasons.get(), 20)
+        runner.released.set()
+
+
+async def test_heartbeats_while_a_step_runs() -> None:
+    runner = FakeRunner()
+    runner.blocked = {2}
+    async with served(lambda: LoadedWorker(runner, READY), heartbeat_interval_s=0.02) as stub:
+        stream = Stream(stub)
+        await stream.open(3)
+        await stream.send(StepPlan(3, 1))
+        assert (await stream.result()).step == 1
+        await stream.send(StepPlan(3, 2))
+        await asyncio.to_thread(runner.started.wait, 20)
+        while (beat := await stream.heartbeat()).last_started_step < 2:
+            pass
+        assert (beat.epoch, beat.last_started_step, beat.last_finished_step) == (3, 2, 1)
+        runner.released.set()
+        assert (await stream.result()).step == 2
+
+
+async def test_hello_waits_for_the_model() -> None:
+    may_load = threading.Event()
+
+    def load() -> LoadedWorker:
+        assert may_load.wait(20)
+        return LoadedWorker(FakeRunner(), READY)
+
+    async with served(load) as stub:
+        stream = Stream(stub)
+        await stream.call.write(hello(1))
+        answer = asyncio.ensure_future(stream.read())
+        may_load.set()
+        assert (await answer).ready.worker_id == "w"
+
+
+async def test_failed_step_ends_its_session_only(caplog: pytest.LogCaptureFixture) -> None:
+    runner = FakeRunner()
+    runner.failing = {2}
+    async with served(lambda: LoadedWorker(runner, READY)) as stub:
+        stream = Stream(stub)
+        await stream.open(1)
+        await stream.send(StepPlan(1, 1))
+        await stream.send(StepPlan(1, 2))
+        assert await stream.status() == (grpc.StatusCode.INTERNAL, "a step failed: boom")
+        assert "step 2 of epoch 1 failed" in caplog.text
+        again = Stream(stub)
+        await again.open(2)
+        await again.send(StepPlan(2, 1))
+        assert (await again.result()).step == 1
+
+
+def unknown_field(message: pb.ExecuteRequest) -> pb.ExecuteRequest:
+    """The plan of `message` with a field 99 on top."""
+    return pb.ExecuteRequest.FromString(pb.ExecuteRequest(plan=pb.StepPlan.FromString(
+        message.plan.SerializeToString() + b"\x98\x06\x01"
+    )).SerializeToString())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("requests", "text"),
+    [
+        ([encode_plan(StepPlan(1, 1))], "the first message is a plan"),
+        ([hello(1, depth=0)], "pipeline_depth is 0"),
+        ([hello(1), hello(2)], "hello came twice"),
+        ([hello(1), pb.ExecuteRequest()], "no body"),
+        ([hello(1), encode_plan(StepPlan(2, 1))], "is of epoch 2, this session is epoch 1"),
+        ([hello(1), encode_plan(StepPlan(1, 2))], "the next step is 1"),
+        ([hello(1), unknown_field(encode_plan(StepPlan(1, 1)))], "does not know"),
+        ([hello(1, depth=1), *(encode_plan(StepPlan(1, step)) for step in (1, 2))], "the pipeline depth is 1"),
+    ],
+)
+async def test_protocol_errors(requests: list[pb.ExecuteRequest], text: str) -> None:
+    runner = FakeRunner()
+    runner.blocked = {1}
+    async with served(lambda: LoadedWorker(runner, READY)) as stub:
+        stream = Stream(stub)
+        for request in requests:
+            await stream.call.write(request)
+        code, details = await stream.status()
+        runner.released.set()
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert text in details
+
+
+async def test_bad_plan_ends_the_session_and_the_next_one_works(checkpoint: Path) -> None:
+    config = WorkerConfig(model=str(checkpoint), device="cpu", num_device_blocks=4)
+    async with served(lambda: load_worker(config, "w")) as stub:
+        stream = Stream(stub)
+        await stream.open(1)
+        await stream.send(StepPlan(1, 1, work_slots=(0,), work_num_tokens=(1,)))
+        assert await stream.status() == (grpc.StatusCode.FAILED_PRECONDITION, "slot 0 is vacant")
+        again = Stream(stub)
+        await again.open(2)
+        await again.send(plan_steps([Row([1, 2, 3], 1)], block_size=16, max_num_batched_tokens=9, epoch=2)[0].plan)
+        assert len((await again.result()).token_ids) == 1
+
+
+async def test_client_that_goes_away_frees_the_worker() -> None:
+    runner = FakeRunner()
+    async with served(lambda: LoadedWorker(runner, READY)) as stub:
+        gone = Stream(stub)
+        await gone.open(1)
+        gone.call.cancel()
+        stream = Stream(stub)
+        await stream.open(2)
+        await stream.send(StepPlan(2, 1))
+        assert (await stream.result()).step == 1
+
+
+# The process
+
+
+class Process:
+    def __init__(self, **options: Any) -> None:
+        code = (
+            "import logging, sys; logging.basicConfig(level='INFO')\n"
+            "from worker_service.config import WorkerConfig; from worker_service.server import serve\n"
+            f"sys.exit(serve(WorkerConfig(**{options!r})))"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ready_url(self) -> str:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line.startswith("ready on grpc://"), line + self.finish()[2]
+        return line.removeprefix("ready on grpc://").strip()
+
+    def finish(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=60)
+        return self.process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    processes: list[Process] = []
+
+    def start(**options: Any) -> Process:
+        processes.append(Process(**options))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.process.kill()
+        process.process.wait()
+
+
+def test_process_serves_and_stops(checkpoint: Path, start: Callable[..., Process]) -> None:
+    worker = start(model=str(checkpoint), port=0, device="cpu", num_device_blocks=20)
+    with grpc.insecure_channel(worker.ready_url()) as channel:
+        health = channel.unary_unary("/grpc.health.v1.Health/Check")
+        for name in ("", "liveness", "pagewire.worker.v1.WorkerService"):
+            assert health(bytes([10, len(name)]) + name.encode()) == b"\x08\x01"  # SERVING
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(iter([hello(1)]))
+        ready = next(call).ready
+        assert (ready.num_device_blocks, ready.device, ready.dtype) == (20, "cpu", "float32")
+    worker.process.send_signal(signal.SIGTERM)
+    status, stdout, stderr = worker.finish()
+    assert (status, stdout) == (0, "")
+    assert "KV cache: 20 blocks, 320 tokens, 0.31 x max_model_len" in stderr
+
+
+def test_process_ends_its_session_at_sigterm(checkpoint: Path, start: Callable[..., Process]) -> None:
+    worker = start(model=str(checkpoint), port=0, device="cpu", num_device_blocks=20)
+    with grpc.insecure_channel(worker.ready_url()) as channel:
+        stop = threading.Event()
+
+        def requests() -> Iterator[pb.ExecuteRequest]:
+            yield hello(1)
+            stop.wait(30)
+
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(requests())
+        next(call)
+        worker.process.send_signal(signal.SIGTERM)
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+        stop.set()
+    assert worker.finish()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"model": "/nowhere"}, "config.json"),
+        ({"max_model_len": 100_000}, "--max-model-len is 100000; the checkpoint has 1024 positions"),
+        ({"num_host_blocks": 4}, "--num-host-blocks is 4"),
+        ({"kv_cache_memory": "1KiB"}, "raise --kv-cache-memory"),
+    ],
+)
+def test_bad_start_is_one_clear_line(
+    checkpoint: Path, start: Callable[..., Process], options: dict[str, Any], text: str
+) -> None:
+    worker = start(**{"model": str(checkpoint), "port": 0, "device": "cpu", **options})
+    status, stdout, stderr = worker.finish()
+    assert (status, stdout) == (1, "")
+    errors = [line for line in stderr.splitlines() if line.startswith("ERROR")]
+    assert len(errors) == 1
+    assert text in errors[0]
+    assert "Traceback" not in stderr
+
+
+def test_taken_port_is_one_clear_line(checkpoint: Path, start: Callable[..., Process]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, stdout, stderr = start(model=str(checkpoint), port=port, device="cpu").finish()
+    assert (status, stdout) == (1, "")
+    assert f"cannot listen on 127.0.0.1:{port}" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_process_dies_with_its_parent(checkpoint: Path) -> None:
+    options = {"model": str(checkpoint), "port": 0, "device": "cpu", "num_device_blocks": 4}
+    child = (
+        "from worker_service.config import WorkerConfig; from worker_service.server import serve\n"
+        f"serve(WorkerConfig(**{options!r}))"
+    )
+    parent = (
+        "import os, subprocess, sys\n"
+        "os.environ['PAGEWIRE_EXIT_WITH_PARENT'] = str(os.getpid())\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE)
+    assert process.stdout
+    assert process.stdout.readline().startswith(b"ready on")
+    process.kill()
+    # The pipe closes when the last process that holds it, the worker, has ended.
+    assert process.stdout.read() == b""
+    process.wait()
