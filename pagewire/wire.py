@@ -161,6 +161,8 @@ def decode_error(error: Any, url: str) -> PagewireError:
     message = error.details() or code.name
     if code is grpc.StatusCode.UNAVAILABLE and message.startswith("failed to connect"):
         message = f"no server answers at {url} ({message})"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and "Deadline Exceeded" in message:
+        message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
     field_violations, retry_delay = _decode_details(error.trailing_metadata() or ())
     error_type = ERRORS.get(code, PagewireError)
     return error_type(message, code=code, field_violations=field_violations, retry_delay=retry_delay)

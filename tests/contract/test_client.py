@@ -252,7 +252,7 @@ def test_closing_the_synchronous_stream_cancels_the_call(scheduler: ScriptedSche
 
 async def test_timeout_is_the_deadline_of_the_call(scheduler: ScriptedScheduler, url: str) -> None:
     scheduler.script = scripted_scheduler.never_end
-    with pytest.raises(pagewire.DeadlineExceeded):
+    with pytest.raises(pagewire.DeadlineExceeded, match="the timeout passed"):
         await collect(url, "Once", timeout=0.3)
     [remaining] = scheduler.time_remaining
     assert remaining is not None
