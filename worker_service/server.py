@@ -19,14 +19,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
-from worker_service.rpc.servicer import WorkerServicer
+from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
 
 logger = logging.getLogger(__name__)
 
-SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _LIVENESS_NAME = "liveness"
 _MAX_MESSAGE_BYTES = 64 << 20
 _SERVER_OPTIONS = (
@@ -65,7 +63,7 @@ class _Server:
         self._install_signal_handlers()
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         servicer = WorkerServicer(self._engine)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+        servicer.add_to(server)
         health = _Health(server)
         _enable_reflection(server)
         port = _bind(server, self._config)

@@ -17,6 +17,7 @@ from worker_service.step import Heartbeat, Hello, Refusal, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 # A hello that arrives while the model loads is answered as soon as that is done, or told to come back.
 _LOAD_PATIENCE_S = 30.0
 
@@ -47,6 +48,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._register = SessionRegister()
         self._loaded = asyncio.Event()
         self._holder: _Stream | None = None
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
 
     def set_loaded(self) -> None:
         """The engine has loaded: sessions may begin."""
