@@ -28,6 +28,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     # Despite its name, the time that one attempt to connect may take.
     ("grpc.min_reconnect_backoff_ms", 1000),
+    # A worker that was replaced comes back at another address of the same name.
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
     # Only to replace a connection that died without a word: whether the worker lives is judged by heartbeats.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
