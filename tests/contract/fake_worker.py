@@ -45,10 +45,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.num_steps = 0
         self.garbage = b""  # appended to the next result: a field that nobody knows
 
-    async def start(self) -> None:
+    async def start(self, credentials: grpc.ServerCredentials | None = None) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, credentials)
         await self._server.start()
 
     async def kill(self) -> None:

@@ -1,0 +1,268 @@
+"""Configuration, ports, certificates, health, metrics: what surrounds the service."""
+
+import asyncio
+import json
+import logging
+import shutil
+import socket
+import subprocess
+import urllib.request
+from dataclasses import fields
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from prometheus_client.parser import text_string_to_metric_families
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_service import server
+from scheduler_service.config import SchedulerConfig
+from scheduler_service.metrics import Histogram
+from scheduler_service.model_info import read_model_info
+from tests.contract.fake_worker import FakeWorker
+from tests.contract.scheduler_stack import expected_tokens, make_checkpoint, request, serve
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def run_and_fail(caplog: pytest.LogCaptureFixture, **options: object) -> str:
+    """The one line that a server which cannot start logs."""
+    config = SchedulerConfig(**({"port": 0, "metrics_port": 0} | options))
+    with caplog.at_level(logging.ERROR):
+        assert await asyncio.wait_for(server.run(config, stop=asyncio.Event(), ready=print), 10) == 1
+    (record,) = [record for record in caplog.records if record.name.startswith("scheduler_service")]
+    assert "\n" not in record.getMessage()
+    return record.getMessage()
+
+
+def test_every_option_has_a_help_text() -> None:
+    assert all(field.metadata["help"] for field in fields(SchedulerConfig))
+
+
+@pytest.mark.parametrize(
+    ("option", "flag"),
+    [
+        ({"model": ""}, "--model"),
+        ({"port": 65536}, "--port"),
+        ({"metrics_port": -1}, "--metrics-port"),
+        ({"worker": "nowhere"}, "--worker"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
+        ({"pipeline_depth": 0}, "--pipeline-depth"),
+        ({"worker_timeout": float("nan")}, "--worker-timeout"),
+        ({"max_model_len": 1}, "--max-model-len"),
+        ({"tls_cert": "x"}, "--tls-key"),
+        ({"tls_client_ca": "x"}, "--tls-cert"),
+        ({"worker_tls_cert": "x", "worker_tls_key": "x"}, "--worker-tls-ca"),
+    ],
+)
+def test_bad_options_are_named(option: dict[str, object], flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        SchedulerConfig(**({"model": "somewhere"} | option)).validate()
+    SchedulerConfig(model="somewhere").validate()
+
+
+def test_model_info(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "story", top_k=20, temperature=0.6, eos_token_id=[7, 3])
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    info = read_model_info(str(path))
+    assert (info.name, info.vocab_size, info.max_model_len, info.eos_token_ids) == ("story", 300, 256, (3, 7))
+    assert (info.sampling_defaults.top_k, info.sampling_defaults.temperature) == (20, 0.6)
+    assert info.chat_template == "{{ messages }}"
+    (path / "chat_template.jinja").write_text("other")
+    assert read_model_info(str(path)).chat_template == "other"
+    (path / "tokenizer.json").unlink()
+    without = read_model_info(str(path))
+    assert not without.has_tokenizer
+    assert without.digest != info.digest
+
+
+def test_model_info_length_of_gpt2(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "n_positions": 12, "eos_token_id": 4}))
+    info = read_model_info(str(tmp_path))
+    assert (info.max_model_len, info.eos_token_ids) == (12, (4,))
+
+
+@pytest.mark.parametrize("generation_config", [{"top_p": 0}, {"temperature": "hot"}, {"eos_token_id": "end"}])
+async def test_a_bad_checkpoint_is_one_clear_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, generation_config: dict[str, object]
+) -> None:
+    path = make_checkpoint(tmp_path / "bad", **generation_config)
+    assert next(iter(generation_config)) in await run_and_fail(caplog, model=str(path))
+
+
+async def test_a_missing_checkpoint_is_one_clear_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert "--model" in await run_and_fail(caplog, model=str(tmp_path / "nowhere"))
+
+
+async def test_a_taken_port_is_one_clear_line(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serve(checkpoint) as stack:
+        port = int(stack.url.rpartition(":")[2])
+        assert "--port" in await run_and_fail(caplog, model=str(checkpoint), port=port)
+
+
+async def test_a_taken_metrics_port_is_one_clear_line(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert "--metrics-port" in await run_and_fail(caplog, model=str(checkpoint), metrics_port=port)
+
+
+async def test_health_and_reflection(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stub = health_pb2_grpc.HealthStub(stack.channel)
+        for name in ("", "pagewire.scheduler.v1.SchedulerService", "liveness"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        services = await asyncio.to_thread(_reflected_services, stack.url.removeprefix("grpc://"))
+        assert "pagewire.scheduler.v1.SchedulerService" in services
+
+
+def _reflected_services(target: str) -> list[str]:
+    with grpc.insecure_channel(target) as channel:
+        return list(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+
+async def test_metrics(checkpoint: Path) -> None:
+    port = free_port()
+    async with serve(checkpoint, metrics_port=port, served_model_name="story") as stack:
+        await stack.generate(request(PROMPT, max_tokens=20, n=2))
+        await stack.generate(request(PROMPT, max_tokens=7))
+        text = await asyncio.to_thread(_scrape, f"http://127.0.0.1:{port}/metrics")
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {sample.labels["model_name"] for sample in samples} == {"story"}
+    assert {sample.labels["engine"] for sample in samples} == {"0"}
+
+    def value(name: str, **labels: str) -> float:
+        (found,) = [sample for sample in samples if sample.name == name and labels.items() <= sample.labels.items()]
+        return found.value
+
+    assert value("vllm:generation_tokens_total") == 47
+    assert value("vllm:prompt_tokens_total") == 15
+    assert value("vllm:prefix_cache_hits_total") >= 4
+    assert value("vllm:num_requests_running") == 0
+    assert value("vllm:kv_cache_usage_perc") == 0
+    assert value("vllm:request_success_total", finished_reason="length") == 3
+    assert value("vllm:time_to_first_token_seconds_count") == 3
+    assert value("vllm:inter_token_latency_seconds_count") == 44
+    assert value("vllm:e2e_request_latency_seconds_count") == 3
+    assert value("vllm:request_generation_tokens_sum") == 47
+    assert value("vllm:iteration_tokens_total_sum") >= 47
+    assert value("pagewire:epochs_total") == 1
+    assert value("pagewire:plan_bytes_count") > 0
+    assert value("vllm:cache_config_info", block_size="4", num_gpu_blocks="400") == 1
+
+
+def _scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return response.read().decode()
+
+
+def test_a_histogram_takes_many_equal_observations_at_once() -> None:
+    histogram = Histogram((1, 2, 5))
+    histogram.observe(1, 3)
+    histogram.observe(1.5)
+    histogram.observe(9, 2)
+    assert histogram.buckets() == [("1.0", 3), ("2.0", 4), ("5.0", 4), ("+Inf", 6)]
+    assert histogram.sum == 3 + 1.5 + 18
+
+
+async def test_a_prompt_beyond_the_message_limit_is_refused(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stack.generate(request("x" * (4 * 1024 * 1024)))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await stack.generate(request(PROMPT, max_tokens=2))
+
+
+async def test_loads_and_info_need_no_worker(checkpoint: Path) -> None:
+    config = SchedulerConfig(model=str(checkpoint), worker="127.0.0.1:1", port=free_port(), metrics_port=0)
+    stop = asyncio.Event()
+    running = asyncio.create_task(server.run(config, stop=stop, ready=lambda url: pytest.fail("was ready")))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{config.port}") as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        info = await stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest(), wait_for_ready=True)
+        assert (info.vocab_size, info.max_model_len, info.has_tokenizer) == (300, 256, True)
+        assert not info.HasField("worker")
+        loads = await stub.GetLoads(scheduler_pb2.GetLoadsRequest())
+        assert not loads.worker_connected
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        early = stub.Generate(request(PROMPT))
+        reading = asyncio.create_task(early.read())
+        await asyncio.sleep(0.1)
+        assert not reading.done()
+        stop.set()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await reading
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert await running == 0
+
+
+# Certificates
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, a certificate of it for localhost, and a stranger's certificate."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificates with openssl, which is not here")
+    path = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=path, check=True, capture_output=True)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for name in ("ca", "stranger"):
+        openssl("req", "-x509", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.crt", "-subj", f"/CN={name}")
+    openssl("req", *new_key, "-keyout", "here.key", "-out", "here.csr", "-subj", "/CN=localhost")
+    (path / "names").write_text("subjectAltName=DNS:localhost")
+    signer = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
+    openssl("x509", "-req", "-in", "here.csr", *signer, "-out", "here.crt")
+    return path
+
+
+async def test_mutual_tls_on_the_public_port(checkpoint: Path, certificates: Path) -> None:
+    def read(name: str) -> bytes:
+        return (certificates / name).read_bytes()
+
+    def client(name: str | None) -> grpc.ChannelCredentials:
+        own = (read(f"{name}.key"), read(f"{name}.crt")) if name else (None, None)
+        return grpc.ssl_channel_credentials(read("ca.crt"), *own)
+
+    files = {"tls_cert": "here.crt", "tls_key": "here.key", "tls_client_ca": "ca.crt"}
+    options = {option: str(certificates / name) for option, name in files.items()}
+    async with serve(checkpoint, **options) as stack:
+        target = "localhost:" + stack.url.rpartition(":")[2]
+        for credentials, is_welcome in ((client("here"), True), (client(None), False), (client("stranger"), False)):
+            async with grpc.aio.secure_channel(target, credentials) as channel:
+                stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+                call = stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest(), timeout=5)
+                if is_welcome:
+                    assert (await call).vocab_size == 300
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await call
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stack.loads()  # in plain text
+
+
+async def test_mutual_tls_to_the_worker(checkpoint: Path, certificates: Path) -> None:
+    def read(name: str) -> bytes:
+        return (certificates / name).read_bytes()
+
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    own = [(read("here.key"), read("here.crt"))]
+    await worker.start(grpc.ssl_server_credentials(own, read("ca.crt"), require_client_auth=True))
+    files = {"worker_tls_ca": "ca.crt", "worker_tls_cert": "here.crt", "worker_tls_key": "here.key"}
+    options = {option: str(certificates / name) for option, name in files.items()}
+    async with serve(checkpoint, worker=worker, worker_tls_name="localhost", **options) as stack:
+        assert (await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0] == expected_tokens(PROMPT, 3)

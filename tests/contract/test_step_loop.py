@@ -1,0 +1,241 @@
+"""The step loop without any gRPC: a link in this process, streams that are plain lists."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, WorkerCapacity
+from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.metrics import Metrics
+from scheduler_service.rpc.call import Call
+from scheduler_service.rpc.sample import Sample
+from scheduler_service.step_loop import StepLoop, UnavailableError
+from scheduler_service.stream import Delta, FanOut, TokenStream
+from scheduler_service.tokenizer import DecodedText
+from tests.core.simulated_worker import SimulatedWorker, reference
+
+VOCAB_SIZE = 100
+CAPACITY = WorkerCapacity(
+    worker_id="here",
+    model_digest=b"",
+    vocab_size=VOCAB_SIZE,
+    max_model_len=200,
+    block_size=4,
+    num_device_blocks=100,
+    block_bytes=1,
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    device="cpu",
+    dtype="float32",
+    attention_backend="simulated",
+)
+
+
+class LocalLink:
+    """Carries a plan out one turn of the event loop later. At most two plans may wait."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self._loop = loop
+        self._worker = SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32)
+        self.num_waiting = 0
+        self.max_waiting = 0
+        self.closed = ""
+
+    def send(self, plan: StepPlan) -> None:
+        self.num_waiting += 1
+        self.max_waiting = max(self.max_waiting, self.num_waiting)
+        asyncio.get_running_loop().call_soon(self._execute, plan)
+
+    def close(self, reason: str) -> None:
+        self.closed = reason
+
+    def _execute(self, plan: StepPlan) -> None:
+        self.num_waiting -= 1
+        if not self.closed:
+            self._loop.result(self._worker.execute(plan))
+
+
+@asynccontextmanager
+async def running_loop(**options: float) -> AsyncIterator[StepLoop]:
+    scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200)
+    loop = StepLoop(scheduler, Metrics(), **({"worker_timeout": 60.0} | options))
+    task = asyncio.create_task(loop.run())
+    yield loop
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.end: SequenceEnd | None = None
+        self.ended = asyncio.Event()
+
+    def deliver(self, delta: Delta) -> None:
+        assert self.end is None
+        assert delta.first_token == len(self.token_ids)
+        self.token_ids.extend(delta.token_ids)
+        if delta.end is not None:
+            self.end = delta.end
+            self.ended.set()
+
+
+def make_request(name: int, num_tokens: int = 20) -> Request:
+    return Request(str(name), "", (name, 1, 2, 3, 4), SamplingParams(), num_tokens)
+
+
+async def test_plans_flow_two_at_a_time_and_tokens_come_out() -> None:
+    async with running_loop() as loop:
+        link = LocalLink(loop)
+        loop.worker_ready(CAPACITY, 1, link)
+        readers = [Reader() for _ in range(20)]
+        for name, reader in enumerate(readers):
+            loop.submit(make_request(name), reader.deliver)
+        for name, reader in enumerate(readers):
+            await asyncio.wait_for(reader.ended.wait(), 5)
+            prompt = make_request(name).prompt_token_ids
+            assert reader.token_ids == reference(prompt, 20, seed=0, sample_index=0, vocab_size=VOCAB_SIZE)
+        assert link.max_waiting == 2
+        assert loop.stats().num_held_blocks == 0
+
+
+async def test_a_result_that_does_not_fit_ends_the_epoch() -> None:
+    async with running_loop() as loop:
+        link = LocalLink(loop)
+        loop.worker_ready(CAPACITY, 1, link)
+        reader = Reader()
+        loop.submit(make_request(1), reader.deliver)
+        await asyncio.sleep(0)
+        loop.result(replace(SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32).execute(_one_step()), epoch=1, step=77))
+        while not link.closed:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert "77" in link.closed
+        assert not loop.is_connected
+        loop.worker_ready(CAPACITY, 2, LocalLink(loop))
+        await asyncio.wait_for(reader.ended.wait(), 5)
+        assert loop.num_worker_losses == 1
+
+
+def _one_step() -> StepPlan:
+    opening = RowOpening(0, 0, (1,), 1, 0, (1,), SamplingParams(), 0, 0)
+    return StepPlan(1, 1, openings=(opening,), work_slots=(0,), work_num_tokens=(1,))
+
+
+async def test_no_worker_for_too_long() -> None:
+    async with running_loop(worker_timeout=0.05) as loop:
+        reader = Reader()
+        loop.submit(make_request(1), reader.deliver)
+        assert not loop.is_serving
+        await asyncio.wait_for(reader.ended.wait(), 5)
+        assert reader.end is not None
+        assert reader.end.reason is EndReason.NO_WORKER
+        with pytest.raises(UnavailableError, match="no worker"):
+            loop.submit(make_request(2), Reader().deliver)
+        loop.worker_ready(CAPACITY, 1, LocalLink(loop))
+        assert loop.is_serving
+        loop.submit(make_request(2), Reader().deliver)
+
+
+async def test_ten_epochs_without_a_token() -> None:
+    async with running_loop() as loop:
+        for epoch in range(1, 11):
+            loop.submit(make_request(epoch), Reader().deliver)
+            assert epoch == 1 or loop.is_serving
+            link = LocalLink(loop)
+            link.closed = "swallows plans"
+            loop.worker_ready(CAPACITY, epoch, link)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            loop.worker_lost("test")
+        assert not loop.is_serving
+        loop.worker_ready(CAPACITY, 11, LocalLink(loop))
+        reader = Reader()
+        loop.submit(make_request(99), reader.deliver)
+        await asyncio.wait_for(reader.ended.wait(), 5)
+        assert loop.is_serving
+
+
+async def test_fan_out_serves_a_few_per_turn_and_in_order() -> None:
+    fan_out, order = FanOut(batch_size=3), []
+    streams = [TokenStream(make_request(i), i, lambda delta: order.append(delta.index), 0.0) for i in range(10)]
+    for stream in streams:
+        stream.publish(1, 0.0)
+        fan_out.enqueue(stream)
+    for num_served in (3, 6, 9, 10):
+        assert len(order) < num_served
+        await asyncio.sleep(0)
+        streams[0].publish(2, 0.0)
+        assert len(order) == num_served
+    assert order == list(range(10))
+    delta = streams[0].take()
+    assert (delta.first_token, delta.token_ids) == (1, [2, 2, 2, 2])
+
+
+def end_of(num_output_tokens: int, reason: EndReason = EndReason.STOP) -> SequenceEnd:
+    return SequenceEnd(0, reason, 5, 0, num_output_tokens, None, "", 0.0, None, None)
+
+
+def test_a_stream_ends_once_and_never_short_of_its_tokens() -> None:
+    stream = TokenStream(make_request(0), 0, lambda delta: None, 0.0)
+    for token_id in range(5):
+        stream.publish(token_id, 0.0)
+    with pytest.raises(RuntimeError, match="5 were published"):
+        stream.finish(end_of(6))
+    stream.finish(end_of(3))
+    assert stream.take().token_ids == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="twice"):
+        stream.finish(end_of(3))
+    with pytest.raises(RuntimeError, match="after its end"):
+        stream.publish(1, 0.0)
+
+
+class LetterDecoder:
+    """Token i is the letter i of the alphabet; `d` is a stop text."""
+
+    def push(self, token_ids: list[int]) -> DecodedText:
+        text = "".join(chr(ord("a") + token_id) for token_id in token_ids)
+        if "d" in text:
+            return DecodedText(text[: text.index("d")], "d", text.index("d") + 1)
+        return DecodedText(text, None, len(token_ids))
+
+    def flush(self) -> str:
+        return ""
+
+
+async def test_a_stop_text_ends_the_sequence_while_nobody_reads() -> None:
+    stops: list[tuple[int, int]] = []
+
+    class Stopper:
+        def stop(self, sequence_id: int, num_output_tokens: int) -> None:
+            stops.append((sequence_id, num_output_tokens))
+
+    sample = Sample("id", 0, LetterDecoder(), with_logprobs=False, keep_stop_token_text=False)
+    call = Call([sample], Stopper())
+    call.sequence_ids = [42]
+    call.deliver(Delta(0, 0, [0, 1], [], [], None))
+    call.deliver(Delta(0, 2, [2, 3, 4, 5], [], [], None))
+    assert stops == [(42, 4)]
+    call.deliver(Delta(0, 6, [], [], [], end_of(4)))
+    (response,) = [response async for response in call.responses()]
+    assert list(response.token_ids) == [0, 1, 2, 3]
+    assert (response.text, response.stop_text) == ("abc", "d")
+    assert response.usage.completion_tokens == 4
+
+
+async def test_long_outputs_leave_in_several_responses() -> None:
+    sample = Sample("id", 0, LetterDecoder(), with_logprobs=True, keep_stop_token_text=False)
+    logprobs = [TokenLogprobs(0, -1.0, 1) for _ in range(5000)]
+    sample.add(0, [0] * 5000, logprobs, logprobs, end_of(5000, EndReason.LENGTH))
+    responses = list(sample.take())
+    assert [len(response.prompt_logprobs) for response in responses] == [2048, 2048, 904, 0, 0, 0]
+    assert [response.first_token for response in responses] == [0, 0, 0, 0, 2048, 4096]
+    assert [len(response.logprobs) for response in responses][3:] == [2048, 2048, 904]
+    assert responses[-1].cumulative_logprob == -5000
+    assert responses[-1].text == "a" * 5000
+    assert responses[-1].usage.completion_tokens == 5000
+    assert list(sample.take()) == []
