@@ -89,6 +89,13 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=1)
 
 
+def _sort(logits: torch.Tensor) -> torch.Tensor:
+    """Each row's values, highest first: [R, vocab_size]."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())  # here too
+    return logits.sort(dim=1, descending=True).values
+
+
 # Adjustments: sparse edits of the logits. Rows and tokens are gathered on the host, applied in one operation each.
 
 
@@ -191,7 +198,7 @@ def _threshold(logits: torch.Tensor, samplings: Sequence[SamplingParams]) -> tor
     if num_sorted < vocab_size:
         highest = logits.topk(num_sorted, dim=1).values
     else:
-        highest = logits.sort(dim=1, descending=True).values
+        highest = _sort(logits)
     # A running sum, not a softmax: what a row keeps must not depend on how many values its neighbours need.
     probabilities = highest.exp()
     running = probabilities.cumsum(1)
