@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -290,11 +291,16 @@ async def test_failed_step_ends_its_session_only(caplog: pytest.LogCaptureFixtur
         assert (await again.result()).step == 1
 
 
-def unknown_field(message: pb.ExecuteRequest) -> pb.ExecuteRequest:
-    """The plan of `message` with a field 99 on top."""
-    return pb.ExecuteRequest.FromString(pb.ExecuteRequest(plan=pb.StepPlan.FromString(
-        message.plan.SerializeToString() + b"\x98\x06\x01"
-    )).SerializeToString())  # fmt: skip
+UNKNOWN_FIELD = b"\x98\x06\x01"  # number 99, a varint
+
+
+def with_unknown_field(where: str) -> pb.ExecuteRequest:
+    """A good first plan with a field that no version knows, at some depth."""
+    request = encode_plan(plan_steps([Row([1, 2], 1)], block_size=16, max_num_batched_tokens=9)[0].plan)
+    opening = request.plan.openings[0]
+    target = {"request": request, "plan": request.plan, "opening": opening, "sampling": opening.sampling}[where]
+    target.MergeFromString(UNKNOWN_FIELD)
+    return request
 
 
 @pytest.mark.parametrize(
@@ -306,7 +312,10 @@ def unknown_field(message: pb.ExecuteRequest) -> pb.ExecuteRequest:
         ([hello(1), pb.ExecuteRequest()], "no body"),
         ([hello(1), encode_plan(StepPlan(2, 1))], "is of epoch 2, this session is epoch 1"),
         ([hello(1), encode_plan(StepPlan(1, 2))], "the next step is 1"),
-        ([hello(1), unknown_field(encode_plan(StepPlan(1, 1)))], "does not know"),
+        ([hello(1), with_unknown_field("request")], "ExecuteRequest holds a field"),
+        ([hello(1), with_unknown_field("plan")], "StepPlan holds a field"),
+        ([hello(1), with_unknown_field("opening")], "RowOpening holds a field"),
+        ([hello(1), with_unknown_field("sampling")], "SamplingParams holds a field"),
         ([hello(1, depth=1), *(encode_plan(StepPlan(1, step)) for step in (1, 2))], "the pipeline depth is 1"),
     ],
 )
@@ -417,9 +426,42 @@ def test_process_ends_its_session_at_sigterm(checkpoint: Path, start: Callable[.
         call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(requests())
         next(call)
         worker.process.send_signal(signal.SIGTERM)
-        assert call.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        assert (call.code(), call.details()) == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
         stop.set()
     assert worker.finish()[0] == 0
+
+
+def make_certificates(directory: Path) -> dict[str, str]:
+    """An authority and a certificate of it for localhost."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=ca")
+    openssl("req", *new_key, "-keyout", "here.key", "-out", "here.csr", "-subj", "/CN=localhost")
+    (directory / "names").write_text("subjectAltName=DNS:localhost")
+    signer = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
+    openssl("x509", "-req", "-in", "here.csr", *signer, "-out", "here.crt")
+    files = {"tls_cert": "here.crt", "tls_key": "here.key", "tls_client_ca": "ca.crt"}
+    return {option: str(directory / name) for option, name in files.items()}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl, which is not here")
+def test_mutual_tls(checkpoint: Path, start: Callable[..., Process], tmp_path: Path) -> None:
+    options = make_certificates(tmp_path)
+    worker = start(model=str(checkpoint), port=0, device="cpu", num_device_blocks=20, **options)
+    target = "localhost:" + worker.ready_url().rpartition(":")[2]
+    ca, key, certificate = ((tmp_path / name).read_bytes() for name in ("ca.crt", "here.key", "here.crt"))
+    with grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, certificate)) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        assert next(stub.Execute(iter([hello(1)]), timeout=20)).ready.block_size == 16
+    with grpc.secure_channel(target, grpc.ssl_channel_credentials(ca)) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        with pytest.raises(grpc.RpcError):
+            next(stub.Execute(iter([hello(2)]), timeout=20))
 
 
 @pytest.mark.parametrize(

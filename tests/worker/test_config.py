@@ -1,0 +1,58 @@
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from worker_service.config import WorkerConfig, parse_memory
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"model": ""}, "--model"),
+        ({"port": 65536}, "--port"),
+        ({"device": "tpu"}, "--device"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"attention_backend": "magic"}, "--attention-backend"),
+        ({"block_size": 0}, "--block-size"),
+        ({"max_num_seqs": 0}, "--max-num-seqs"),
+        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
+        ({"num_device_blocks": 0}, "--num-device-blocks"),
+        ({"num_host_blocks": 1}, "--num-host-blocks"),
+        ({"max_model_len": 0}, "--max-model-len"),
+        ({"num_threads": 0}, "--num-threads"),
+        ({"kv_cache_memory": "much"}, "--kv-cache-memory"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization"),
+        ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization"),
+        ({"tls_cert": "cert.pem"}, "--tls-key"),
+        ({"tls_client_ca": "ca.pem"}, "--tls-client-ca"),
+    ],
+)
+def test_bad_value_names_its_flag(fields: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ValueError, match=flag):
+        WorkerConfig(**{"model": "m", **fields}).validate()
+
+
+def test_defaults_are_valid_and_the_budget_may_be_below_the_rows() -> None:
+    WorkerConfig(model="m").validate()
+    WorkerConfig(model="m", max_num_seqs=64, max_num_batched_tokens=8).validate()
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4GiB", 4 << 30), ("1.5 gib", 3 << 29), ("512MiB", 512 << 20), ("12KiB", 12 << 10), ("1000", 1000)],
+)
+def test_memory_is_read_in_binary_units(text: str, num_bytes: int) -> None:
+    assert parse_memory("--flag", text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1GiB", "GiB", "4GB", "4 GiB more", "nan", "inf", "1e999", "0.1"])
+def test_bad_memory_names_the_flag(text: str) -> None:
+    with pytest.raises(ValueError, match="--flag"):
+        parse_memory("--flag", text)
+
+
+def test_process_listens_before_it_imports_torch() -> None:
+    code = "import sys, worker_service.config, worker_service.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
