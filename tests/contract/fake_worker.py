@@ -72,6 +72,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             )
             await context.write(worker_pb2.ExecuteResponse(refusal=refusal))
             return
+        self._writing = asyncio.Lock()  # a stream takes one write at a time
         self.last_epoch, self.holder = hello.epoch, hello.instance_id
         self.epochs.append(hello.epoch)
         await context.write(worker_pb2.ExecuteResponse(ready=worker_pb2.Ready(**self.capacity)))
@@ -105,13 +106,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self.garbage:
             response = worker_pb2.ExecuteResponse.FromString(response.SerializeToString() + self.garbage)
             self.garbage = b""
-        await context.write(response)
+        async with self._writing:
+            await context.write(response)
 
     async def _beat(self, epoch: int, context: grpc.aio.ServicerContext) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL)
             if not self.is_silent:
-                await context.write(worker_pb2.ExecuteResponse(heartbeat=worker_pb2.Heartbeat(epoch=epoch)))
+                heartbeat = worker_pb2.ExecuteResponse(heartbeat=worker_pb2.Heartbeat(epoch=epoch))
+                async with self._writing:
+                    await context.write(heartbeat)
 
 
 def execute(worker: SimulatedWorker, plan: StepPlan) -> StepResult:
