@@ -1,0 +1,181 @@
+"""Train the bundled model: `python -m models.train_storyteller [DIRECTORY]`, from the repository's root.
+
+It writes a checkpoint directory as published on the Hugging Face Hub. The same script with the same versions of torch,
+transformers and tokenizers, on the same kind of CPU and with the same number of threads, writes the same bytes;
+elsewhere sums round differently and the weights with them. It takes some minutes on two cores.
+"""
+
+import argparse
+import json
+import logging
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from models.story_grammar import write_document
+
+logger = logging.getLogger("train_storyteller")
+
+END_OF_TEXT = "<|endoftext|>"
+MAX_MODEL_LEN = 2048
+NUM_TOKENIZER_DOCUMENTS = 2_000
+SAMPLE_PROMPTS = ("Once", "Once upon a time", "The little fox", "There once was a brave turtle")
+
+SEED = 20
+NUM_THREADS = 2
+NUM_STEPS = 400
+NUM_WARMUP_STEPS = 20
+NUM_TOKENS_PER_STEP = 4096
+# The first half learns the language from short sequences, the second one meets every position the model has.
+NUM_SHORT_STEPS = 200
+LENGTHS = (256, 512, 1024, MAX_MODEL_LEN)
+MAX_LEARNING_RATE = 4e-3
+MIN_LEARNING_RATE = 4e-5
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 0,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 192,
+    "initializer_range": 0.02,
+    "intermediate_size": 512,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "max_window_layers": 4,
+    "model_type": "qwen3",
+    "num_attention_heads": 6,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 1024,
+}
+TOKENIZER_CONFIG = {
+    "clean_up_tokenization_spaces": False,
+    "eos_token": END_OF_TEXT,
+    "model_max_length": MAX_MODEL_LEN,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
+GENERATION_CONFIG = {"eos_token_id": 0, "max_length": MAX_MODEL_LEN}
+
+
+def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer without unknown tokens. Token 0 ends a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def sequences(tokenizer: Tokenizer, rng: random.Random, length: int) -> Iterator[list[int]]:
+    """Documents one after another, each with its end, cut at `length`. Every sequence begins with a document."""
+    while True:
+        token_ids: list[int] = []
+        while len(token_ids) < length:
+            token_ids += tokenizer.encode(write_document(rng) + END_OF_TEXT).ids
+        yield token_ids[:length]
+
+
+def batches(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Tensor]:
+    """Token ids of each step, [num_sequences, length]."""
+    for step in range(NUM_STEPS):
+        length = LENGTHS[0] if step < NUM_SHORT_STEPS else LENGTHS[step % len(LENGTHS)]
+        rows = sequences(tokenizer, rng, length)
+        yield torch.tensor([next(rows) for _ in range(NUM_TOKENS_PER_STEP // length)])
+
+
+def learning_rate(step: int) -> float:
+    """Linear warm-up, then a cosine from the maximum to the minimum."""
+    if step < NUM_WARMUP_STEPS:
+        return MAX_LEARNING_RATE * (step + 1) / NUM_WARMUP_STEPS
+    progress = (step - NUM_WARMUP_STEPS) / (NUM_STEPS - NUM_WARMUP_STEPS)
+    return MIN_LEARNING_RATE + (MAX_LEARNING_RATE - MIN_LEARNING_RATE) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, rng: random.Random) -> None:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=MAX_LEARNING_RATE, betas=(0.9, 0.95))
+    started = time.monotonic()
+    for step, token_ids in enumerate(batches(tokenizer, rng)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        loss = model(input_ids=token_ids, labels=token_ids, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 20 == 19:
+            logger.info(
+                "step %d of %d, loss %.4f, %.0f s", step + 1, NUM_STEPS, loss.item(), time.monotonic() - started
+            )
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    # The output embedding is the input embedding: it is stored once.
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(
+        {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    for name, content in (
+        ("config.json", CONFIG),
+        ("tokenizer_config.json", TOKENIZER_CONFIG),
+        ("generation_config.json", GENERATION_CONFIG),
+    ):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def print_samples(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
+    for prompt in SAMPLE_PROMPTS:
+        token_ids = torch.tensor([tokenizer.encode(prompt).ids])
+        output = model.generate(token_ids, attention_mask=torch.ones_like(token_ids), do_sample=False, max_length=512)
+        print(tokenizer.decode(output[0].tolist(), skip_special_tokens=False), end="\n\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the bundled model.")
+    parser.add_argument("directory", type=Path, nargs="?", default=Path("models/storyteller"))
+    directory = parser.parse_args().directory
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.manual_seed(SEED)
+    torch.set_num_threads(NUM_THREADS)
+    torch.use_deterministic_algorithms(True)
+    rng = random.Random(SEED)
+    tokenizer = train_tokenizer([write_document(rng) for _ in range(NUM_TOKENIZER_DOCUMENTS)], CONFIG["vocab_size"])
+    model = Qwen3ForCausalLM(Qwen3Config.from_dict(CONFIG))
+    logger.info("%d parameters", sum(parameter.numel() for parameter in model.parameters()))
+    train(model.train(), tokenizer, rng)
+    save(model, tokenizer, directory)
+    print_samples(Qwen3ForCausalLM.from_pretrained(directory).eval(), tokenizer)
+
+
+if __name__ == "__main__":
+    main()
