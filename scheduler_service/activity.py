@@ -20,6 +20,7 @@ class Activity:
     def __init__(self, read_stats: Callable[[], SchedulerStats], clock: Callable[[], float]) -> None:
         self._read_stats = read_stats
         self._clock = clock
+        self._reported_at = clock()
         self._samples: deque[tuple[float, SchedulerStats]] = deque([(clock(), read_stats())])
 
     @property
@@ -30,33 +31,37 @@ class Activity:
 
     async def run(self) -> NoReturn:
         """Sample, and log a line every ten seconds in which something happened. Until cancelled."""
-        logged_at = self._clock()
         while True:
             await asyncio.sleep(_SAMPLE_INTERVAL)
-            now, stats = self._clock(), self._read_stats()
-            if now - logged_at >= _WINDOW:
-                self._log(now, stats)
-                logged_at = now
-            self._samples.append((now, stats))
-            while len(self._samples) > 1 and now - self._samples[0][0] > _WINDOW:
-                self._samples.popleft()
+            line = self.sample()
+            if line:
+                logger.info("%s", line)
 
-    def _log(self, now: float, stats: SchedulerStats) -> None:
+    def sample(self) -> str:
+        """Take a sample. The line for the log, if one is due and there is something to say."""
+        now, stats = self._clock(), self._read_stats()
+        self._samples.append((now, stats))
+        while now - self._samples[0][0] > _WINDOW:
+            self._samples.popleft()
+        if now - self._reported_at < _WINDOW:
+            return ""
+        self._reported_at = now
+        return self._describe(now, stats)
+
+    def _describe(self, now: float, stats: SchedulerStats) -> str:
         started_at, first = self._samples[0]
         num_prompt_tokens = stats.num_prompt_tokens - first.num_prompt_tokens
         num_generation_tokens = stats.num_generation_tokens - first.num_generation_tokens
         num_sequences = stats.num_running + stats.num_waiting
         if not num_prompt_tokens and not num_generation_tokens and not num_sequences:
-            return
-        logger.info(
-            "Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d reqs, "
-            "Waiting: %d reqs, KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%",
-            _rate(num_prompt_tokens, now - started_at),
-            _rate(num_generation_tokens, now - started_at),
-            stats.num_running,
-            stats.num_waiting,
-            100 * _rate(stats.num_held_blocks, stats.num_device_blocks),
-            100 * _rate(stats.num_cached_prompt_tokens, stats.num_prompt_tokens),
+            return ""
+        seconds = now - started_at
+        return (
+            f"Avg prompt throughput: {_rate(num_prompt_tokens, seconds):.1f} tokens/s, "
+            f"Avg generation throughput: {_rate(num_generation_tokens, seconds):.1f} tokens/s, "
+            f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
+            f"KV cache usage: {_rate(stats.num_held_blocks, stats.num_device_blocks):.1%}, "
+            f"Prefix cache hit rate: {_rate(stats.num_cached_prompt_tokens, stats.num_prompt_tokens):.1%}"
         )
 
 

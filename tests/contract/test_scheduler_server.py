@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import urllib.request
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service import server
+from scheduler_service.activity import Activity
 from scheduler_service.config import SchedulerConfig
+from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Histogram
 from scheduler_service.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
@@ -266,3 +268,19 @@ async def test_mutual_tls_to_the_worker(checkpoint: Path, certificates: Path) ->
     options = {option: str(certificates / name) for option, name in files.items()}
     async with serve(checkpoint, worker=worker, worker_tls_name="localhost", **options) as stack:
         assert (await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0] == expected_tokens(PROMPT, 3)
+
+
+def test_throughput_is_of_the_last_ten_seconds() -> None:
+    now, num_tokens = 0.0, 0
+    stats = SchedulerStats(*[0] * len(fields(SchedulerStats)))
+    activity = Activity(lambda: replace(stats, num_generation_tokens=num_tokens), lambda: now)
+    lines = []
+    for second in range(1, 41):
+        now, num_tokens = float(second), num_tokens + (100 if second <= 20 else 0)
+        lines.append(activity.sample())
+    assert activity.generation_throughput == 0
+    # Two lines while tokens came, then silence.
+    assert [second for second, line in enumerate(lines, 1) if line] == [10, 20]
+    assert "Avg generation throughput: 100.0 tokens/s" in lines[9]
+    now, num_tokens = 45.0, num_tokens + 150
+    assert activity.generation_throughput == 10
