@@ -156,7 +156,7 @@ class _Assembly:
 
     def _gpu_cache_bytes(self) -> int:
         """Runs the largest step there can be and measures its peak."""
-        plan, num_blocks = _largest_step(self.config, self.max_model_len)
+        plan, num_blocks = largest_step(self.config, self.max_model_len)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.runner(num_blocks).execute(plan)
@@ -171,7 +171,7 @@ class _Assembly:
         )
 
 
-def _largest_step(config: WorkerConfig, max_model_len: int) -> tuple[StepPlan, int]:
+def largest_step(config: WorkerConfig, max_model_len: int) -> tuple[StepPlan, int]:
     """A plan with as many rows, tokens and samples as a step may have, and the blocks it takes."""
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     num_tokens = min(config.max_num_batched_tokens // num_rows, max_model_len)

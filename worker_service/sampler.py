@@ -195,10 +195,7 @@ def _threshold(logits: torch.Tensor, samplings: Sequence[SamplingParams]) -> tor
         return threshold
     max_kept = [min(sampling.top_k or vocab_size, vocab_size) for sampling in samplings]
     num_sorted = max(max_kept)
-    if num_sorted < vocab_size:
-        highest = logits.topk(num_sorted, dim=1).values
-    else:
-        highest = _sort(logits)
+    highest = logits.topk(num_sorted, dim=1).values if num_sorted < vocab_size else _sort(logits)
     # A running sum, not a softmax: what a row keeps must not depend on how many values its neighbours need.
     probabilities = highest.exp()
     running = probabilities.cumsum(1)

@@ -12,7 +12,7 @@ from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.plans import Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
-from worker_service.loader import load_worker
+from worker_service.loader import largest_step, load_worker
 from worker_service.session import ProtocolError
 from worker_service.step import Logprobs, PromptLogprobs, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 
@@ -90,14 +90,17 @@ def test_seeded_rows_draw_the_same_alone_and_together(checkpoints: dict[str, Pat
     assert len({tuple(tokens) for tokens in together}) == len(together)
 
 
-def test_logprobs_equal_those_of_transformers(checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize(("num_prompt_tokens", "budget", "firsts"), [(29, 12, [1, 13, 25]), (300, 2048, [1])])
+def test_logprobs_equal_those_of_transformers(
+    checkpoints: dict[str, Path], num_prompt_tokens: int, budget: int, firsts: list[int]
+) -> None:
     path = checkpoints["llama"]
     worker = load(path)
-    prompt = random_prompts(5, [29])[0]
+    prompt = random_prompts(5, [num_prompt_tokens])[0]
     row = Row(prompt, 6, SamplingParams(num_logprobs=3, num_prompt_logprobs=2))
     prompt_chunks: list[PromptLogprobs] = []
     sampled: list[tuple[int, Logprobs]] = []
-    for step in plan_steps([row], block_size=16, max_num_batched_tokens=12):
+    for step in plan_steps([row], block_size=16, max_num_batched_tokens=budget):
         result = worker.runner.execute(step.plan)
         prompt_chunks += result.prompt_logprobs
         sampled += [(token_id, result.logprobs) for token_id in result.token_ids]
@@ -105,7 +108,7 @@ def test_logprobs_equal_those_of_transformers(checkpoints: dict[str, Path]) -> N
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
-    assert [chunk.first_position for chunk in prompt_chunks] == [1, 13, 25]
+    assert [chunk.first_position for chunk in prompt_chunks] == firsts
     for chunk in prompt_chunks:
         for i, (chosen, rank) in enumerate(zip(chunk.logprobs.chosen, chunk.logprobs.ranks, strict=True)):
             position = chunk.first_position + i
@@ -127,6 +130,31 @@ def assert_top(expected: torch.Tensor, logprobs: Logprobs, position: int, num_to
     part = slice(position * num_top, (position + 1) * num_top)
     assert list(logprobs.top_token_ids[part]) == token_ids.tolist()
     assert list(logprobs.top_logprobs[part]) == pytest.approx(values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(4, 64), (8, 3), (2, 4096)])
+def test_largest_step_fits_its_limits(
+    checkpoints: dict[str, Path], max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
+    config = WorkerConfig("m", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    plan, num_blocks = largest_step(config, max_model_len=1024)
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    result = load(checkpoints["qwen2"], num_device_blocks=num_blocks, **options).runner.execute(plan)
+    assert len(result.token_ids) == len(plan.work_slots) == min(max_num_seqs, max_num_batched_tokens)
+
+
+def test_bfloat16_tokens_are_near_the_choice(checkpoints: dict[str, Path]) -> None:
+    """Teacher-forced in float32, every token lies within a margin of the best one: logits spread over several units."""
+    path = checkpoints["qwen3"]
+    worker = load_worker(WorkerConfig(str(path), device="cpu", dtype="bfloat16", num_device_blocks=20), "worker")
+    assert worker.ready.dtype == "bfloat16"
+    prompt = random_prompts(8, [30])[0]
+    output = generate(worker, [Row(prompt, 10)], budget=16)[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    margins = logits.amax(1) - logits.gather(1, torch.tensor([output]).T).squeeze(1)
+    assert margins.max().item() < 0.5
 
 
 def test_prefix_in_the_cache_is_not_computed_again(checkpoints: dict[str, Path]) -> None:
