@@ -1,0 +1,85 @@
+"""Starts the two services as processes of their own, as `pagewire worker` and `pagewire scheduler`."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+READY_PREFIX = "ready on grpc://"
+ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+class Service:
+    """A process that says when it is ready."""
+
+    def __init__(self, verb: str, flags: Sequence[object]) -> None:
+        command = [sys.executable, "-m", "pagewire", verb, *map(str, flags)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRON)
+
+    def wait_until_ready(self) -> str:
+        """Its address, HOST:PORT."""
+        line = self._process.stdout.readline().strip()
+        assert line.startswith(READY_PREFIX), f"the process ended with {self._process.wait()} and said {line!r}"
+        return line.removeprefix(READY_PREFIX)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def stop(self) -> int:
+        """End it as an operator would; its exit code."""
+        self._process.send_signal(signal.SIGCONT)
+        self._process.terminate()
+        try:
+            return self._process.wait(60)
+        finally:
+            self._process.kill()
+            self._process.stdout.close()
+
+
+class System:
+    """A worker and a scheduler of a model. The worker can be killed and started again at its address."""
+
+    def __init__(self, model: Path, *, worker: Sequence[object] = (), scheduler: Sequence[object] = ()) -> None:
+        port = free_port()
+        self._worker_flags = ["--model", model, "--port", port, "--log-level", "warning", *worker]
+        self.worker = Service("worker", self._worker_flags)
+        link = ["--worker", f"127.0.0.1:{port}", "--model", model, "--port", 0, "--metrics-port", 0]
+        self.scheduler = Service("scheduler", [*link, "--log-level", "error", *scheduler])
+        self.worker.wait_until_ready()
+        self.url = self.scheduler.wait_until_ready()
+
+    def restart_worker(self) -> None:
+        """Without waiting until it is ready."""
+        self.worker = Service("worker", self._worker_flags)
+
+    def stop(self) -> None:
+        assert self.scheduler.stop() == 0
+        assert self.worker.stop() == 0
+
+
+@contextmanager
+def running(model: Path, **flags: Sequence[object]) -> Iterator[System]:
+    system = System(model, **flags)
+    try:
+        yield system
+    finally:
+        system.stop()
