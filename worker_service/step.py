@@ -4,7 +4,6 @@
 has the same words in a file of its own: the services share nothing but the proto, and a contract test compares them.
 """
 
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -21,6 +21,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 # A hello that arrives while the model loads is answered as soon as that is done, or told to come back.
 _LOAD_PATIENCE_S = 30.0
 
+
 class _SessionEnded(Exception):
     """Why a session is over, as the status its stream ends with."""
 
