@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker_service.models.config import ModelConfig
-from worker_service.models.linear import Linear
+from worker_service.models.linear import Linear, embedding
 from worker_service.models.model import Attend
 from worker_service.models.rope import RotaryEmbedding, rotate
 from worker_service.models.weights import Weight
@@ -42,7 +42,7 @@ class Decoder(nn.Module):
         super().__init__()
         assert config.rope is not None
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding = embedding(config.vocab_size, config.hidden_size)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)

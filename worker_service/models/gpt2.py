@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker_service.models.config import ModelConfig
-from worker_service.models.linear import Linear
+from worker_service.models.linear import Linear, embedding
 from worker_service.models.model import Attend
 from worker_service.models.weights import Weight
 
@@ -31,8 +31,8 @@ class GPT2(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_embedding = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.embedding = embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = embedding(config.max_position_embeddings, config.hidden_size)
         self.layers = nn.ModuleList(GPT2Layer(config, layer) for layer in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.head = Linear(config.hidden_size, [config.vocab_size], bias=False)

@@ -1,4 +1,4 @@
-"""Linear layers that pack their weights once, where the CPU has a faster layout for them."""
+"""Layers that load their weights: linear ones, packed where the CPU has a faster layout for them, and embeddings."""
 
 from collections.abc import Sequence
 
@@ -40,6 +40,11 @@ class Linear(nn.Module):
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
+
+
+def embedding(num_embeddings: int, size: int) -> nn.Embedding:
+    """An embedding that draws no random weights: they are loaded, and drawing them costs seconds of imports."""
+    return nn.Embedding.from_pretrained(torch.empty(num_embeddings, size))
 
 
 def can_pack(weight: Tensor) -> bool:
