@@ -161,7 +161,7 @@ class Session:
         self._events = events
         self._on_plan_sent = on_plan_sent
         self._outbox: asyncio.Queue[worker_pb2.ExecuteRequest] = asyncio.Queue()
-        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._liveness = Liveness(time.monotonic())
 
     def send(self, plan: StepPlan) -> None:
@@ -172,7 +172,7 @@ class Session:
 
     def close(self, reason: str) -> None:
         if not self._closed.done():
-            self._closed.set_exception(_SessionEnded(reason))
+            self._closed.set_result(reason)
 
     async def hold(self, call: grpc.aio.StreamStreamCall, capacity: WorkerCapacity) -> NoReturn:
         """Serve the session to its end. Raises why it ended."""
@@ -183,6 +183,8 @@ class Session:
         tasks: list[asyncio.Future[None]] = [asyncio.create_task(part) for part in parts]
         try:
             done, _ = await asyncio.wait([self._closed, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if self._closed in done:
+                raise _SessionEnded(self._closed.result())
             raise done.pop().exception() or AssertionError("the parts of a session end by raising only")
         finally:
             for task in tasks:
