@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
@@ -182,7 +182,8 @@ class Session:
         parts = (self._receive(call), self._transmit(call), self._watch())
         tasks: list[asyncio.Future[None]] = [asyncio.create_task(part) for part in parts]
         try:
-            done, _ = await asyncio.wait([self._closed, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [self._closed, *tasks]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._closed in done:
                 raise _SessionEnded(self._closed.result())
             raise done.pop().exception() or AssertionError("the parts of a session end by raising only")
