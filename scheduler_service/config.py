@@ -10,7 +10,7 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    model: str = _option("", "checkpoint directory; the scheduler reads only its config, tokenizer and generation config")
+    model: str = _option("", "checkpoint directory; the scheduler reads its config, tokenizer and generation config")
     worker: str = _option("127.0.0.1:50061", "address of the worker, HOST:PORT")
     host: str = _option("127.0.0.1", "address to bind")
     port: int = _option(50051, "port to bind; 0 takes a free one")
