@@ -288,6 +288,11 @@ def report(figures: dict) -> None:
     ratio, paired = figures["split_ratio"], figures["split_ratio_of_pairs"]
     print(f"  two processes / one process  {ratio:8.3f}   (median of pairs {paired:.3f})")
     print(f"  delivering a token to a client stream costs {figures['delivery_cpu_us_per_token']:.0f} us of CPU")
+    steady = figures["plan"]
+    print(
+        f"  a plan for {steady['num_sequences']} sequences that only advance: at most {steady['max_bytes']} bytes, "
+        f"{steady['encode_us']:.0f} us to encode, {steady['decode_us']:.0f} us to decode"
+    )
     print("CPU/token is of the process that schedules; with one process that includes the model.")
 
 
@@ -302,10 +307,11 @@ def main() -> None:
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.arm is None:
+        from bench import plan
         from bench.checkpoint import random_checkpoint
 
         arguments.model = random_checkpoint("54M")
-        figures = measure(arguments)
+        figures = {**measure(arguments), "plan": plan.measure()}
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
         report(figures)
