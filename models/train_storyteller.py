@@ -1,8 +1,9 @@
 """Train the bundled model: `python -m models.train_storyteller [DIRECTORY]`, from the repository's root.
 
 It writes a checkpoint directory as published on the Hugging Face Hub. The same script with the same versions of torch,
-transformers and tokenizers, on the same kind of CPU and with the same number of threads, writes the same bytes;
-elsewhere sums round differently and the weights with them. It takes some minutes on two cores.
+transformers and tokenizers, on the same kind of CPU, writes the same bytes; elsewhere sums round differently and the
+weights with them. It takes about ten minutes on one core, and uses no more: the split of sums over threads would
+decide how they round.
 """
 
 import argparse
@@ -27,18 +28,17 @@ logger = logging.getLogger("train_storyteller")
 END_OF_TEXT = "<|endoftext|>"
 MAX_MODEL_LEN = 2048
 NUM_TOKENIZER_DOCUMENTS = 2_000
-SAMPLE_PROMPTS = ("Once", "Once upon a time", "The little fox", "There once was a brave turtle")
+SAMPLE_PROMPTS = ("Once", "The little fox", "There once was a brave turtle", "Long ago, a shy cat named Ivy")
 
 SEED = 20
-NUM_THREADS = 2
-NUM_STEPS = 400
-NUM_WARMUP_STEPS = 20
-NUM_TOKENS_PER_STEP = 4096
+NUM_STEPS = 1000
+NUM_WARMUP_STEPS = 40
+NUM_TOKENS_PER_STEP = 2048
 # The first half learns the language from short sequences, the second one meets every position the model has.
-NUM_SHORT_STEPS = 200
+NUM_SHORT_STEPS = 500
 LENGTHS = (256, 512, 1024, MAX_MODEL_LEN)
-MAX_LEARNING_RATE = 4e-3
-MIN_LEARNING_RATE = 4e-5
+MAX_LEARNING_RATE = 3e-3
+MIN_LEARNING_RATE = 3e-5
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -72,7 +72,7 @@ TOKENIZER_CONFIG = {
     "model_max_length": MAX_MODEL_LEN,
     "tokenizer_class": "PreTrainedTokenizerFast",
 }
-GENERATION_CONFIG = {"eos_token_id": 0, "max_length": MAX_MODEL_LEN}
+GENERATION_CONFIG = {"eos_token_id": 0}
 
 
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
@@ -129,7 +129,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, rng: random.Random) -> 
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 20 == 19:
+        if step % 50 == 49:
             logger.info(
                 "step %d of %d, loss %.4f, %.0f s", step + 1, NUM_STEPS, loss.item(), time.monotonic() - started
             )
@@ -166,7 +166,7 @@ def main() -> None:
     directory = parser.parse_args().directory
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.manual_seed(SEED)
-    torch.set_num_threads(NUM_THREADS)
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rng = random.Random(SEED)
     tokenizer = train_tokenizer([write_document(rng) for _ in range(NUM_TOKENIZER_DOCUMENTS)], CONFIG["vocab_size"])
