@@ -98,9 +98,11 @@ class NoObserver:
 async def one_process(arguments, step_loop) -> AsyncIterator[None]:
     from worker_service.config import WorkerConfig
     from worker_service.engine import Engine
+    from worker_service.server import limit_spinning
+
+    limit_spinning(os.environ)
     from worker_service.loader import load_worker
 
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the worker's server does
     config = WorkerConfig(model=str(arguments.model), num_device_blocks=4096)
     engine = Engine(lambda: load_worker(config, "bench"))
     loop, loaded = asyncio.get_running_loop(), asyncio.Event()
