@@ -69,7 +69,7 @@ class Stack:
     async def until(self, holds: Callable[[scheduler_pb2.GetLoadsResponse], bool]) -> scheduler_pb2.GetLoadsResponse:
         async with asyncio.timeout(10):
             loads = await self.loads()
-            while not holds(loads):  # noqa: ASYNC110  # the server has no event to wait for
+            while not holds(loads):  # the server has no event to wait for
                 await asyncio.sleep(0.01)
                 loads = await self.loads()
             return loads
