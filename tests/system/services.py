@@ -25,6 +25,7 @@ class Service:
     def __init__(self, verb: str, flags: Sequence[object]) -> None:
         command = [sys.executable, "-m", "pagewire", verb, *map(str, flags)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRON)
+        self._is_terminated = False
 
     def wait_until_ready(self) -> str:
         """Its address, HOST:PORT."""
@@ -38,6 +39,7 @@ class Service:
 
     def send_signal(self, number: int) -> None:
         self._process.send_signal(number)
+        self._is_terminated |= number == signal.SIGTERM
 
     def kill(self) -> None:
         self._process.kill()
@@ -45,9 +47,10 @@ class Service:
         self._process.stdout.close()
 
     def stop(self) -> int:
-        """End it as an operator would; its exit code."""
+        """End it as an operator would, with one SIGTERM; its exit code."""
         self._process.send_signal(signal.SIGCONT)
-        self._process.terminate()
+        if not self._is_terminated:
+            self.send_signal(signal.SIGTERM)
         try:
             return self._process.wait(60)
         finally:

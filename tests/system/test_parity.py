@@ -2,17 +2,21 @@
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
 
 from pagewire import Client, SamplingParams
 from tests.system.services import running
 from tests.worker.checkpoints import make_checkpoint
 
+STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 NUM_OUTPUT_TOKENS = 24
-# Positions for 700 + 24 tokens, and about one and a half of the longest prompt in the small pools.
+# In the small pools the short prompts fit together, but not with what they grow to.
+NUM_OUTPUT_TOKENS_UNDER_PRESSURE = 72
 CASES = {
     "llama, ratio 2": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}, 16, {}),
     "llama, ratio 1, untied, small pool": (
@@ -79,16 +83,17 @@ async def test_greedy_float32_is_what_transformers_generates(name, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompts = random_prompts(seed, 151, (1, 2, 7, 8, 15, 16, 17, 33, 64, 100, 257, 700))
     prompts += [prompts[-1][:500] + prompts[0], prompts[-2]]  # found in the cache, in part and whole
-    expected = [reference(model, prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
+    num_tokens = NUM_OUTPUT_TOKENS_UNDER_PRESSURE if "small pool" in name else NUM_OUTPUT_TOKENS
+    expected = [reference(model, prompt, num_tokens) for prompt in prompts]
     flags = [text for key, value in limits.items() for text in (f"--{key.replace('_', '-')}", value)]
     with running(path, worker=["--dtype", "float32", "--block-size", block_size, *flags]) as system:
-        first = await generate_all(system.url, prompts, NUM_OUTPUT_TOKENS)
-        again = await generate_all(system.url, prompts, NUM_OUTPUT_TOKENS)
+        first = await generate_all(system.url, prompts, num_tokens)
+        again = await generate_all(system.url, prompts, num_tokens)
         async with Client(system.url) as client:
             loads = await client.loads()
     for completions in (first, again):
         assert [list(completion.outputs[0].token_ids) for completion in completions] == expected
-    if "pool" in name:
+    if "small pool" in name:
         assert loads.num_preemptions > 0
     else:
         assert sum(completion.usage.cached_tokens for completion in again) > 1000
@@ -130,3 +135,34 @@ async def test_seeded_samples_are_equal_alone_in_a_batch_and_under_preemption(tm
     assert batch == alone
     assert squeezed == alone
     assert all(first != second for first, second in alone)
+
+
+# In bf16 another order of summation rounds differently, and a near tie may fall the other way. At the first difference
+# the two choices may lie this far apart in float32 logits. Measured, with transformers alone, bf16 against float32: the
+# distance of the two best logits is off by up to 0.17.
+BF16_MARGIN = 0.25
+
+
+async def test_greedy_bfloat16_is_what_transformers_generates_but_for_near_ties():
+    """The bundled model as published, from text and from token ids."""
+    tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    served_as, oracle = load(STORYTELLER, dtype=torch.bfloat16), load(STORYTELLER, dtype=torch.float32)
+    texts = ["Once", "Once upon a time", "The little fox", "Mia was a clever", "There once was a brave turtle"]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    prompts += random_prompts(6, oracle.config.vocab_size, (1, 40, 300, 700))
+    expected = [reference(served_as, prompt, 60) for prompt in prompts]
+    with running(STORYTELLER, worker=["--dtype", "bfloat16"]) as system:
+        completions = await generate_all(system.url, prompts, 60)
+    differences = 0
+    for prompt, completion, tokens in zip(prompts, completions, expected, strict=True):
+        ours = list(completion.outputs[0].token_ids)
+        first = next((i for i, (one, other) in enumerate(zip(ours, tokens, strict=False)) if one != other), None)
+        if first is None:
+            assert ours[: len(tokens)] == tokens
+            continue
+        differences += 1
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt + tokens[:first]])).logits[0, -1]
+        assert (logits[ours[first]] - logits[tokens[first]]).abs() <= BF16_MARGIN
+    print(f"{differences} of {len(prompts)} differ from some near tie on")

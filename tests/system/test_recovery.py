@@ -19,8 +19,7 @@ from tests.worker.checkpoints import make_checkpoint
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 NUM_KILLS = 20
 NUM_STREAMS = 100
-# Teacher-forced, in float32 logits: how far below the best a token chosen in bf16 may lie. The storyteller's logits
-# have a rounding error of about 0.05 in bf16; another batch shape may round every layer differently.
+# Teacher-forced, in float32 logits: how far below the best a token chosen in bf16 may lie; see test_parity.py.
 BF16_MARGIN = 0.25
 
 
@@ -114,7 +113,10 @@ async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
     served must still be a choice that float32 would nearly have made."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(STORYTELLER, dtype=torch.float32)
     requests = requests_of(4, oracle.config.vocab_size)
-    requests = [(prompt, replace(sampling, temperature=0.0)) for prompt, sampling in requests]
+    requests = [
+        (prompt, replace(sampling, temperature=0.0, max_tokens=sampling.max_tokens // 2))
+        for prompt, sampling in requests
+    ]
     calm, disturbed = await run_with_kills(STORYTELLER, requests, worker=["--dtype", "bfloat16"])
     assert sum(one != other for one, other in zip(calm, disturbed, strict=True)) < NUM_STREAMS // 2
     for (prompt, _), tokens in zip(requests, disturbed, strict=True):
