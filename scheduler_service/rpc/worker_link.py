@@ -36,7 +36,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
 )
-_READY_TIMEOUT = 90.0  # seconds: a worker that cannot finish its old work exits after 60
+_READY_TIMEOUT = 120.0  # seconds: a worker answers, or gives up, 90 s after Hello at the latest
 _JUDGE_INTERVAL = 0.1
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
