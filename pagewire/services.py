@@ -112,7 +112,9 @@ async def _run(config: Any, supervisor: Supervisor) -> int:
     stop, stop_now = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop, stop_now)
-    serving = asyncio.create_task(server.run(config, stop=stop, ready=_announce, stop_now=stop_now))
+    serving = asyncio.create_task(
+        server.run(config, stop=stop, ready=_announce, stop_now=stop_now, on_worker_hangs=supervisor.kill)
+    )
     supervising = asyncio.create_task(supervisor.run())
     try:
         await asyncio.wait({serving, supervising}, return_when=asyncio.FIRST_COMPLETED)

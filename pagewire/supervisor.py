@@ -75,6 +75,13 @@ class Supervisor:
         self._command = command
         self._environ = environ
         self._policy = policy or RestartPolicy()
+        self._process: asyncio.subprocess.Process | None = None
+
+    def kill(self) -> None:
+        """End a child that hangs; `run` starts the next one."""
+        if self._process is not None and self._process.returncode is None:
+            log.warning("the worker hangs: killing process %d", self._process.pid)
+            self._process.kill()
 
     async def run(self) -> str:
         """Keeps the child running until cancelled, which ends it; returns the reason if it gives up."""
@@ -96,6 +103,7 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             process_group=0,
         )
+        self._process = process
         log.info("the worker is process %d", process.pid)
         ready = asyncio.Event()
         watching = asyncio.create_task(self._watch(process, ready))

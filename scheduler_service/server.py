@@ -52,14 +52,16 @@ async def run(
     stop: asyncio.Event,
     ready: Callable[[str], None],
     stop_now: asyncio.Event | None = None,
+    on_worker_hangs: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
 
-    `ready` gets the server's URL once, when it first serves.
+    `ready` gets the server's URL once, when it first serves. `on_worker_hangs` is called when a worker was given up
+    that is connected but silent.
     """
     try:
         config.validate()
-        service = _Service(config)
+        service = _Service(config, on_worker_hangs)
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return EXIT_ERROR
@@ -80,7 +82,7 @@ async def _serve(config: SchedulerConfig) -> int:
 class _Service:
     """All parts, connected. Nothing runs before `run`."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, on_worker_hangs: Callable[[], None]) -> None:
         """Raises ValueError and OSError, one line each."""
         model = read_model_info(config.model)
         self._config = config
@@ -114,6 +116,7 @@ class _Service:
             model_digest=model.digest,
             pipeline_depth=config.pipeline_depth,
             on_plan_sent=self._metrics.plan_sent,
+            on_worker_hangs=on_worker_hangs,
         )
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         servicer = SchedulerServicer(

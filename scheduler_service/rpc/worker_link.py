@@ -60,6 +60,10 @@ class _SessionEnded(Exception):
     """Why an epoch is over."""
 
 
+class _WorkerHangs(_SessionEnded):
+    """The worker is there, but it does nothing."""
+
+
 class WorkerLink:
     def __init__(
         self,
@@ -70,14 +74,17 @@ class WorkerLink:
         model_digest: bytes,
         pipeline_depth: int,
         on_plan_sent: Callable[[int], None] = lambda num_bytes: None,
+        on_worker_hangs: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_plan_sent` gets the size of every plan in bytes."""
+        """`on_plan_sent` gets the size of every plan in bytes. `on_worker_hangs` is called when a worker was given up
+        that is connected but silent: whoever runs it may end it."""
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
         self._events = events
         self._instance_id = instance_id
         self._model_digest = model_digest
         self._pipeline_depth = pipeline_depth
         self._on_plan_sent = on_plan_sent
+        self._on_worker_hangs = on_worker_hangs
         # Rises from process to process by its start time, and within one by the low bits.
         self._epoch = (time.time_ns() // 1_000_000) << 20
         self._first_capacity: WorkerCapacity | None = None
@@ -114,7 +121,11 @@ class WorkerLink:
             )
             await session.hold(call, capacity)
         except TimeoutError:
+            self._on_worker_hangs()
             return f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s"
+        except _WorkerHangs as error:
+            self._on_worker_hangs()
+            return str(error)
         except (_SessionEnded, ProtocolError) as error:
             return str(error)
         except grpc.aio.AioRpcError as error:
@@ -214,7 +225,7 @@ class Session:
             await asyncio.sleep(_JUDGE_INTERVAL)
             verdict = self._liveness.judge(time.monotonic())
             if verdict:
-                raise _SessionEnded(verdict)
+                raise _WorkerHangs(verdict)
 
 
 async def _read(call: grpc.aio.StreamStreamCall) -> wire.WorkerMessage:

@@ -98,6 +98,25 @@ def test_a_stream_outlives_its_worker_and_a_signal_ends_both(model: Path) -> Non
         wait_until_gone(worker)
 
 
+def test_a_worker_that_hangs_is_replaced(model: Path) -> None:
+    """A stopped process keeps its connection and says nothing; nobody ever continues it."""
+    sampling = SamplingParams(temperature=0, max_tokens=300)
+    with serving(model) as process:
+        with Client(wait_until_ready(process)) as client:
+            undisturbed = client.complete(prompt_token_ids=PROMPT, sampling=sampling)
+            token_ids: list[int] = []
+            for output in client.stream(prompt_token_ids=PROMPT, sampling=sampling):
+                if len(token_ids) < 20 <= len(token_ids) + len(output.token_ids):
+                    stopped = worker_of(process)
+                    os.kill(stopped, signal.SIGSTOP)
+                token_ids += output.token_ids
+        assert tuple(token_ids) == undisturbed.outputs[0].token_ids
+        assert worker_of(process) != stopped
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+
+
 def test_a_killed_server_leaves_no_worker(model: Path) -> None:
     with serving(model) as process:
         worker = worker_of(process)
