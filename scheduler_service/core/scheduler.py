@@ -461,9 +461,10 @@ class Scheduler:
             self._worker.cache.publish(sequence)
 
     def _take_failure(self, sample: SampledRow, outputs: TokenOutputs) -> None:
-        """Logits were not numbers: the request ends, and whatever was computed on top of its blocks is redone."""
+        """Logits were not numbers: the request ends, and whatever was computed on top of its blocks is redone. They are
+        no better if the request has ended by itself meanwhile."""
         sequence = sample.row.sequence
-        if sequence.state is SequenceState.FINISHED or sample.row.attempt != sequence.attempt:
+        if sample.row.attempt != sequence.attempt:
             return
         assert self._worker is not None
         self._worker.cache.unpublish(sequence)
@@ -472,6 +473,8 @@ class Scheduler:
                 other.attempt += 1
                 if other.state is SequenceState.RUNNING:
                     self._preempt(other)
+        if sequence.state is SequenceState.FINISHED:
+            return
         for sibling in sequence.owner.sequences:
             if sibling.state is not SequenceState.FINISHED:
                 self._finish(sibling, EndReason.NAN_LOGITS, outputs, message="the model's logits are not numbers")

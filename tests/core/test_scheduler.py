@@ -441,6 +441,19 @@ def test_blocks_of_bad_logits_are_unpublished():
     assert system.ends[second] is EndReason.NAN_LOGITS
 
 
+def test_blocks_of_bad_logits_are_unpublished_though_their_request_has_gone():
+    system = System(poisoned=[VOCAB - 1], budget=128)
+    system.join()
+    system.add([VOCAB - 1, *prompt_of(20)], 8, request_id="gone")
+    system.plan()
+    assert system.scheduler.stats().num_cached_blocks == 5
+    system.take(system.scheduler.abort("", "gone", 0.0))
+    assert system.scheduler.stats().num_cached_blocks == 5
+    system.complete()
+    assert system.scheduler.stats().num_cached_blocks == 0
+    system.scheduler.check()
+
+
 def test_a_poison_request_among_64_fails_alone():
     system = System(num_blocks=400, max_num_seqs=64, budget=512)
     ids = [system.add(prompt_of(6, i), 6, request_id=f"r{i}")[0] for i in range(64)]
