@@ -35,6 +35,9 @@ _SERVER_OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # By default gRPC cancels calls at random when more than 1,000 come at once; here the queue caps answer them.
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
     # A client that is gone without a word loses its requests.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),

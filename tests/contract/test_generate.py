@@ -41,6 +41,14 @@ async def test_many_streams_at_once(checkpoint: Path) -> None:
         assert loads.num_generation_tokens == sum((30 + seed) * (1 + seed % 3) for seed in range(40))
 
 
+async def test_a_burst_of_calls_is_served_whole(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        requests = [request([seed % 200, 7], max_tokens=2, seed=seed) for seed in range(2000)]
+        results = await asyncio.gather(*(stack.generate(each) for each in requests))
+        for seed, result in enumerate(results):
+            assert result.token_ids[0] == expected_tokens([seed % 200, 7], 2, seed=seed)
+
+
 async def test_unset_max_tokens_fills_what_fits(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         result = await stack.generate(request(PROMPT))
