@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=16, help="sequences at a time (default: 16)")
     parser.add_argument("--input-len", type=int, default=64, help="prompt tokens (default: 64)")
     parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds of each arm (default: 7)")
+    parser.add_argument("--rounds", type=int, default=11, help="measured rounds of each arm (default: 11)")
     parser.add_argument("--output", type=Path, default=Path("bench/results/split.json"), help="raw numbers")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
