@@ -56,8 +56,7 @@ def limit_spinning(environ: MutableMapping[str, str]) -> None:
     """Let OpenMP threads spin at a barrier for about as long as the gaps between operations are, then sleep.
 
     To be called before torch is imported. By default they spin for milliseconds, and whoever else wants a core, the
-    scheduler first of all, costs a time slice per operation. Measured on 2 cores, a decode step of 16 rows: 33 ms by
-    default, 36 ms so, 55 ms without spinning; beside a busy process 133 to 870 ms by default, 93 ms so, 57 ms without.
+    scheduler first of all, costs a time slice per operation; without spinning every operation costs a wake-up.
     """
     if "OMP_WAIT_POLICY" not in environ:
         environ.setdefault("GOMP_SPINCOUNT", "5000")

@@ -1,8 +1,8 @@
 """Which full blocks of which content the cache holds, found by exact comparison.
 
-A node is content: a serial never reused, its parent's serial and its token bytes. It has any number of device copies
-and lives while it or a descendant has one. Looking a child up compares (parent serial, token bytes) as a whole, so no
-hash collision can serve a wrong block. The chained xxh3_64 is only the block's public name.
+A node is content: its parent and its token bytes. It has any number of device copies and lives while it or a descendant
+has one. A child is looked up under its parent by all its token bytes, so no hash collision can serve a wrong block. The
+chained xxh3_64 is only the block's public name.
 """
 
 from array import array
@@ -16,12 +16,9 @@ RootKey = tuple[str, str, bytes]  # tenant, cache salt, model digest
 class Node:
     """One block's worth of content after a given prefix."""
 
-    __slots__ = ("block_hash", "blocks", "children", "parent", "root_key", "serial", "token_bytes")
+    __slots__ = ("block_hash", "blocks", "children", "parent", "root_key", "token_bytes")
 
-    def __init__(
-        self, serial: int, root_key: RootKey, parent: "Node | None", token_bytes: bytes, block_hash: int
-    ) -> None:
-        self.serial = serial
+    def __init__(self, root_key: RootKey, parent: "Node | None", token_bytes: bytes, block_hash: int) -> None:
         self.root_key = root_key
         self.parent = parent
         self.token_bytes = token_bytes
@@ -35,7 +32,6 @@ class PrefixIndex:
         self._block_size = block_size
         self._roots: dict[RootKey, Node] = {}
         self._node_of_block: list[Node | None] = [None] * (num_blocks + 1)
-        self._num_serials = 0
         self.num_cached_blocks = 0
 
     def is_cached(self, block: int) -> bool:
@@ -75,7 +71,7 @@ class PrefixIndex:
         node = parent.children.get(token_bytes)
         if node is None:
             block_hash = xxhash.xxh3_64_intdigest(parent.block_hash.to_bytes(8, "little") + token_bytes)
-            node = parent.children[token_bytes] = Node(self._serial(), key, parent, token_bytes, block_hash)
+            node = parent.children[token_bytes] = Node(key, parent, token_bytes, block_hash)
         node.blocks.append(block)
         self._node_of_block[block] = node
         self.num_cached_blocks += 1
@@ -112,7 +108,7 @@ class PrefixIndex:
         root = self._roots.get(key)
         if root is None:
             seed = xxhash.xxh3_64_intdigest(repr(key).encode())
-            root = self._roots[key] = Node(self._serial(), key, None, b"", seed)
+            root = self._roots[key] = Node(key, None, b"", seed)
         return root
 
     def _prune(self, node: Node) -> None:
@@ -127,7 +123,3 @@ class PrefixIndex:
     def _token_bytes(self, token_ids: Sequence[int], block_index: int) -> bytes:
         start = block_index * self._block_size
         return array("I", token_ids[start : start + self._block_size]).tobytes()
-
-    def _serial(self) -> int:
-        self._num_serials += 1
-        return self._num_serials

@@ -97,7 +97,6 @@ class SchedulerStats:
     num_device_blocks: int
     num_held_blocks: int
     num_cached_blocks: int
-    num_unacknowledged: int
     num_preemptions: int
     num_prompt_tokens: int  # of sequences that first ran
     num_cached_prompt_tokens: int  # of those, found in the cache

@@ -254,10 +254,6 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def num_unacknowledged(self) -> int:
-        return len(self._worker.unacknowledged) if self._worker else 0
-
-    @property
     def num_step_tokens(self) -> int:
         """The token budget of a step."""
         worker = self._worker
@@ -281,7 +277,6 @@ class Scheduler:
             num_device_blocks=cache.pool.num_blocks if cache else 0,
             num_held_blocks=cache.num_held_blocks if cache else 0,
             num_cached_blocks=cache.index.num_cached_blocks if cache else 0,
-            num_unacknowledged=self.num_unacknowledged,
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_prompt_tokens=self._num_cached_prompt_tokens,
