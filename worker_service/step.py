@@ -25,6 +25,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    # A row of a beam: it reports its most likely tokens instead of choosing one, and appends nothing by itself.
+    num_candidates: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,35 @@ class RowOpening:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step must do. Phases in order: released slots, openings, appended blocks, work."""
+    """What one step must do.
+
+    Phases in order, all reads of a phase before its writes: released slots, moves, copies, openings, forks, appended
+    blocks, set blocks, appended tokens, work.
+    """
 
     epoch: int
     step: int
     released_slots: tuple[int, ...] = ()
+    # Moves: device block swap_out_device_blocks[i] to host block swap_out_host_blocks[i], and the other way round.
+    swap_out_device_blocks: tuple[int, ...] = ()
+    swap_out_host_blocks: tuple[int, ...] = ()
+    swap_in_host_blocks: tuple[int, ...] = ()
+    swap_in_device_blocks: tuple[int, ...] = ()
+    # Copies from device block to device block.
+    copy_source_blocks: tuple[int, ...] = ()
+    copy_target_blocks: tuple[int, ...] = ()
     openings: tuple[RowOpening, ...] = ()
+    # Slot fork_target_slots[i] becomes a copy of row fork_source_slots[i], and is paused. A target may be occupied.
+    fork_source_slots: tuple[int, ...] = ()
+    fork_target_slots: tuple[int, ...] = ()
     append_slots: tuple[int, ...] = ()
     append_block_ids: tuple[int, ...] = ()
+    # Entry set_block_indexes[i] of the table of slot set_block_slots[i] becomes set_block_ids[i].
+    set_block_slots: tuple[int, ...] = ()
+    set_block_indexes: tuple[int, ...] = ()
+    set_block_ids: tuple[int, ...] = ()
+    append_token_slots: tuple[int, ...] = ()
+    append_token_ids: tuple[int, ...] = ()
     work_slots: tuple[int, ...] = ()
     work_num_tokens: tuple[int, ...] = ()
 
@@ -72,6 +95,14 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidates:
+    """Columns over the rows of beams: each row has as many entries as it asked for, most likely first."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """Log-probabilities of the prompt tokens from `first_position` on, computed by one chunk of a row."""
 
@@ -87,10 +118,12 @@ class StepResult:
     epoch: int
     step: int
     statuses: tuple[RowStatus, ...] = ()  # empty: every row is OK
-    token_ids: tuple[int, ...] = ()  # one per row that is OK
+    token_ids: tuple[int, ...] = ()  # one per row that is OK and chooses a token
     logprobs: Logprobs = Logprobs()
+    candidates: Candidates = Candidates()  # of the rows that are OK and report candidates
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     duration_us: int = 0
+    last_moved_step: int = 0  # the moves of all plans up to this step are done
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +152,9 @@ class Ready:
     device: str
     dtype: str
     attention_backend: str
+    num_host_blocks: int = 0  # their ids are 1..num_host_blocks
+    swap_bandwidth: float = 0.0  # bytes per second between device and host, measured; 0 without host blocks
+    sliding_window: int = 0  # the widest window of all layers, in tokens; 0 if one has none
 
 
 class RefusalReason(Enum):
@@ -141,3 +177,4 @@ class Heartbeat:
     epoch: int
     last_started_step: int
     last_finished_step: int
+    last_moved_step: int = 0

@@ -1,9 +1,27 @@
 """What goes into the core and what comes out of it."""
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 
 from scheduler_service.core.plan import SamplingParams
+
+
+class EarlyStopping(Enum):
+    """When a beam search with enough hypotheses ends (the three values of transformers' `early_stopping`)."""
+
+    HEURISTIC = "heuristic"  # False: when the best running beam, at its present length, cannot beat the worst hypothesis
+    FIRST = "first"  # True: at once
+    NEVER = "never"  # "never": when no continuation of any length can
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search: the `Request.n` best of the hypotheses found are returned."""
+
+    beam_width: int
+    length_penalty: float = 1.0  # a hypothesis scores cumulative_logprob / num_output_tokens ** length_penalty
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +34,11 @@ class Request:
     sampling: SamplingParams
     max_tokens: int
     seed: int = 0
-    n: int = 1  # samples, one sequence each
+    n: int = 1  # samples, or hypotheses of a beam search
     priority: int = 0  # lower runs first
     cache_salt: str = ""
+    beam: BeamParams | None = None
+    deadline: float | None = None  # seconds of the caller's clock; orders requests under the policy "deadline"
 
 
 class AdmissionReason(Enum):
@@ -73,15 +93,26 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """The whole output of one sequence of a beam search, known only at its end."""
+
+    sequence_id: int
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float
+
+
+@dataclass(slots=True)
 class TokenOutputs:
     """What an event produced for the clients.
 
     `sequence_ids[i]` got `token_ids[i]`; a sequence that got a token and ended stands in both. `logprobs` holds the
-    sequences that asked for them.
+    sequences that asked for them. The hypotheses' tokens stand in `hypotheses` alone, and their ends in `ended`. The
+    columns may be shared with the core: whoever takes them must not change them.
     """
 
-    sequence_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    sequence_ids: SequenceOf[int] = field(default_factory=list)
+    token_ids: SequenceOf[int] = field(default_factory=list)
+    hypotheses: list[Hypothesis] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     ended: list[SequenceEnd] = field(default_factory=list)
@@ -89,15 +120,104 @@ class TokenOutputs:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Gauges of now and counters since start."""
+    """Gauges of now and counters since start. Blocks are those of the worker that is there."""
 
-    num_running: int
+    num_running: int  # sequences
     num_waiting: int
+    num_swapped: int  # on their way to the host, there, or on their way back
     num_waiting_tokens: int
     num_device_blocks: int
     num_held_blocks: int
     num_cached_blocks: int
-    num_preemptions: int
+    num_host_blocks: int
+    num_held_host_blocks: int
+    num_cached_host_blocks: int
+    num_preemptions: int  # of requests
+    num_swap_preemptions: int  # of those, by swapping
+    num_moved_blocks_out: int  # device to host: swaps and demotions
+    num_moved_blocks_in: int
     num_prompt_tokens: int  # of sequences that first ran
-    num_cached_prompt_tokens: int  # of those, found in the cache
+    num_cached_prompt_tokens: int  # of those, found in the cache, in either tier
+    num_host_cached_prompt_tokens: int  # of those, found in host blocks
     num_generation_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHolder:
+    """Who holds device blocks. Requests of other tenants than the one who asks have no name."""
+
+    request_id: str | None
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReport:
+    """What a request is doing and why it waits."""
+
+    request_id: str
+    tenant: str
+    state: str  # waiting, running, swapping_out, swapped, swapping_in
+    reason: str  # one sentence; empty while it runs freely
+    queue_position: int | None  # from 1, while it waits to run
+    num_prompt_tokens: int
+    num_output_tokens: int  # of all its sequences
+    num_computed_tokens: int
+    num_sequences: int  # that have not ended
+    num_running_sequences: int
+    num_held_blocks: int
+    num_held_host_blocks: int
+    num_wanted_blocks: int  # to run, or to run on
+    num_free_blocks: int
+    num_preemptions: int
+    holders: tuple[BlockHolder, ...]  # most blocks first
+    arrived_at: float
+
+
+class BlockUse(IntEnum):
+    """What a block is used for. Values from HELD on name an owner: HELD + its index in `BlockMap.owners`."""
+
+    FREE = 0
+    CACHED = 1  # idle, its content can be matched
+    MOVING = 2  # only a move that is under way holds it
+    SHARED = 3  # by several requests
+    HELD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """Every block of both pools. Entry i is about block i + 1."""
+
+    owners: tuple[str, ...]  # request ids
+    device: tuple[int, ...]  # BlockUse
+    host: tuple[int, ...]
+
+
+class Tier(Enum):
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A block's content can be matched. Hashes are chained xxh3_64 over the parent's hash and the tokens."""
+
+    block_hash: int
+    parent_hash: int  # the root's own where the block is the first
+    token_ids: tuple[int, ...]
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """The last copy of a content in this tier is gone."""
+
+    block_hash: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCleared:
+    """Nothing is cached any more, in either tier."""
+
+
+KvEvent = BlockStored | BlockRemoved | CacheCleared
