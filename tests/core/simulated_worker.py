@@ -1,31 +1,72 @@
 """A worker in plain Python that obeys plans to the letter, for tests of the core.
 
-Its KV cache is content-addressed: each position holds a digest of the whole prefix read through the block table, and
-the next token is a function of that digest. Any wrong, stale or early block changes the output, so `reference` is an
-oracle for everything the scheduler does.
+Its KV cache is content-addressed: the entry of a position is a digest of all tokens up to it. Before a row computes,
+all that it will read through its block table must hold exactly the digests of its own tokens, and the next token is a
+function of the last digest. Any wrong, stale or early block is an error at the read, and `reference` and `candidates`
+are oracles for everything the scheduler does.
+
+Moves are done at once, or held back until `finish_moves`: what touches a block of a move before it is done is an error.
 """
 
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import gcd
 
-import xxhash
+from scheduler_service.core.plan import (
+    Candidates,
+    Logprobs,
+    PromptLogprobs,
+    RowOpening,
+    RowStatus,
+    StepPlan,
+    StepResult,
+)
 
-from scheduler_service.core.plan import Logprobs, PromptLogprobs, RowOpening, RowStatus, StepPlan, StepResult
+BAD = -1  # the digest of a position that has no good values; no hash of a tuple is -1
+NOISE = 12345  # what a block holds before it is written
 
 
 def digest(previous: int, token_id: int) -> int:
-    return xxhash.xxh3_64_intdigest(previous.to_bytes(8, "little") + token_id.to_bytes(4, "little"))
+    """Of a position, from the digest of the one before: 64 bits. A tuple of integers hashes alike in every process."""
+    return hash((previous, token_id))
+
+
+def digest_all(token_ids: Iterable[int]) -> int:
+    prefix = 0
+    for token_id in token_ids:
+        prefix = digest(prefix, token_id)
+    return prefix
 
 
 def next_token(prefix: int, seed: int, sample_index: int, vocab_size: int) -> int:
     """The last id of the vocabulary is never generated: tests put it into prompts as poison."""
-    return xxhash.xxh3_64_intdigest(f"{prefix} {seed} {sample_index}".encode()) % (vocab_size - 1)
+    return hash((prefix, seed, sample_index)) % (vocab_size - 1)
 
 
-def reference(prompt: tuple[int, ...], num_tokens: int, *, seed: int, sample_index: int, vocab_size: int) -> list[int]:
+def candidates(prefix: int, num: int, vocab_size: int) -> list[tuple[int, float]]:
+    """The `num` most likely (token id, logprob) after a prefix: distinct tokens, logprobs falling strictly.
+
+    Logprobs are multiples of 2**-30, so that sums of thousands are exact in any order, and all but never equal. The
+    last id of the vocabulary comes last.
+    """
+    num_usual = vocab_size - 1
+    noise = hash((prefix, 1))
+    first, stride = noise % num_usual, 1 + (noise >> 20) % num_usual
+    while gcd(stride, num_usual) != 1:
+        stride += 1
+    entries: list[tuple[int, float]] = []
+    loss = 0
+    for i in range(min(num, vocab_size)):
+        loss += 1 + hash((prefix, 2, i)) % 2**30
+        token_id = (first + i * stride) % num_usual if i < num_usual else num_usual
+        entries.append((token_id, -loss / 2**30))
+    return entries
+
+
+def reference(prompt: Iterable[int], num_tokens: int, *, seed: int, sample_index: int, vocab_size: int) -> list[int]:
     """The tokens that an undisturbed run generates."""
-    prefix = 0
-    for token_id in prompt:
-        prefix = digest(prefix, token_id)
+    prefix = digest_all(prompt)
     output: list[int] = []
     for _ in range(num_tokens):
         output.append(next_token(prefix, seed, sample_index, vocab_size))
@@ -40,6 +81,20 @@ class Row:
     block_ids: list[int]
     num_computed: int
     work: int = 0
+    digests: list[int] = field(default_factory=list)  # of the first of token_ids, as far as they were needed
+
+    def fork(self) -> "Row":
+        return replace(
+            self, token_ids=self.token_ids.copy(), block_ids=self.block_ids.copy(), digests=self.digests.copy(), work=0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    step: int
+    is_out: bool  # from the device to the host
+    source: int
+    target: int
 
 
 @dataclass(slots=True)
@@ -49,82 +104,217 @@ class SimulatedWorker:
     vocab_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_host_blocks: int = 0
+    sliding_window: int = 0  # tokens that a query may read, itself included; 0 is all
     rows: dict[int, Row] = field(default_factory=dict)
     last_step: int = 0
-    kv: dict[tuple[int, int], int] = field(default_factory=dict)
+    kv: dict[int, list[int]] = field(default_factory=dict)  # digests by device block
+    host_kv: dict[int, list[int]] = field(default_factory=dict)
     poisoned: frozenset[int] = frozenset()  # a row whose input holds one of these tokens has no good logits
+    bad_rows: frozenset[int] = frozenset()  # sequences whose logits are bad though their input is good
+    pending: deque[Move] = field(default_factory=deque)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    @property
+    def last_moved_step(self) -> int:
+        return self.pending[0].step - 1 if self.pending else self.last_step
+
+    def finish_moves(self, num: int) -> int:
+        """Do the first `num` moves that were held back; the last step whose moves, and those before, are all done."""
+        for _ in range(num):
+            move = self.pending.popleft()
+            source, target = (self.kv, self.host_kv) if move.is_out else (self.host_kv, self.kv)
+            assert move.source in source, f"{move} reads a block that was never written"
+            target[move.target] = source[move.source].copy()
+        return self.last_moved_step
+
+    def execute(self, plan: StepPlan, apply_moves: bool = True) -> StepResult:
         assert plan.step == self.last_step + 1
         self.last_step = plan.step
+        for slot in plan.released_slots:
+            del self.rows[slot]
+        self._move(plan)
+        if apply_moves:
+            self.finish_moves(len(self.pending))
+        self._copy(plan)
         self._patch(plan)
         working = [(slot, row) for slot, row in sorted(self.rows.items()) if row.work]
-        assert 0 < sum(row.work for _, row in working) <= self.max_num_batched_tokens
-        for _, row in self._producers_first(working):
-            self._write(row)
-        statuses, token_ids, chosen, ranks, prompt_logprobs = [], [], [], [], []
+        num_tokens = sum(row.work for _, row in working)
+        assert num_tokens <= self.max_num_batched_tokens
+        assert num_tokens or plan.swap_out_host_blocks or plan.swap_in_host_blocks, "a plan does nothing"
+        self._compute([row for _, row in working])
+        return self._answer(plan, working)
+
+    # Moves and copies
+
+    def _move(self, plan: StepPlan) -> None:
+        outs = zip(plan.swap_out_device_blocks, plan.swap_out_host_blocks, strict=True)
+        ins = zip(plan.swap_in_host_blocks, plan.swap_in_device_blocks, strict=True)
+        moves = [Move(plan.step, True, *ends) for ends in outs] + [Move(plan.step, False, *ends) for ends in ins]
+        for move in moves:
+            device, host = (move.source, move.target) if move.is_out else (move.target, move.source)
+            assert 1 <= device <= self.num_blocks, f"{move}: no such device block"
+            assert 1 <= host <= self.num_host_blocks, f"{move}: no such host block"
+            for other in self.pending:
+                # A source may be read twice; nothing else may be named twice.
+                same_way = other.is_out == move.is_out
+                touched = other.target if same_way else other.source
+                read = other.source if same_way else other.target
+                assert move.target != touched, f"S3: {move} writes what {other} writes or reads"
+                assert same_way or move.source != read, f"S4: {move} reads what {other} has yet to write"
+            self.pending.append(move)
+
+    def _copy(self, plan: StepPlan) -> None:
+        pairs = list(zip(plan.copy_source_blocks, plan.copy_target_blocks, strict=True))
+        contents = []
+        for source, target in pairs:
+            assert 1 <= source <= self.num_blocks
+            assert 1 <= target <= self.num_blocks
+            assert source in self.kv, f"block {source} is copied before it was written"
+            self._assert_readable(source)
+            self._assert_writable(target)
+            contents.append(self.kv[source].copy())
+        assert len({target for _, target in pairs}) == len(pairs), "two copies have one target"
+        for (_, target), content in zip(pairs, contents, strict=True):
+            self.kv[target] = content
+
+    def _assert_readable(self, block: int) -> None:
+        for move in self.pending:
+            assert move.is_out or move.target != block, f"S4: block {block} is read before {move}"
+
+    def _assert_writable(self, block: int) -> None:
+        for move in self.pending:
+            assert block != (move.source if move.is_out else move.target), f"S3: block {block} is written before {move}"
+
+    # Rows
+
+    def _patch(self, plan: StepPlan) -> None:
+        for opening in plan.openings:
+            self._open(opening)
+        sources = [self.rows[slot].fork() for slot in plan.fork_source_slots]
+        for slot, row in zip(plan.fork_target_slots, sources, strict=True):
+            assert 0 <= slot < self.max_num_seqs
+            self.rows[slot] = row
+        assert len(set(plan.fork_target_slots)) == len(plan.fork_target_slots), "two forks have one target"
+        for slot, block in zip(plan.append_slots, plan.append_block_ids, strict=True):
+            assert 1 <= block <= self.num_blocks
+            self.rows[slot].block_ids.append(block)
+        for slot, index, block in zip(plan.set_block_slots, plan.set_block_indexes, plan.set_block_ids, strict=True):
+            assert 1 <= block <= self.num_blocks
+            assert 0 <= index < len(self.rows[slot].block_ids)
+            self.rows[slot].block_ids[index] = block
+        for slot, token_id in zip(plan.append_token_slots, plan.append_token_ids, strict=True):
+            assert 0 <= token_id < self.vocab_size
+            self.rows[slot].token_ids.append(token_id)
+        assert len(set(plan.append_token_slots)) == len(plan.append_token_slots), "a row gets two tokens"
+        for slot, num_tokens in zip(plan.work_slots, plan.work_num_tokens, strict=True):
+            self.rows[slot].work = num_tokens
+        assert len(set(plan.work_slots)) == len(plan.work_slots), "a row is patched twice"
+
+    def _open(self, opening: RowOpening) -> None:
+        assert opening.slot not in self.rows
+        assert 0 <= opening.slot < self.max_num_seqs
+        assert 1 <= opening.num_prompt_tokens <= len(opening.token_ids)
+        assert 0 <= opening.num_computed_tokens < len(opening.token_ids)
+        assert all(0 <= block <= self.num_blocks for block in opening.block_ids)
+        self.rows[opening.slot] = Row(
+            opening, list(opening.token_ids), list(opening.block_ids), opening.num_computed_tokens
+        )
+
+    def _compute(self, working: list[Row]) -> None:
+        """A real worker writes a layer's K and V of all rows before any attends; here rows go in an order that reads
+        what is written: a row that starts at a position comes after all that write before it."""
+        written: set[int] = set()
+        for row in sorted(working, key=lambda row: row.num_computed):
+            end = row.num_computed + row.work
+            assert end <= len(row.token_ids), "a row computes beyond its tokens"
+            assert end <= len(row.block_ids) * self.block_size, "a row computes beyond its blocks"
+            self._digest(row, end)
+            self._read(row)
+            self._write(row, end, written)
+
+    def _digest(self, row: Row, end: int) -> None:
+        digests = row.digests
+        prefix = digests[-1] if digests else 0
+        for token_id in row.token_ids[len(digests) : end]:
+            prefix = BAD if prefix == BAD or token_id in self.poisoned else digest(prefix, token_id)
+            digests.append(prefix)
+
+    def _read(self, row: Row) -> None:
+        """The row's queries read all computed positions, or those in the window of the first query."""
+        size, start = self.block_size, row.num_computed
+        first = max(0, start - self.sliding_window + 1) if self.sliding_window else 0
+        while first < start:
+            index = first // size
+            block, last = row.block_ids[index], min(start, (index + 1) * size)
+            assert block, f"sequence {row.opening.sequence_id} reads the hole at index {index} of its table"
+            if self.pending:
+                self._assert_readable(block)
+            content = self.kv.get(block, ())[first - index * size : last - index * size]
+            assert content == row.digests[first:last], (
+                f"sequence {row.opening.sequence_id} reads what is not its own: positions {first} to {last} of its "
+                f"{start} computed, in block {block}"
+            )
+            first = last
+
+    def _write(self, row: Row, end: int, written: set[int]) -> None:
+        size, position = self.block_size, row.num_computed
+        while position < end:
+            index = position // size
+            block, last = row.block_ids[index], min(end, (index + 1) * size)
+            assert block, f"sequence {row.opening.sequence_id} writes to the hole at index {index} of its table"
+            assert block not in written, f"S12: two rows write to block {block}"
+            written.add(block)
+            if self.pending:
+                self._assert_writable(block)
+            content = self.kv.get(block)
+            if content is None:
+                content = self.kv[block] = [NOISE] * size
+            content[position - index * size : last - index * size] = row.digests[position:last]
+            position = last
+
+    # Results
+
+    def _answer(self, plan: StepPlan, working: list[tuple[int, Row]]) -> StepResult:
+        statuses: list[RowStatus] = []
+        token_ids: list[int] = []
+        chosen: list[float] = []
+        beams: list[tuple[int, float]] = []
+        prompt_logprobs: list[PromptLogprobs] = []
         for slot, row in working:
-            self._report_prompt(slot, row, prompt_logprobs)
+            opening = row.opening
+            if opening.sampling.num_prompt_logprobs is not None:
+                self._report_prompt(slot, row, prompt_logprobs)
             row.num_computed += row.work
             if row.num_computed < len(row.token_ids):
                 continue
-            prefix = self._read(row, row.num_computed - 1)
+            prefix = row.digests[row.num_computed - 1]
+            is_good = prefix != BAD and opening.sequence_id not in self.bad_rows
+            statuses.append(RowStatus.OK if is_good else RowStatus.NAN_LOGITS)
+            if opening.sampling.num_candidates is not None:
+                row.work = 0
+                if is_good:
+                    beams.extend(candidates(prefix, opening.sampling.num_candidates, self.vocab_size))
+                continue
             row.work = 1
-            if prefix == -1:
-                statuses.append(RowStatus.NAN_LOGITS)
+            if not is_good:
                 row.token_ids.append(0)
                 continue
-            opening = row.opening
-            token_id = next_token(prefix, opening.seed, opening.sample_index, self.vocab_size)
-            statuses.append(RowStatus.OK)
-            token_ids.append(token_id)
-            row.token_ids.append(token_id)
+            token_ids.append(next_token(prefix, opening.seed, opening.sample_index, self.vocab_size))
+            row.token_ids.append(token_ids[-1])
             if opening.sampling.num_logprobs is not None:
                 chosen.append(-float(len(row.token_ids)))
-                ranks.append(1)
-        if all(status is RowStatus.OK for status in statuses):
-            statuses = []
-        logprobs = Logprobs(tuple(chosen), tuple(ranks))
-        return StepResult(plan.epoch, plan.step, tuple(statuses), tuple(token_ids), logprobs, tuple(prompt_logprobs))
-
-    def _patch(self, plan: StepPlan) -> None:
-        for slot in plan.released_slots:
-            del self.rows[slot]
-        for opening in plan.openings:
-            assert opening.slot not in self.rows
-            assert 0 <= opening.slot < self.max_num_seqs
-            assert opening.num_computed_tokens < len(opening.token_ids)
-            self.rows[opening.slot] = Row(
-                opening, list(opening.token_ids), list(opening.block_ids), opening.num_computed_tokens
-            )
-        for slot, block in zip(plan.append_slots, plan.append_block_ids, strict=True):
-            self.rows[slot].block_ids.append(block)
-        for slot, num_tokens in zip(plan.work_slots, plan.work_num_tokens, strict=True):
-            self.rows[slot].work = num_tokens
-        for row in self.rows.values():
-            assert all(1 <= block <= self.num_blocks for block in row.block_ids)
-            assert row.num_computed + row.work <= len(row.token_ids)
-            assert row.num_computed + row.work <= len(row.block_ids) * self.block_size
-
-    def _producers_first(self, working: list[tuple[int, Row]]) -> list[tuple[int, Row]]:
-        """A real worker writes a layer's K and V of all rows before any attends; here rows go in the order that reads
-        what is written: a row that starts at a position comes after all that write before it."""
-        return sorted(working, key=lambda entry: entry[1].num_computed)
-
-    def _write(self, row: Row) -> None:
-        for position in range(row.num_computed, row.num_computed + row.work):
-            prefix = self._read(row, position - 1) if position else 0
-            token_id = row.token_ids[position]
-            bad = prefix == -1 or token_id in self.poisoned
-            key = (row.block_ids[position // self.block_size], position % self.block_size)
-            self.kv[key] = -1 if bad else digest(prefix, token_id)
-
-    def _read(self, row: Row, position: int) -> int:
-        return self.kv.get((row.block_ids[position // self.block_size], position % self.block_size), 12345)
+        return StepResult(
+            plan.epoch,
+            plan.step,
+            () if RowStatus.NAN_LOGITS not in statuses else tuple(statuses),
+            tuple(token_ids),
+            Logprobs(tuple(chosen), (1,) * len(chosen)),
+            Candidates(tuple(token_id for token_id, _ in beams), tuple(logprob for _, logprob in beams)),
+            tuple(prompt_logprobs),
+            last_moved_step=self.last_moved_step,
+        )
 
     def _report_prompt(self, slot: int, row: Row, reports: list[PromptLogprobs]) -> None:
-        if row.opening.sampling.num_prompt_logprobs is None:
-            return
         num = min(row.num_computed + row.work, row.opening.num_prompt_tokens - 1) - row.num_computed
         if num > 0:
             first = row.num_computed + 1
