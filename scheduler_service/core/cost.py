@@ -1,0 +1,69 @@
+"""What a preemption costs: the bytes of a swap against the tokens of a recomputation, in seconds as measured."""
+
+from collections import deque
+from enum import Enum
+from itertools import accumulate
+
+
+class PreemptionMode(Enum):
+    AUTO = "auto"  # whichever is cheaper
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+# Steps that tell the prefill rate: most of their tokens are of prompts.
+_MIN_PROMPT_SHARE = 0.75
+_NUM_STEPS = 31  # that the estimate looks back on
+
+
+class CostModel:
+    """For one worker. Sizes in bytes, rates per second; it knows no time but that of the steps it is told of."""
+
+    def __init__(self, mode: PreemptionMode, block_bytes: int, swap_bandwidth: float) -> None:
+        """`swap_bandwidth`: bytes per second each way, 0 where there is nowhere to swap to."""
+        self._mode = mode
+        self._block_bytes = block_bytes
+        self._swap_bandwidth = swap_bandwidth
+        self._has_warmed_up = False
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_NUM_STEPS)  # (tokens per second, tokens)
+        self.prefill_rate: float | None = None  # tokens per second; None until it is known
+
+    def observe_step(self, num_tokens: int, num_prompt_tokens: int, duration_seconds: float) -> None:
+        """A step took `duration_seconds` for `num_tokens`, of them `num_prompt_tokens` of prompts.
+
+        The rate is the median of the last steps' rates, weighted by their tokens: a few outliers do not move it, and
+        small prompts, whose steps cost about as much as larger ones, hardly count. The first step, in which a worker
+        compiles and allocates, is left out.
+        """
+        if duration_seconds <= 0 or not num_tokens or num_prompt_tokens < _MIN_PROMPT_SHARE * num_tokens:
+            return
+        if not self._has_warmed_up:
+            self._has_warmed_up = True
+            return
+        self._steps.append((num_tokens / duration_seconds, num_tokens))
+        self.prefill_rate = _weighted_median(sorted(self._steps))
+
+    def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether to move a victim's blocks out and in again rather than compute its `num_tokens` anew.
+
+        Never where there is nowhere to swap to. While the prefill rate is unknown, "auto" swaps.
+        """
+        if not self._swap_bandwidth or self._mode is PreemptionMode.RECOMPUTE:
+            return False
+        return self._mode is PreemptionMode.SWAP or self._move_is_cheaper(2 * num_blocks, num_tokens)
+
+    def prefers_load(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether to move cached blocks in rather than compute their `num_tokens`. The mode binds preemption only."""
+        return self._swap_bandwidth > 0 and self._move_is_cheaper(num_blocks, num_tokens)
+
+    def _move_is_cheaper(self, num_moves: int, num_tokens: int) -> bool:
+        if self.prefill_rate is None:
+            return True
+        return num_moves * self._block_bytes / self._swap_bandwidth < num_tokens / self.prefill_rate
+
+
+def _weighted_median(values: list[tuple[float, int]]) -> float:
+    """Of sorted (value, weight): the first value at which half of the weight is reached."""
+    total = sum(weight for _, weight in values)
+    reached = accumulate(weight for _, weight in values)
+    return next(value for (value, _), weight in zip(values, reached, strict=True) if 2 * weight >= total)

@@ -1,0 +1,185 @@
+"""Who is served next: small named policies, chosen by `--policy`.
+
+A policy gives each request a static key and each tenant a rank that may change. Of all waiting requests the next is the
+one of the least (rank of its tenant, key); among running ones the key alone decides who is served first and who is
+preempted last.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from scheduler_service.core.request import Request
+
+_NUM_ABSENT = 64  # counters of tenants without requests that a fair policy keeps before it looks which it needs
+
+
+class Policy(Protocol):
+    """What the scheduler asks. All keys of a policy have one shape and end in `arrival`, which makes them unique."""
+
+    name: str
+    ranks_tenants: bool  # False: every rank is 0 at all times
+
+    def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
+        """Lower is served first. `arrival` counts the requests."""
+        ...
+
+    def rank(self, tenant: str) -> float:
+        """The tenant of the lowest is next."""
+        ...
+
+    def arrived(self, tenant: str, is_first: bool) -> None:
+        """A request was added. `is_first`: the tenant had none, waiting or running."""
+        ...
+
+    def queued(self, tenant: str) -> None:
+        """A request of the tenant waits, and none did before. It arrived earlier."""
+        ...
+
+    def unqueued(self, tenant: str) -> None:
+        """The tenant has no request that waits any more."""
+        ...
+
+    def left(self, tenant: str) -> None:
+        """The tenant's last request ended."""
+        ...
+
+    def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """The tenant, which has a request, was served."""
+        ...
+
+
+class StaticPolicy:
+    """Order by a key of the request; tenants do not matter.
+
+    Limit: nothing keeps a tenant from filling the queue. The first request in order is always served next, so every
+    request is served whose key only finitely many later ones can undercut: all of them under "fcfs", under "priority"
+    those that no endless stream of a higher priority precedes, under "deadline" those that have a deadline.
+    """
+
+    ranks_tenants = False
+
+    def __init__(self, name: str, key: Callable[[Request, int], tuple[Any, ...]]) -> None:
+        self.name = name
+        self._key = key
+
+    def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
+        return self._key(request, arrival)
+
+    def rank(self, tenant: str) -> float:
+        return 0.0
+
+    def arrived(self, tenant: str, is_first: bool) -> None:
+        pass
+
+    def queued(self, tenant: str) -> None:
+        pass
+
+    def unqueued(self, tenant: str) -> None:
+        pass
+
+    def left(self, tenant: str) -> None:
+        pass
+
+    def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        pass
+
+
+class FairPolicy:
+    """A fair share for every tenant: the virtual token counters of Sheng et al., "Fairness in Serving Large Language
+    Models", OSDI 2024.
+
+    A tenant's counter is the service it got: prompt tokens with weight 1, output tokens with weight 2. The waiting
+    tenant with the lowest counter is next; within a tenant, priority and arrival decide. A tenant that begins to wait
+    is lifted to the lowest counter of those that wait (where nobody waits: of the last that did), so nobody saves up
+    service by staying away.
+
+    Bound (their theorem 4.4): while two tenants both have requests waiting, the service that they get differs by at
+    most 2 * max(prompt tokens of one request, 2 * tokens that run at once). It holds where a tenant is passed over only
+    because another's counter is lower: not while the first request of a tenant is refused for reasons of its own, and
+    not for tenants that one client makes up at will. Running requests are not preempted for the sake of fairness.
+
+    Counters are kept while anybody has a request; then all begin anew.
+    """
+
+    name = "fair"
+    ranks_tenants = True
+    PROMPT_WEIGHT = 1
+    OUTPUT_WEIGHT = 2
+
+    def __init__(self) -> None:
+        self._counters: dict[str, int] = {}
+        self._present: set[str] = set()  # tenants with requests, waiting or running
+        self._waiting: set[str] = set()
+        self._last_waiting = ""  # the tenant that waited last
+        self._floor = 0  # what a tenant that begins to wait has at least; never falls while anybody is present
+        self._num_absent_kept = 0
+
+    def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
+        return request.priority, arrival
+
+    def rank(self, tenant: str) -> float:
+        return self._counters[tenant]
+
+    def arrived(self, tenant: str, is_first: bool) -> None:
+        if is_first:
+            self._present.add(tenant)
+            self._counters.setdefault(tenant, self._floor)
+
+    def queued(self, tenant: str) -> None:
+        if self._waiting:
+            self._floor = min(self._counters[other] for other in self._waiting)
+        else:
+            self._floor = max(self._floor, self._counters.get(self._last_waiting, 0))
+        self._counters[tenant] = max(self._counters[tenant], self._floor)
+        self._waiting.add(tenant)
+
+    def unqueued(self, tenant: str) -> None:
+        self._waiting.remove(tenant)
+        self._last_waiting = tenant
+
+    def left(self, tenant: str) -> None:
+        self._present.remove(tenant)
+        if not self._present:
+            self._counters.clear()
+            self._last_waiting, self._floor, self._num_absent_kept = "", 0, 0
+        elif len(self._counters) - len(self._present) > 2 * self._num_absent_kept + _NUM_ABSENT:
+            self._forget()
+
+    def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        service = self.PROMPT_WEIGHT * num_prompt_tokens + self.OUTPUT_WEIGHT * num_output_tokens
+        self._counters[tenant] += service
+
+    def _forget(self) -> None:
+        """Drop the counters of absent tenants that the next lift would raise anyway."""
+        kept = {name: count for name, count in self._counters.items() if name in self._present or count > self._floor}
+        self._counters = kept
+        self._num_absent_kept = len(kept) - len(self._present)
+
+
+def _by_arrival(request: Request, arrival: int) -> tuple[Any, ...]:
+    return (arrival,)
+
+
+def _by_priority(request: Request, arrival: int) -> tuple[Any, ...]:
+    return request.priority, arrival
+
+
+def _by_deadline(request: Request, arrival: int) -> tuple[Any, ...]:
+    return math.inf if request.deadline is None else request.deadline, request.priority, arrival
+
+
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "priority": lambda: StaticPolicy("priority", _by_priority),
+    "fcfs": lambda: StaticPolicy("fcfs", _by_arrival),
+    "fair": FairPolicy,
+    "deadline": lambda: StaticPolicy("deadline", _by_deadline),
+}
+POLICIES = tuple(_POLICIES)  # the first is the default
+
+
+def create_policy(name: str) -> Policy:
+    """A new policy of that name. Raises ValueError for another name."""
+    if name not in _POLICIES:
+        raise ValueError(f"policy is {name!r}, choose one of {', '.join(POLICIES)}")
+    return _POLICIES[name]()

@@ -1,0 +1,130 @@
+"""The requests that wait, in the order of a policy."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar
+
+from scheduler_service.core.policy import Policy
+from scheduler_service.core.request import Request
+
+
+class Group(Protocol):
+    """The sequences of a request that wait together. None of this changes while the group is queued."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """The policy's key: unique."""
+        ...
+
+    @property
+    def num_waiting_sequences(self) -> int: ...
+
+    @property
+    def num_waiting_tokens(self) -> int: ...
+
+
+GroupT = TypeVar("GroupT", bound=Group)
+
+_order = attrgetter("order")
+
+
+class WaitingQueue(Generic[GroupT]):
+    """Groups in order of (rank of the tenant, order of the group). It tells the policy who begins and ends to wait.
+
+    Each tenant has a sorted list. Where ranks do not matter, the first ones of all tenants are kept sorted; where they
+    do, they are compared when somebody asks, for ranks change at any time.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._groups: dict[str, list[GroupT]] = {}  # by tenant, in order; none is empty
+        self._heads: list[GroupT] = []  # the first of every tenant in order; empty where ranks matter
+        self._num_groups = 0
+        self._num_sequences: dict[str, int] = {}
+        self.num_sequences = 0
+        self.num_prompt_tokens = 0
+
+    def __len__(self) -> int:
+        """Groups."""
+        return self._num_groups
+
+    def add(self, group: GroupT) -> None:
+        """Also for a group that comes back: its order says where it belongs."""
+        tenant = group.request.tenant
+        groups = self._groups.get(tenant)
+        if groups is None:
+            self._policy.queued(tenant)
+            groups = self._groups[tenant] = []
+            self._num_sequences[tenant] = 0
+        head = groups[0] if groups else None
+        insort(groups, group, key=_order)
+        self._change_head(head, groups[0])
+        self._count(tenant, group, 1)
+
+    def remove(self, group: GroupT) -> None:
+        """Raises KeyError for a group that is not queued."""
+        tenant = group.request.tenant
+        groups = self._groups[tenant]
+        index = bisect_left(groups, group.order, key=_order)
+        if index == len(groups) or groups[index] is not group:
+            raise KeyError(group.order)
+        head = groups[0]
+        del groups[index]
+        self._change_head(head, groups[0] if groups else None)
+        self._count(tenant, group, -1)
+        if not groups:
+            del self._groups[tenant], self._num_sequences[tenant]
+            self._policy.unqueued(tenant)
+
+    def next(self, admits: Callable[[GroupT], bool]) -> GroupT | None:
+        """The first group that `admits` accepts, or None. Only the first group of each tenant is asked for."""
+        return next(filter(admits, self._candidates()), None)
+
+    def __iter__(self) -> Iterator[GroupT]:
+        """In the order in which they would be served if no rank changed."""
+        groups = [group for tenant in self._groups.values() for group in tenant]
+        return iter(sorted(groups, key=lambda group: (self._policy.rank(group.request.tenant), group.order)))
+
+    def position(self, group: GroupT) -> int:
+        """From 1, in that order. The group is queued."""
+        rank = self._policy.rank(group.request.tenant)
+        num_before = 0
+        for tenant, groups in self._groups.items():
+            other = self._policy.rank(tenant)
+            if other < rank:
+                num_before += len(groups)
+            elif other == rank:
+                num_before += bisect_left(groups, group.order, key=_order)
+        return num_before + 1
+
+    def num_tenant_sequences(self, tenant: str) -> int:
+        return self._num_sequences.get(tenant, 0)
+
+    def _candidates(self) -> Iterator[GroupT]:
+        """The first group of every tenant, in order. O(1) for the first where ranks do not matter, else O(tenants)."""
+        if not self._policy.ranks_tenants:
+            yield from self._heads
+            return
+        heads = [(self._policy.rank(tenant), groups[0].order, groups[0]) for tenant, groups in self._groups.items()]
+        heapify(heads)
+        while heads:
+            yield heappop(heads)[2]
+
+    def _change_head(self, old: GroupT | None, new: GroupT | None) -> None:
+        if self._policy.ranks_tenants or old is new:
+            return
+        if old is not None:
+            del self._heads[bisect_left(self._heads, old.order, key=_order)]
+        if new is not None:
+            insort(self._heads, new, key=_order)
+
+    def _count(self, tenant: str, group: GroupT, sign: int) -> None:
+        self._num_groups += sign
+        self.num_sequences += sign * group.num_waiting_sequences
+        self._num_sequences[tenant] += sign * group.num_waiting_sequences
+        self.num_prompt_tokens += sign * group.num_waiting_tokens

@@ -1,0 +1,138 @@
+"""Who is served next under each policy."""
+
+import random
+
+import pytest
+
+from scheduler_service.core.plan import SamplingParams
+from scheduler_service.core.policy import POLICIES, FairPolicy, create_policy
+from scheduler_service.core.request import Request
+
+
+def request(tenant: str = "", priority: int = 0, deadline: float | None = None) -> Request:
+    return Request("r", tenant, (1,), SamplingParams(), 1, priority=priority, deadline=deadline)
+
+
+def served(name: str, requests: list[Request]) -> list[int]:
+    policy = create_policy(name)
+    keys = [policy.key(request, arrival) for arrival, request in enumerate(requests)]
+    return sorted(range(len(requests)), key=lambda i: keys[i])
+
+
+def test_static_orders() -> None:
+    requests = [request(priority=1), request(priority=0, deadline=9.0), request(priority=1, deadline=5.0), request()]
+    assert served("fcfs", requests) == [0, 1, 2, 3]
+    assert served("priority", requests) == [1, 3, 0, 2]
+    assert served("fair", requests) == [1, 3, 0, 2]
+    assert served("deadline", requests) == [2, 1, 3, 0]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_has_its_name(name: str) -> None:
+    assert create_policy(name).name == name
+
+
+def test_an_unknown_policy_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="policy is 'best', choose one of priority, fcfs, fair, deadline"):
+        create_policy("best")
+
+
+def begin(policy: FairPolicy, *tenants: str) -> None:
+    for tenant in tenants:
+        policy.arrived(tenant, True)
+        policy.queued(tenant)
+
+
+def test_output_counts_twice() -> None:
+    policy = FairPolicy()
+    begin(policy, "a", "b")
+    policy.charge("a", 100, 0)
+    policy.charge("b", 0, 51)
+    assert policy.rank("a") == 100
+    assert policy.rank("b") == 102
+
+
+def test_a_newcomer_is_lifted_to_the_least_of_those_that_wait() -> None:
+    policy = FairPolicy()
+    begin(policy, "a", "b", "runs")
+    policy.unqueued("runs")
+    policy.charge("a", 100, 0)
+    policy.charge("b", 70, 0)
+    begin(policy, "new")
+    assert policy.rank("new") == 70
+
+
+def test_who_never_waited_long_saves_nothing_up() -> None:
+    policy = FairPolicy()
+    begin(policy, "a", "b")
+    policy.unqueued("b")  # runs, with a counter of 0
+    policy.charge("a", 1000, 0)
+    policy.queued("b")
+    assert policy.rank("b") == 1000
+
+
+def test_where_nobody_waits_a_newcomer_is_lifted_to_the_last_that_did() -> None:
+    policy = FairPolicy()
+    begin(policy, "a")
+    policy.unqueued("a")
+    policy.charge("a", 30, 10)
+    begin(policy, "b")
+    assert policy.rank("b") == 50
+
+
+def test_a_tenant_that_comes_back_keeps_what_it_owes() -> None:
+    policy = FairPolicy()
+    begin(policy, "a", "b")
+    policy.charge("b", 500, 0)
+    policy.unqueued("b")
+    policy.left("b")
+    begin(policy, "b")
+    assert policy.rank("b") == 500
+
+
+def test_nothing_is_kept_when_all_have_left() -> None:
+    policy = FairPolicy()
+    begin(policy, "a", "b")
+    for tenant in ("a", "b"):
+        policy.charge(tenant, 100, 0)
+        policy.unqueued(tenant)
+        policy.left(tenant)
+    begin(policy, "a")
+    assert policy.rank("a") == 0
+
+
+def test_counters_of_absent_tenants_do_not_pile_up() -> None:
+    policy = FairPolicy()
+    begin(policy, "stays")
+    for i in range(10_000):
+        begin(policy, f"t{i}")
+        policy.charge(f"t{i}", 1, 0)
+        policy.charge("stays", 2, 0)
+        policy.unqueued(f"t{i}")
+        policy.left(f"t{i}")
+    assert len(policy._counters) < 300
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tenants_that_wait_get_equal_service_up_to_the_bound(seed: int) -> None:
+    """A server of `capacity` running tokens; tenants always have a request waiting, of any size."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    policy = FairPolicy()
+    sizes = {"a": rng.randint(1, 50), "b": rng.randint(50, 400), "c": rng.randint(1, 400)}
+    tenants, capacity, outputs = list(sizes), 1000, rng.choice([1, 5, 20])
+    begin(policy, *tenants)
+    service = dict.fromkeys(tenants, 0)
+    running: list[tuple[str, int]] = []
+    bound = 2 * max(max(sizes.values()), 2 * capacity)
+    while min(service.values()) < 10 * bound:
+        while sum(sizes[tenant] + outputs for tenant, _ in running) <= capacity - 400 - outputs:
+            tenant = min(tenants, key=lambda name: (policy.rank(name), name))
+            policy.charge(tenant, sizes[tenant], 0)
+            service[tenant] += sizes[tenant]
+            running.append((tenant, outputs))
+        for tenant, _ in running:
+            policy.charge(tenant, 0, 1)
+            service[tenant] += 2
+        running = [(tenant, left - 1) for tenant, left in running if left > 1]
+        assert max(service.values()) - min(service.values()) <= bound

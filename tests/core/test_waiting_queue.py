@@ -1,0 +1,130 @@
+"""The queue of waiting groups, against a plain list that is sorted anew for every question."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from scheduler_service.core.plan import SamplingParams
+from scheduler_service.core.policy import POLICIES, Policy, create_policy
+from scheduler_service.core.request import Request
+from scheduler_service.core.waiting_queue import WaitingQueue
+
+
+@dataclass(frozen=True)
+class Item:
+    request: Request
+    order: tuple[Any, ...]
+    num_waiting_sequences: int = 1
+    num_waiting_tokens: int = 3
+
+
+def item(policy: Policy, arrival: int, tenant: str = "", priority: int = 0, deadline: float | None = None) -> Item:
+    request = Request(str(arrival), tenant, (1, 2, 3), SamplingParams(), 1, priority=priority, deadline=deadline)
+    return Item(request, policy.key(request, arrival))
+
+
+def everybody(group: Item) -> bool:
+    return True
+
+
+def filled(name: str, tenants: str) -> tuple[WaitingQueue[Item], list[Item], Policy]:
+    """One group of each tenant named, in order."""
+    policy = create_policy(name)
+    queue: WaitingQueue[Item] = WaitingQueue(policy)
+    items = [item(policy, arrival, tenant) for arrival, tenant in enumerate(tenants)]
+    for i, group in enumerate(items):
+        policy.arrived(group.request.tenant, group.request.tenant not in tenants[:i])
+        queue.add(group)
+    return queue, items, policy
+
+
+def test_an_empty_queue_has_nothing() -> None:
+    queue: WaitingQueue[Item] = WaitingQueue(create_policy("fcfs"))
+    assert queue.next(everybody) is None
+    assert (len(queue), queue.num_sequences, queue.num_prompt_tokens, list(queue)) == (0, 0, 0, [])
+
+
+def test_a_tenants_first_stands_before_its_others_whoever_is_admitted() -> None:
+    queue, items, _ = filled("fcfs", "aaba")
+    asked: list[Item] = []
+
+    def refuse_a(group: Item) -> bool:
+        asked.append(group)
+        return group.request.tenant != "a"
+
+    assert queue.next(refuse_a) is items[2]
+    assert asked == [items[0], items[2]]
+    queue.remove(items[2])
+    assert queue.next(refuse_a) is None
+
+
+def test_a_group_that_comes_back_takes_its_old_place() -> None:
+    queue, items, _ = filled("fcfs", "aaa")
+    queue.remove(items[0])
+    queue.remove(items[1])
+    queue.add(items[0])
+    assert list(queue) == [items[0], items[2]]
+    assert queue.position(items[2]) == 2
+
+
+def test_a_group_that_is_not_queued_cannot_be_removed() -> None:
+    queue, items, _ = filled("fcfs", "ab")
+    queue.remove(items[0])
+    with pytest.raises(KeyError):
+        queue.remove(items[0])
+
+
+def test_under_fair_the_tenant_that_got_least_is_next() -> None:
+    queue, items, policy = filled("fair", "aaab")
+    assert queue.next(everybody) is items[0]
+    policy.charge("a", 1, 0)
+    assert queue.next(everybody) is items[3]
+    assert list(queue) == [items[3], *items[:3]]
+    assert [queue.position(group) for group in items] == [2, 3, 4, 1]
+
+
+def test_a_flood_does_not_starve_the_other_tenant() -> None:
+    queue, items, policy = filled("fair", "a" * 100 + "b" * 10)
+    served = []
+    for _ in range(20):
+        group = queue.next(everybody)
+        assert group is not None
+        queue.remove(group)
+        policy.charge(group.request.tenant, 10, 0)
+        served.append(group.request.tenant)
+    assert served.count("b") == 10
+    assert len(queue) == len(items) - 20
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(10))
+def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    policy = create_policy(name)
+    queue: WaitingQueue[Item] = WaitingQueue(policy)
+    tenants = [f"t{i}" for i in range(rng.choice([1, 2, 7]))]
+    for tenant in tenants:
+        policy.arrived(tenant, True)
+    waiting: list[Item] = []
+    for arrival in range(400):
+        if rng.random() < 0.55 or not waiting:
+            deadline = rng.choice([None, rng.random()])
+            group = item(policy, arrival, rng.choice(tenants), rng.randint(0, 2), deadline)
+            waiting.append(group)
+            queue.add(group)
+        else:
+            queue.remove(waiting.pop(rng.randrange(len(waiting))))
+        policy.charge(rng.choice(tenants), rng.randint(0, 9), rng.randint(0, 9))
+        waiting.sort(key=lambda group: (policy.rank(group.request.tenant), group.order))
+        assert list(queue) == waiting
+        assert (len(queue), queue.num_sequences) == (len(waiting), len(waiting))
+        assert queue.num_prompt_tokens == 3 * len(waiting)
+        assert [queue.position(group) for group in waiting[:5]] == list(range(1, len(waiting[:5]) + 1))
+        refused = {tenant for tenant in tenants if rng.random() < 0.3}
+        allowed = [group for group in waiting if group.request.tenant not in refused]
+        assert queue.next(lambda group: group.request.tenant not in refused) is (allowed[0] if allowed else None)  # noqa: B023
+        for tenant in tenants:
+            assert queue.num_tenant_sequences(tenant) == sum(group.request.tenant == tenant for group in waiting)
