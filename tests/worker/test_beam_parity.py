@@ -1,0 +1,147 @@
+"""The scheduler's choice of beams against transformers' `generate(num_beams=k)`, on the same log-probabilities."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
+from scheduler_service.core.request import BeamParams, EarlyStopping
+from tests.worker.checkpoints import make_checkpoint
+
+SEEDS = (11, 12)
+NUM_PROMPT_TOKENS = 7
+MAX_TOKENS = 9
+LENGTH_PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
+EARLY_STOPPING = {EarlyStopping.HEURISTIC: False, EarlyStopping.FIRST: True, EarlyStopping.NEVER: "never"}
+
+
+class Model:
+    """Transformers' model, and the most likely tokens after any prefix."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self.seed = seed
+        checkpoint = make_checkpoint(directory, "llama", seed=seed)
+        self.transformers = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self.prompt = torch.randint(150, (NUM_PROMPT_TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
+        self._ranked: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+
+    def candidates(self, beams: list[BeamState], num: int) -> list[list[tuple[int, float]]]:
+        outputs = [tuple(beam.output_token_ids) for beam in beams]
+        unknown = [output for output in outputs if output not in self._ranked]
+        if unknown:
+            with torch.no_grad():
+                logits = self.transformers(torch.tensor([[*self.prompt, *output] for output in unknown])).logits[:, -1]
+            values, token_ids = torch.log_softmax(logits.float(), dim=-1).sort(dim=-1, descending=True)
+            for output, row_ids, row in zip(unknown, token_ids.tolist(), values.tolist(), strict=True):
+                self._ranked[output] = list(zip(row_ids, row, strict=True))
+        return [self._ranked[output][:num] for output in outputs]
+
+    def stop_sets(self) -> list[frozenset[int]]:
+        """None, one, and three of the tokens that the model likes to emit: at first, later, or at all."""
+        output = self.transformers.generate(
+            torch.tensor([self.prompt]),
+            **(OPTIONS | {"num_beams": 6, "num_return_sequences": 6}),
+        )
+        emitted = output.sequences[:, NUM_PROMPT_TOKENS:].tolist()
+        liked = [token_id for token_id, _ in Counter(token_id for row in emitted for token_id in row).most_common(3)]
+        return [frozenset(), frozenset({emitted[0][2]}), frozenset({emitted[0][-2]}), frozenset(liked)]
+
+
+OPTIONS = {
+    "max_new_tokens": MAX_TOKENS,
+    "do_sample": False,
+    "pad_token_id": 150,
+    "return_dict_in_generate": True,
+    "output_scores": True,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    params: BeamParams
+    stops: frozenset[int]
+    min_tokens: int = 0
+
+
+@pytest.fixture(scope="module", params=SEEDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("beams"), request.param)
+
+
+def searched(model: Model, case: Case) -> list[FinishedHypothesis]:
+    search = BeamSearch(case.params, case.stops, case.min_tokens, MAX_TOKENS)
+    beams = [BeamState(0.0, ())]
+    num_candidates = case.params.beam_width + len(case.stops)
+    while True:
+        step = search.advance(beams, model.candidates(beams, num_candidates))
+        if step.is_done:
+            return search.best(case.params.beam_width)
+        beams = [
+            BeamState(child.cumulative_logprob, (*beams[child.parent].output_token_ids, child.token_id))
+            for child in step.children
+        ]
+
+
+def generated(model: Model, case: Case) -> list[tuple[tuple[int, ...], float]]:
+    """(output tokens, score) of transformers, best first."""
+    width = case.params.beam_width
+    output = model.transformers.generate(
+        torch.tensor([model.prompt]),
+        **OPTIONS,
+        num_beams=width,
+        num_return_sequences=width,
+        early_stopping=EARLY_STOPPING[case.params.early_stopping],
+        length_penalty=case.params.length_penalty,
+        eos_token_id=sorted(case.stops) or None,
+        min_new_tokens=case.min_tokens or None,
+    )
+    lengths = (output.beam_indices >= 0).sum(dim=1).tolist()
+    rows = output.sequences[:, NUM_PROMPT_TOKENS:].tolist()
+    return [
+        (tuple(row[:length]), score)
+        for row, length, score in zip(rows, lengths, output.sequences_scores.tolist(), strict=True)
+    ]
+
+
+def cases(model: Model, width: int, early_stopping: EarlyStopping) -> Iterator[Case]:
+    for stops in model.stop_sets():
+        for length_penalty in LENGTH_PENALTIES:
+            yield Case(BeamParams(width, length_penalty, early_stopping), stops)
+        if stops:
+            yield Case(BeamParams(width, 1.0, early_stopping), stops, min_tokens=4)
+
+
+@pytest.mark.parametrize("early_stopping", EarlyStopping)
+@pytest.mark.parametrize("width", range(2, 7))
+def test_hypotheses_equal_those_of_transformers(model: Model, width: int, early_stopping: EarlyStopping) -> None:
+    num_stopped = 0
+    for case in cases(model, width, early_stopping):
+        print(f"seed {model.seed}: {case}")
+        found = searched(model, case)
+        expected = generated(model, case)
+        assert [hypothesis.token_ids for hypothesis in found] == [token_ids for token_ids, _ in expected]
+        assert [hypothesis.score for hypothesis in found] == pytest.approx([score for _, score in expected], abs=1e-4)
+        for hypothesis in found:
+            last = hypothesis.token_ids[-1]
+            assert hypothesis.stop_token_id == (last if last in case.stops else None)
+            num_stopped += hypothesis.stop_token_id is not None
+    assert num_stopped >= width  # the stop tokens were within reach
+
+
+@pytest.mark.parametrize("early_stopping", [EarlyStopping.HEURISTIC, EarlyStopping.FIRST])
+def test_a_width_of_one_is_greedy(model: Model, early_stopping: EarlyStopping) -> None:
+    for case in cases(model, 1, early_stopping):
+        print(f"seed {model.seed}: {case}")
+        (found,) = searched(model, case)
+        output = model.transformers.generate(
+            torch.tensor([model.prompt]),
+            **OPTIONS,
+            eos_token_id=sorted(case.stops) or None,
+            min_new_tokens=case.min_tokens or None,
+        )
+        assert found.token_ids == tuple(output.sequences[0, NUM_PROMPT_TOKENS:].tolist())
