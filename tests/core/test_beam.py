@@ -98,6 +98,21 @@ def test_when_a_full_search_ends(early_stopping: EarlyStopping, length_penalty: 
     assert len(step.children) == 1
 
 
+def test_never_looks_as_far_as_the_last_token_allowed() -> None:
+    for max_tokens, is_done in ((7, True), (8, False)):  # -1.6 / 7 < -0.21 < -1.6 / 8
+        beam = search(1, early_stopping=EarlyStopping.NEVER, max_tokens=max_tokens)
+        assert beam.advance([BeamState(-0.2, (5,))], [[(STOP, -0.22), (1, -1.4)]]).is_done is is_done
+
+
+def test_never_looks_at_the_present_length_where_longer_is_worse() -> None:
+    beam = search(2, early_stopping=EarlyStopping.NEVER, length_penalty=-1.0)
+    step = beam.advance(first_beam(), [[(5, -1.0), (STOP, -10.0), (6, -11.0)]])
+    candidates = [[(STOP, -0.5), (1, -0.6), (2, -0.7)], [(STOP, -1.0), (1, -1.0), (2, -1.0)]]
+    step = beam.advance(following(first_beam(), step), candidates)
+    assert [found.score for found in beam.best(2)] == pytest.approx([-3.0, -10.0])
+    assert not step.is_done  # -1.6 * 2 is better than -10, -1.6 * 8 would not be
+
+
 def test_below_min_tokens_a_stop_token_is_no_candidate() -> None:
     beam = search(1, min_tokens=1)
     step = beam.advance(first_beam(), [[(STOP, -0.1), (5, -1.0)]])
