@@ -5,9 +5,9 @@ READY := $(VENV)/.ready
 PROTOS := $(shell find protos/pagewire -name '*.proto')
 MODEL := models/storyteller
 
-.PHONY: help setup run test lint protos model bench-split clean
+.PHONY: help setup run test lint protos model bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam clean
 help:  ## what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,6 +42,21 @@ model: $(READY)  ## train the bundled model again
 
 bench-split: $(READY)  ## what two processes over gRPC cost against one process
 	$(BIN)/python -m bench.split
+
+bench-scheduler: $(READY)  ## what the scheduler core costs per sequence and step
+	$(BIN)/python -m bench.scheduler
+
+bench-preemption: $(READY)  ## swapping, recomputing and choosing, with a third of the blocks
+	$(BIN)/python -m bench.preemption
+
+bench-prefix-tier: $(READY)  ## a shared prefix that comes back from host blocks
+	$(BIN)/python -m bench.prefix_tier
+
+bench-fork: $(READY)  ## what eight samples of a prompt cost
+	$(BIN)/python -m bench.fork
+
+bench-beam: $(READY)  ## beam search against transformers
+	$(BIN)/python -m bench.beam
 
 clean:  ## remove what setup made
 	rm -rf $(VENV) .venv-protos

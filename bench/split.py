@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import resource
 import statistics
@@ -24,13 +23,10 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.record import RESULTS, machine, write
+
 ARMS = ("one process", "two processes", "two processes and clients")
 VOCAB_SIZE = 32000
-
-
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def prompts(arguments: argparse.Namespace, round_index: int) -> list[tuple[int, ...]]:
@@ -272,7 +268,7 @@ def measure(arguments: argparse.Namespace) -> dict:
     one, two, clients = (median[name] for name in ARMS)
     paired = [b["tokens_per_s"] / a["tokens_per_s"] for a, b in zip(arms[0].rounds, arms[1].rounds, strict=True)]
     return {
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "machine": machine(),
         "load": {key: getattr(arguments, key) for key in ("num_seqs", "input_len", "output_len", "rounds")},
         "median": median,
         "split_ratio": two["tokens_per_s"] / one["tokens_per_s"],
@@ -304,7 +300,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=64, help="prompt tokens (default: 64)")
     parser.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
     parser.add_argument("--rounds", type=int, default=11, help="measured rounds of each arm (default: 11)")
-    parser.add_argument("--output", type=Path, default=Path("bench/results/split.json"), help="raw numbers")
+    parser.add_argument("--output", type=Path, default=RESULTS / "split.json", help="raw numbers")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -314,8 +310,7 @@ def main() -> None:
 
         arguments.model = random_checkpoint("54M")
         figures = {**measure(arguments), "plan": plan.measure()}
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(figures, indent=1) + "\n")
+        write(arguments.output, figures)
         report(figures)
         return
     if arguments.arm == ARMS[2]:

@@ -1,0 +1,35 @@
+"""What a benchmark leaves behind: raw numbers, and the machine they were measured on."""
+
+import json
+import os
+import platform
+from pathlib import Path
+
+RESULTS = Path("bench/results")
+
+
+def machine() -> dict[str, str | int | float | None]:
+    """The load is the average number of processes that wanted a core in the last minute: figures that were taken beside
+    other work say so."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load_average_1m": round(os.getloadavg()[0], 2),
+    }
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def write(path: Path, figures: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def verdict(value: float, goal: float, *, at_least: bool) -> str:
+    """The goal beside a figure, and whether it is met."""
+    met = value >= goal if at_least else value <= goal
+    return f"(goal: at {'least' if at_least else 'most'} {goal:g}: {'met' if met else 'MISSED'})"
