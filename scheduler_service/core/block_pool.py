@@ -6,14 +6,16 @@ FreeKVCacheBlockQueue). Blocks are taken from the head. Freed blocks whose conte
 others to the head.
 """
 
+from collections.abc import Iterator
+
 
 class BlockPool:
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"a block pool needs at least 1 block, not {num_blocks}")
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self.num_idle_cached = 0  # free blocks whose content can be matched
         self._ref_counts = [0] * (num_blocks + 1)
+        self._is_idle_cached = bytearray(num_blocks + 1)
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
 
@@ -35,38 +37,43 @@ class BlockPool:
             self._unlink(block)
         self._ref_counts[block] += 1
 
-    def free(self, block: int, *, cached: bool) -> None:
-        """One holder less. A block that nobody holds then is free, behind all others if its content is cached."""
+    def free(self, block: int, *, cached: bool, oldest: bool = False) -> None:
+        """One holder less. A block that nobody holds then is free, behind all others if its content is cached, unless
+        that is the `oldest` of all."""
         count = self._ref_counts[block] - 1
         if count < 0:
             raise RuntimeError(f"block {block} was freed by somebody who does not hold it")
         self._ref_counts[block] = count
         if count == 0:
-            self._link(block, before=0 if cached else self._next[0])
+            self._link(block, before=0 if cached and not oldest else self._next[0], cached=cached)
 
     def expose(self, block: int) -> None:
         """An idle block's content is no longer cached: it goes to the head of the free list."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
-            self._link(block, before=self._next[0])
+            self._link(block, before=self._next[0], cached=False)
 
-    def free_blocks(self) -> list[int]:
+    def free_blocks(self) -> Iterator[int]:
         """The free list from head to tail."""
-        blocks = []
         block = self._next[0]
         while block != 0:
-            blocks.append(block)
+            yield block
             block = self._next[block]
-        return blocks
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]
         self._next[before] = after
         self._previous[after] = before
         self.num_free -= 1
+        if self._is_idle_cached[block]:
+            self._is_idle_cached[block] = False
+            self.num_idle_cached -= 1
 
-    def _link(self, block: int, *, before: int) -> None:
+    def _link(self, block: int, *, before: int, cached: bool) -> None:
         previous = self._previous[before]
         self._next[previous] = self._previous[before] = block
         self._previous[block], self._next[block] = previous, before
         self.num_free += 1
+        if cached:
+            self._is_idle_cached[block] = True
+            self.num_idle_cached += 1

@@ -1,10 +1,20 @@
-"""Block tables: what a sequence needs of the block pool and the prefix index, for one worker's life."""
+"""Block tables: what sequences need of the block pools and the prefix index, for one worker's life."""
 
+from dataclasses import dataclass
 from enum import Enum
 
 from scheduler_service.core.block_pool import BlockPool
+from scheduler_service.core.moves import Move, MoveLedger
+from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.prefix_index import Node, PrefixIndex
-from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.request import Request
+from scheduler_service.core.sequence import Sequence, SequenceGroup
+
+# Demotion: blocks a plan may order to be copied to the host, those under way at most, and the entries of the free list
+# it may look at.
+_MAX_DEMOTIONS = 16
+_MAX_PENDING_DEMOTIONS = 64
+_DEMOTION_WINDOW = 64
 
 
 class Allocation(Enum):
@@ -13,15 +23,38 @@ class Allocation(Enum):
     NEVER = "never"
 
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Cached content that a sequence would start from: first what is on the device, then what must be loaded."""
+
+    device: tuple[Node, ...] = ()
+    host: tuple[Node, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.device) + len(self.host)
+
+    @property
+    def is_loading(self) -> bool:
+        """Somebody else's load of this content is under way."""
+        return any(node.is_moving for node in self.host)
+
+    def without_host(self) -> "Match":
+        return Match(self.device)
+
+
 class CacheManager:
     """Gives blocks to sequences and takes them back. `watermark` is the share of blocks an admission leaves free."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, watermark: float) -> None:
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex(block_size, num_blocks)
-        self._enable_prefix_caching = enable_prefix_caching
-        self._num_watermark_blocks = int(watermark * num_blocks)
+    def __init__(self, capacity: WorkerCapacity, *, enable_prefix_caching: bool, watermark: float) -> None:
+        self.block_size = capacity.block_size
+        self.window = capacity.sliding_window
+        self.pool = BlockPool(capacity.num_device_blocks)
+        self.host_pool = BlockPool(capacity.num_host_blocks)
+        self.index = PrefixIndex(capacity.block_size, capacity.num_device_blocks, capacity.num_host_blocks)
+        self.moves = MoveLedger(self.pool, self.host_pool, self.index)
+        self.enable_prefix_caching = enable_prefix_caching
+        self._num_watermark_blocks = int(watermark * capacity.num_device_blocks)
 
     @property
     def num_held_blocks(self) -> int:
@@ -30,68 +63,289 @@ class CacheManager:
     def num_blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)
 
-    def match(self, sequence: Sequence) -> list[Node]:
-        """The cached blocks a waiting sequence would start from. The last token is never among them: computing it is
-        what yields the next one."""
-        if not self._enable_prefix_caching or sequence.wants_prompt_logprobs:
-            return []
-        return self.index.match(
-            sequence.root_key, sequence.token_ids, max_blocks=(sequence.num_tokens - 1) // self.block_size
-        )
+    def num_most_blocks(self, request: Request) -> int:
+        """What the request may hold at once: full blocks of its prompt are shared, and each beam may need a copy of a
+        block that another one goes on with."""
+        num_positions = len(request.prompt_token_ids) + request.max_tokens - 1
+        num_blocks = self.num_blocks_for(num_positions)
+        num_rows = request.beam.beam_width if request.beam else request.n
+        if num_rows == 1:
+            return num_blocks
+        num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
+        num_copies = num_rows if request.beam else 0
+        return num_shared + num_rows * (num_blocks - num_shared) + num_copies
 
-    def can_allocate(self, sequence: Sequence, matched: list[Node], *, alone: bool) -> Allocation:
-        """Whether a waiting sequence may be opened now. Idle blocks that it matches itself are not free twice. The
-        watermark does not bind a sequence that is `alone`."""
-        if self.num_blocks_for(sequence.max_num_tokens - 1) > self.pool.num_blocks:
+    def can_allocate(self, num_blocks: int, num_most_blocks: int, *, alone: bool) -> Allocation:
+        """Whether a group that takes `num_blocks` off the free list may have them now. The watermark does not bind one
+        that is `alone`."""
+        if num_most_blocks > self.pool.num_blocks:
             return Allocation.NEVER
-        num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in matched)
-        num_new = self.num_blocks_for(sequence.num_tokens) - len(matched)
         num_reserved = 0 if alone else self._num_watermark_blocks
-        return Allocation.OK if num_new + num_idle + num_reserved <= self.pool.num_free else Allocation.LATER
+        return Allocation.OK if num_blocks + num_reserved <= self.pool.num_free else Allocation.LATER
 
-    def open(self, sequence: Sequence, matched: list[Node]) -> None:
-        """Give a waiting sequence blocks for all its tokens, the matched ones first."""
-        for node in matched:
+    # Opening
+
+    def match(self, sequence: Sequence) -> Match:
+        """The last token is never matched: computing it is what yields the next one."""
+        if not self.enable_prefix_caching or sequence.wants_prompt_logprobs:
+            return Match()
+        max_blocks = (sequence.num_tokens - 1) // self.block_size
+        chain = self.index.match(sequence.root_key, sequence.token_ids, max_blocks)
+        num_device = next((i for i, node in enumerate(chain) if not node.blocks), len(chain))
+        num_host = next((i for i, node in enumerate(chain[num_device:]) if node.blocks), len(chain) - num_device)
+        return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
+
+    def num_opening_blocks(self, sequence: Sequence, match: Match) -> int:
+        """Blocks that opening takes off the free list. Idle blocks that it matches itself are not free twice."""
+        num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device)
+        return self.num_blocks_for(sequence.num_tokens) - len(match.device) + num_idle
+
+    def open(self, sequence: Sequence, match: Match, step: int) -> list[tuple[int, int]]:
+        """Give a sequence blocks for all its tokens, the matched ones first. Returns the loads that the plan of `step`
+        must order: (host block, device block)."""
+        for node in match.device:
             self.pool.share(node.blocks[0])
             sequence.block_table.append(node.blocks[0])
-        sequence.node = matched[-1] if matched else None
-        sequence.num_matched_blocks = sequence.num_published_blocks = len(matched)
-        sequence.num_computed_tokens = len(matched) * self.block_size
-        for _ in range(self.num_blocks_for(sequence.num_tokens) - len(matched)):
-            sequence.block_table.append(self._allocate())
+        self._extend(sequence, self.num_blocks_for(sequence.num_tokens) - len(match.device))
+        nodes = match.device + match.host
+        sequence.node = nodes[-1] if nodes else None
+        sequence.num_matched_blocks = sequence.num_published_blocks = len(nodes)
+        sequence.start_from(len(nodes) * self.block_size)
+        loads = []
+        for i, node in enumerate(match.host, start=len(match.device)):
+            block = sequence.block_table[i]
+            self.moves.add(Move(step, block, node.host_block, False, node))
+            loads.append((node.host_block, block))
+        return loads
+
+    def num_forked_tokens(self, sequence: Sequence, relative: Sequence) -> int:
+        """Positions that the sequence can have from a relative whose prompt is computed; 0 if the window has passed
+        over them there."""
+        num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
+        first_needed = max(0, num_tokens - self.window + 1) // self.block_size if self.window else 0
+        return num_tokens if relative.num_freed_blocks <= first_needed else 0
+
+    def num_fork_blocks(self, sequence: Sequence, relative: Sequence) -> int:
+        """Blocks that a fork takes off the free list."""
+        return self.num_blocks_for(sequence.num_tokens) - self.num_forked_tokens(sequence, relative) // self.block_size
+
+    def fork(self, sequence: Sequence, relative: Sequence) -> list[tuple[int, int]]:
+        """Let a sequence share the full blocks of its prompt with a relative. Returns the copy of the partial one:
+        (source, target)."""
+        num_tokens = self.num_forked_tokens(sequence, relative)
+        num_full = num_tokens // self.block_size
+        self._share_table(sequence, relative, num_full)
+        self._extend(sequence, self.num_blocks_for(sequence.num_tokens) - num_full)
+        sequence.num_matched_blocks = num_full
+        sequence.start_from(num_tokens)
+        if num_tokens % self.block_size == 0:
+            return []
+        source = relative.block_table[num_full]
+        self.pool.share(source)  # until the plan is made: no move of it may write what its copies read
+        return [(source, sequence.block_table[num_full])]
+
+    def branch(self, sequence: Sequence, parent: Sequence) -> None:
+        """Let a beam's row stand where another one stands: the same tokens and every block shared."""
+        self._share_table(sequence, parent, len(parent.block_table))
+        sequence.num_matched_blocks = parent.num_matched_blocks
+        sequence.forkable_from = parent.forkable_from
+        sequence.start_from(parent.num_computed_tokens)
+
+    def copied(self, copies: list[tuple[int, int]]) -> None:
+        """The plan with these copies is made."""
+        for source, _ in copies:
+            self.pool.free(source, cached=self.index.is_cached(source))
+
+    def _share_table(self, sequence: Sequence, other: Sequence, num_blocks: int) -> None:
+        for block in other.block_table[:num_blocks]:
+            if block:
+                self.pool.share(block)
+            sequence.block_table.append(block)
+        sequence.num_freed_blocks = min(other.num_freed_blocks, num_blocks)
+        sequence.num_published_blocks = min(other.num_published_blocks, num_blocks)
+        node = other.node
+        for _ in range(other.num_published_blocks - sequence.num_published_blocks):
+            assert node is not None
+            node = node.parent
+        sequence.node = node if sequence.num_published_blocks else None
+
+    # Running
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks to append before `num_tokens` more positions can be computed."""
         return self.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_table)
 
     def append(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        blocks = [self._allocate() for _ in range(num_blocks)]
-        sequence.block_table.extend(blocks)
-        return blocks
+        self._extend(sequence, num_blocks)
+        return sequence.block_table[len(sequence.block_table) - num_blocks :]
+
+    def shared_tail(self, sequence: Sequence) -> int:
+        """The block that the next position is written to, if others hold it too; else 0."""
+        index = sequence.num_computed_tokens // self.block_size
+        if index >= len(sequence.block_table):
+            return 0
+        block = sequence.block_table[index]
+        return block if self.pool.ref_count(block) > 1 else 0
+
+    def replace_tail(self, sequence: Sequence) -> tuple[int, int, int]:
+        """Copy on write: a block of its own where the shared one stood. Returns (index, source, target); the source is
+        held until `copied`."""
+        index = sequence.num_computed_tokens // self.block_size
+        source = sequence.block_table[index]
+        target = sequence.block_table[index] = self._allocate()
+        return index, source, target  # the table's reference becomes the copy's
+
+    def slide(self, sequence: Sequence) -> None:
+        """Free the blocks that fell out of the window: no position from the next one on reads them. The last published
+        one stays, since content is published on top of it."""
+        if not self.window:
+            return
+        num_passed = (sequence.num_computed_tokens - self.window + 1) // self.block_size
+        if self._publishes(sequence):
+            num_passed = min(num_passed, sequence.num_published_blocks - 1)
+        for i in range(sequence.num_freed_blocks, num_passed):
+            self._free(sequence.block_table[i])
+            sequence.block_table[i] = 0
+        sequence.num_freed_blocks = max(sequence.num_freed_blocks, num_passed)
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full blocks whose tokens are known, and whose K and V are planned, available to others."""
-        num_full = min(sequence.num_computed_tokens, sequence.num_tokens) // self.block_size
-        if not self._enable_prefix_caching or num_full <= sequence.num_published_blocks:
+        # A beam that is preempted computes its last token once more: the block of it must still be its own.
+        num_known = sequence.num_tokens - (sequence.group.beam is not None)
+        num_full = min(sequence.num_computed_tokens, num_known) // self.block_size
+        if num_full <= sequence.num_published_blocks or not self._publishes(sequence):
             return
         for i in range(sequence.num_published_blocks, num_full):
-            sequence.node = self.index.publish(
-                sequence.root_key, sequence.node, sequence.token_ids, i, sequence.block_table[i]
+            block = sequence.block_table[i]
+            sequence.node = self.index.node_of(block) or self.index.publish(
+                sequence.root_key, sequence.node, sequence.token_ids, i, block
             )
         sequence.num_published_blocks = num_full
+
+    def _publishes(self, sequence: Sequence) -> bool:
+        """Not if a swap forgot what was published, and the window has passed over it."""
+        return self.enable_prefix_caching and sequence.num_freed_blocks <= sequence.num_published_blocks
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks back, leaves first, so that a prefix outlives what follows it."""
         for block in reversed(sequence.block_table):
-            self.pool.free(block, cached=self.index.is_cached(block))
+            if block:
+                self._free(block)
+        for host_block in reversed(sequence.host_table):
+            if host_block:
+                self._free_host(host_block)
         sequence.forget_cache()
+
+    # Swapping
+
+    def num_computed_blocks(self, group: SequenceGroup) -> int:
+        return len(self._computed_blocks(group))
+
+    def num_swap_blocks(self, group: SequenceGroup) -> int:
+        """Host blocks that swapping the group out takes."""
+        return sum(self._host_copy(block) == 0 for block in self._computed_blocks(group))
+
+    def swap_out(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
+        """Put what the group's rows have computed into host blocks, a shared block once. Returns the moves that the
+        plan of `step` must order: (device block, host block)."""
+        host_blocks: dict[int, int] = {}
+        swaps = []
+        for block in self._computed_blocks(group):
+            host_block = self._host_copy(block)
+            if host_block:
+                self.host_pool.share(host_block)
+            else:
+                host_block = self._allocate_host()
+                self.moves.add(Move(step, block, host_block, True, None))
+                swaps.append((block, host_block))
+            host_blocks[block] = host_block
+        for sequence in group.open_sequences:
+            for block in sequence.block_table[: self.num_blocks_for(sequence.num_computed_tokens)]:
+                sequence.host_table.append(host_blocks[block] if block else 0)
+                if block:
+                    self.host_pool.share(host_blocks[block])
+            for block in reversed(sequence.block_table):
+                if block:
+                    self._free(block)
+            sequence.block_table.clear()
+            sequence.node, sequence.num_published_blocks = None, 0
+        for host_block in host_blocks.values():  # the tables hold them now
+            self._free_host(host_block)
+        return swaps
+
+    def num_swapped_blocks(self, group: SequenceGroup) -> int:
+        """Device blocks that a swapped group needs to be back where it was."""
+        return len({block for sequence in group.live_sequences for block in sequence.host_table if block})
+
+    def swap_in(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
+        """The way back. Returns (host block, device block)."""
+        blocks: dict[int, int] = {}
+        swaps = []
+        for sequence in group.live_sequences:
+            for host_block in sequence.host_table:
+                if host_block and host_block not in blocks:
+                    blocks[host_block] = self._allocate()
+                    self.moves.add(Move(step, blocks[host_block], host_block, False, None))
+                    swaps.append((host_block, blocks[host_block]))
+                elif host_block:
+                    self.pool.share(blocks[host_block])
+                sequence.block_table.append(blocks[host_block] if host_block else 0)
+            for host_block in reversed(sequence.host_table):
+                if host_block:
+                    self._free_host(host_block)
+            sequence.host_table.clear()
+        return swaps
+
+    def _computed_blocks(self, group: SequenceGroup) -> list[int]:
+        """The group's blocks that hold anything, each once."""
+        blocks = {
+            block: None
+            for sequence in group.open_sequences
+            for block in sequence.block_table[: self.num_blocks_for(sequence.num_computed_tokens)]
+            if block
+        }
+        return list(blocks)
+
+    def _host_copy(self, block: int) -> int:
+        node = self.index.node_of(block)
+        return node.host_block if node is not None else 0
+
+    # The host tier
+
+    def demote(self, step: int) -> list[tuple[int, int]]:
+        """Copy the oldest idle cached blocks to the host before they are needed for something else. Returns the moves
+        that the plan of `step` must order: (device block, host block)."""
+        pool, host_pool = self.pool, self.host_pool
+        num_unused = pool.num_free - pool.num_idle_cached
+        if not host_pool.num_free or not pool.num_idle_cached or num_unused > max(4, pool.num_blocks // 8):
+            return []
+        chosen: list[Node] = []
+        max_chosen = min(_MAX_DEMOTIONS, host_pool.num_free, _MAX_PENDING_DEMOTIONS - len(self.moves))
+        for i, block in enumerate(pool.free_blocks()):
+            if len(chosen) >= max_chosen or i >= num_unused + _DEMOTION_WINDOW:
+                break
+            node = self.index.node_of(block)
+            if node is not None and not node.host_block and not node.is_moving and node.blocks[0] == block:
+                chosen.append(node)
+        swaps = []
+        for node in chosen:
+            host_block = self._allocate_host()
+            self.moves.add(Move(step, node.blocks[0], host_block, True, node))
+            self.host_pool.free(host_block, cached=False)  # the move holds it
+            swaps.append((node.blocks[0], host_block))
+        return swaps
+
+    # Bad content
 
     def unpublish(self, sequence: Sequence) -> None:
         """What the sequence wrote, from its first block that it did not match on, and all content computed on top of
         it, is no longer to be found."""
         node = self.index.find(sequence.root_key, sequence.token_ids, sequence.num_matched_blocks)
-        for block in self.index.forget_subtree(node) if node else ():
+        blocks, host_blocks = self.index.forget_subtree(node) if node else ((), ())
+        for block in blocks:
             self.pool.expose(block)
+        for host_block in host_blocks:
+            self.host_pool.expose(host_block)
 
     def stands_on(self, sequence: Sequence, other: Sequence) -> bool:
         """Whether the sequence matched a block of the content that `other` wrote first."""
@@ -102,7 +356,24 @@ class CacheManager:
             and sequence.token_ids[:num_tokens] == other.token_ids[:num_tokens]
         )
 
+    # Blocks
+
+    def _extend(self, sequence: Sequence, num_blocks: int) -> None:
+        for _ in range(num_blocks):
+            sequence.block_table.append(self._allocate())
+
     def _allocate(self) -> int:
         block = self.pool.allocate()
         self.index.forget(block)
         return block
+
+    def _allocate_host(self) -> int:
+        host_block = self.host_pool.allocate()
+        self.index.forget_host(host_block)
+        return host_block
+
+    def _free(self, block: int) -> None:
+        self.pool.free(block, cached=self.index.is_cached(block))
+
+    def _free_host(self, host_block: int) -> None:
+        self.host_pool.free(host_block, cached=self.index.node_of_host(host_block) is not None)

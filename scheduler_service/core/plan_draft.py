@@ -1,31 +1,46 @@
 """A plan while it is being made."""
 
+from dataclasses import dataclass, field
+
+from scheduler_service.core.decode_batch import DecodeBatch
 from scheduler_service.core.dispatch import PlannedRow
 from scheduler_service.core.plan import RowOpening
+from scheduler_service.core.sequence import Sequence
 
 
+@dataclass(slots=True)
 class PlanDraft:
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self.num_tokens = 0
-        self.num_opening_values = 0
-        self.openings: list[RowOpening] = []
-        self.append_slots: list[int] = []
-        self.append_block_ids: list[int] = []
-        self.rows: list[PlannedRow] = []  # of every running sequence; those that rest have no tokens
+    """What the plan of `step` will hold. The decoding rows are in it without being named."""
+
+    step: int
+    max_tokens: int
+    decoding: DecodeBatch
+    num_row_tokens: int = 0  # of the rows that are planned one by one
+    num_opening_values: int = 0
+    has_preempted: bool = False
+    swaps_out: list[tuple[int, int]] = field(default_factory=list)  # device block, host block
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # host block, device block
+    copies: list[tuple[int, int]] = field(default_factory=list)  # source, target
+    openings: list[RowOpening] = field(default_factory=list)
+    forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
+    appended_blocks: list[tuple[int, int]] = field(default_factory=list)  # slot, block
+    set_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, index, block
+    appended_tokens: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
+    rows: list[PlannedRow] = field(default_factory=list)
+    extended: list[Sequence] = field(default_factory=list)  # decoding rows that got a block
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_row_tokens + len(self.decoding)
 
     @property
     def num_free_tokens(self) -> int:
-        return self._max_tokens - self.num_tokens
+        return self.max_tokens - self.num_tokens
 
     def open(self, opening: RowOpening) -> None:
         self.openings.append(opening)
         self.num_opening_values += len(opening.token_ids) + len(opening.block_ids)
 
-    def append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        self.append_slots.extend([slot] * len(block_ids))
-        self.append_block_ids.extend(block_ids)
-
     def work(self, row: PlannedRow) -> None:
         self.rows.append(row)
-        self.num_tokens += row.num_tokens
+        self.num_row_tokens += row.num_tokens

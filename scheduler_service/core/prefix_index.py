@@ -1,8 +1,8 @@
-"""Which full blocks of which content the cache holds, found by exact comparison.
+"""Which full blocks of which content the cache holds, in which tier, found by exact comparison.
 
-A node is content: its parent and its token bytes. It has any number of device copies and lives while it or a descendant
-has one. A child is looked up under its parent by all its token bytes, so no hash collision can serve a wrong block. The
-chained xxh3_64 is only the block's public name.
+A node is content: its parent and its token bytes. It has any number of device copies and at most one host copy, and
+lives while it or a descendant has one. A child is looked up under its parent by all its token bytes, so no hash
+collision can serve a wrong block. The chained xxh3_64 is only the block's public name, for events and routing.
 """
 
 from array import array
@@ -10,13 +10,15 @@ from collections.abc import Sequence
 
 import xxhash
 
+from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
+
 RootKey = tuple[str, str, bytes]  # tenant, cache salt, model digest
 
 
 class Node:
     """One block's worth of content after a given prefix."""
 
-    __slots__ = ("block_hash", "blocks", "children", "parent", "root_key", "token_bytes")
+    __slots__ = ("block_hash", "blocks", "children", "host_block", "is_moving", "parent", "root_key", "token_bytes")
 
     def __init__(self, root_key: RootKey, parent: "Node | None", token_bytes: bytes, block_hash: int) -> None:
         self.root_key = root_key
@@ -24,15 +26,24 @@ class Node:
         self.token_bytes = token_bytes
         self.block_hash = block_hash
         self.blocks: list[int] = []
+        self.host_block = 0  # 0: none
+        self.is_moving = False  # a demotion or promotion of this content is under way
         self.children: dict[bytes, Node] = {}
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(array("I", self.token_bytes))
 
 
 class PrefixIndex:
-    def __init__(self, block_size: int, num_blocks: int) -> None:
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
         self._roots: dict[RootKey, Node] = {}
         self._node_of_block: list[Node | None] = [None] * (num_blocks + 1)
+        self._node_of_host_block: list[Node | None] = [None] * (num_host_blocks + 1)
         self.num_cached_blocks = 0
+        self.num_cached_host_blocks = 0
+        self.events: list[KvEvent] = []
 
     def is_cached(self, block: int) -> bool:
         return self._node_of_block[block] is not None
@@ -40,13 +51,16 @@ class PrefixIndex:
     def node_of(self, block: int) -> Node | None:
         return self._node_of_block[block]
 
+    def node_of_host(self, host_block: int) -> Node | None:
+        return self._node_of_host_block[host_block]
+
     def match(self, key: RootKey, token_ids: Sequence[int], max_blocks: int) -> list[Node]:
-        """The longest chain of cached nodes that `token_ids` begin with, at most `max_blocks` long."""
+        """The longest chain of cached nodes, in either tier, that `token_ids` begin with, at most `max_blocks` long."""
         node = self._roots.get(key)
         chain: list[Node] = []
         while node is not None and len(chain) < max_blocks:
             node = node.children.get(self._token_bytes(token_ids, len(chain)))
-            if node is None or not node.blocks:
+            if node is None or not (node.blocks or node.host_block):
                 break
             chain.append(node)
         return chain
@@ -63,8 +77,6 @@ class PrefixIndex:
     ) -> Node:
         """`block` holds block `block_index` of `token_ids`; `parent` is the node of the block before, None for the
         first. Returns the block's node."""
-        if self._node_of_block[block] is not None:
-            raise RuntimeError(f"block {block} is published already")
         if parent is None:
             parent = self._root(key)
         token_bytes = self._token_bytes(token_ids, block_index)
@@ -72,10 +84,26 @@ class PrefixIndex:
         if node is None:
             block_hash = xxhash.xxh3_64_intdigest(parent.block_hash.to_bytes(8, "little") + token_bytes)
             node = parent.children[token_bytes] = Node(key, parent, token_bytes, block_hash)
+        self.add_copy(node, block)
+        return node
+
+    def add_copy(self, node: Node, block: int) -> None:
+        """Device block `block` holds the node's content too."""
+        if self._node_of_block[block] is not None:
+            raise RuntimeError(f"block {block} is published already")
+        if not node.blocks:
+            self.events.append(_stored(node, Tier.DEVICE))
         node.blocks.append(block)
         self._node_of_block[block] = node
         self.num_cached_blocks += 1
-        return node
+
+    def add_host_copy(self, node: Node, host_block: int) -> None:
+        assert not node.host_block
+        assert self._node_of_host_block[host_block] is None
+        node.host_block = host_block
+        self._node_of_host_block[host_block] = node
+        self.num_cached_host_blocks += 1
+        self.events.append(_stored(node, Tier.HOST))
 
     def forget(self, block: int) -> None:
         """`block` no longer holds what it was published for. Nothing happens if it was not published."""
@@ -85,17 +113,34 @@ class PrefixIndex:
         self._node_of_block[block] = None
         self.num_cached_blocks -= 1
         node.blocks.remove(block)
+        if not node.blocks:
+            self.events.append(BlockRemoved(node.block_hash, Tier.DEVICE))
         self._prune(node)
 
-    def forget_subtree(self, node: Node) -> list[int]:
-        """Forget every copy of this content and of all that follows it; the blocks they were in."""
-        nodes, blocks = [node], []
+    def forget_host(self, host_block: int) -> None:
+        """The same for a host block."""
+        node = self._node_of_host_block[host_block]
+        if node is None:
+            return
+        self._node_of_host_block[host_block] = None
+        self.num_cached_host_blocks -= 1
+        node.host_block = 0
+        self.events.append(BlockRemoved(node.block_hash, Tier.HOST))
+        self._prune(node)
+
+    def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
+        """Forget every copy of this content and of all that follows it; the device and host blocks they were in."""
+        nodes, blocks, host_blocks = [node], [], []
         for visited in nodes:
             nodes.extend(visited.children.values())
             blocks.extend(visited.blocks)
+            if visited.host_block:
+                host_blocks.append(visited.host_block)
         for block in blocks:
             self.forget(block)
-        return blocks
+        for host_block in host_blocks:
+            self.forget_host(host_block)
+        return blocks, host_blocks
 
     def nodes(self) -> list[Node]:
         """Every node, parents before children, roots included."""
@@ -103,6 +148,16 @@ class PrefixIndex:
         for node in nodes:
             nodes.extend(node.children.values())
         return nodes
+
+    def snapshot(self) -> list[BlockStored]:
+        """What would have to be told to somebody who knows nothing, parents first."""
+        stored = []
+        for node in self.nodes():
+            if node.blocks:
+                stored.append(_stored(node, Tier.DEVICE))
+            if node.host_block:
+                stored.append(_stored(node, Tier.HOST))
+        return stored
 
     def _root(self, key: RootKey) -> Node:
         root = self._roots.get(key)
@@ -113,7 +168,7 @@ class PrefixIndex:
 
     def _prune(self, node: Node) -> None:
         """Drop a node without copies and children, and its ancestors that only lived for it."""
-        while not node.blocks and not node.children:
+        while not node.blocks and not node.host_block and not node.children:
             if node.parent is None:
                 del self._roots[node.root_key]
                 return
@@ -123,3 +178,8 @@ class PrefixIndex:
     def _token_bytes(self, token_ids: Sequence[int], block_index: int) -> bytes:
         start = block_index * self._block_size
         return array("I", token_ids[start : start + self._block_size]).tobytes()
+
+
+def _stored(node: Node, tier: Tier) -> BlockStored:
+    assert node.parent is not None
+    return BlockStored(node.block_hash, node.parent.block_hash, node.token_ids, tier)

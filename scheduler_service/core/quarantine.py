@@ -8,30 +8,37 @@ request among n costs at most 3 + log2(n) crashes, and nobody else fails for it 
 
 from collections.abc import Iterable
 
-from scheduler_service.core.sequence import RequestState
+from scheduler_service.core.sequence import SequenceGroup
 
 _MAX_LONE_CRASHES = 2
 
 
 class Quarantine:
     def __init__(self) -> None:
-        self._suspects: list[RequestState] = []  # in order of arrival
-        self._trial: set[RequestState] = set()
+        self._suspects: list[SequenceGroup] = []  # in order of arrival
+        self._trial: set[SequenceGroup] = set()
+        self._charged: set[SequenceGroup] = set()
 
     @property
     def is_empty(self) -> bool:
         return not self._suspects
 
-    def admits(self, request: RequestState) -> bool:
+    @property
+    def has_charges(self) -> bool:
+        """Whether a confirmed token may clear anybody."""
+        return bool(self._charged)
+
+    def admits(self, request: SequenceGroup) -> bool:
         """Whether the request may run beside what runs now."""
         return not self._trial or request in self._trial
 
-    def crashed(self, dispatched: Iterable[RequestState]) -> list[RequestState]:
+    def crashed(self, dispatched: Iterable[SequenceGroup]) -> list[SequenceGroup]:
         """The worker was lost with these requests dispatched. Returns those that must fail."""
         charged = sorted(dispatched, key=lambda request: request.order)
         failed = []
         for request in charged:
             request.num_crashes += 1
+            self._charged.add(request)
             if len(charged) == 1:
                 request.num_lone_crashes += 1
                 if request.num_lone_crashes >= _MAX_LONE_CRASHES:
@@ -42,10 +49,12 @@ class Quarantine:
         self._start_trial()
         return failed
 
-    def cleared(self, request: RequestState) -> None:
+    def cleared(self, request: SequenceGroup) -> None:
         """A token of the request was confirmed, or it ended."""
-        if request.num_crashes:
-            request.num_crashes = request.num_lone_crashes = 0
+        if request not in self._charged:
+            return
+        self._charged.remove(request)
+        request.num_crashes = request.num_lone_crashes = 0
         if request in self._suspects:
             self._suspects.remove(request)
             self._trial.discard(request)

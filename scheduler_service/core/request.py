@@ -1,6 +1,5 @@
 """What goes into the core and what comes out of it."""
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
@@ -10,7 +9,7 @@ from scheduler_service.core.plan import SamplingParams
 class EarlyStopping(Enum):
     """When a beam search with enough hypotheses ends (the three values of transformers' `early_stopping`)."""
 
-    HEURISTIC = "heuristic"  # False: when the best running beam, at its present length, cannot beat the worst hypothesis
+    HEURISTIC = "heuristic"  # False: when the best beam, at its present length, cannot beat the worst hypothesis
     FIRST = "first"  # True: at once
     NEVER = "never"  # "never": when no continuation of any length can
 
@@ -101,17 +100,16 @@ class Hypothesis:
     cumulative_logprob: float
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TokenOutputs:
     """What an event produced for the clients.
 
     `sequence_ids[i]` got `token_ids[i]`; a sequence that got a token and ended stands in both. `logprobs` holds the
-    sequences that asked for them. The hypotheses' tokens stand in `hypotheses` alone, and their ends in `ended`. The
-    columns may be shared with the core: whoever takes them must not change them.
+    sequences that asked for them. The hypotheses' tokens stand in `hypotheses` alone, and their ends in `ended`.
     """
 
-    sequence_ids: SequenceOf[int] = field(default_factory=list)
-    token_ids: SequenceOf[int] = field(default_factory=list)
+    sequence_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     hypotheses: list[Hypothesis] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

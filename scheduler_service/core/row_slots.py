@@ -10,9 +10,11 @@ class RowSlots:
     """Slots 0..num_slots-1, the lowest free one first, and a mirror of the worker's working set."""
 
     def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
         self._free = list(range(num_slots))
-        self._released: list[int] = []  # since the last plan
+        self._released: list[int] = []  # rows to end, since the last plan
         self._work = [0] * num_slots
+        self._moving: set[int] = set()  # slots that would compute, but are not of the decoding rows
 
     @property
     def num_free(self) -> int:
@@ -21,10 +23,14 @@ class RowSlots:
     def take(self) -> int:
         return heappop(self._free)
 
-    def release(self, slot: int) -> None:
+    def end_row(self, slot: int) -> None:
         """The slot's row ends with the next plan, which may open the slot again."""
         self._released.append(slot)
         self._work[slot] = 0
+        self._moving.discard(slot)
+
+    def give_back(self, slot: int) -> None:
+        """The slot, without a row, may be anybody's."""
         heappush(self._free, slot)
 
     def take_released(self) -> tuple[int, ...]:
@@ -32,11 +38,27 @@ class RowSlots:
         self._released.clear()
         return released
 
+    def decodes(self, slot: int) -> None:
+        """The row goes on with one token a plan, and is not among those planned one by one."""
+        self._moving.discard(slot)
+
+    def stops_decoding(self, slot: int) -> None:
+        self._moving.add(slot)
+
     def patch(self, rows: Iterable[PlannedRow]) -> list[tuple[int, int]]:
         """The (slot, num_tokens) that differ from what the worker would do by itself."""
         patches = []
+        resting = self._moving
+        self._moving = set()
         for row in rows:
-            if self._work[row.slot] != row.num_tokens:
-                patches.append((row.slot, row.num_tokens))
-            self._work[row.slot] = 1 if row.samples else row.num_tokens
+            slot = row.slot
+            resting.discard(slot)
+            if self._work[slot] != row.num_tokens:
+                patches.append((slot, row.num_tokens))
+            self._work[slot] = row.num_tokens_next
+            if row.num_tokens_next:
+                self._moving.add(slot)
+        for slot in sorted(resting):
+            self._work[slot] = 0
+            patches.append((slot, 0))
         return patches

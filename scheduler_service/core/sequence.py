@@ -1,67 +1,164 @@
-"""The scheduler's own state of requests and sequences, and the ordered set it keeps them in."""
+"""The scheduler's own state of requests and sequences.
+
+A request is a group of sequences: parallel samples, or the beams of a search. A group is admitted, preempted and
+resumed as a whole.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
+from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.prefix_index import Node, RootKey
 from scheduler_service.core.request import Request
 
 
-class SequenceState(Enum):
-    WAITING = "waiting"
+class GroupState(Enum):
+    WAITING = "waiting"  # nothing of it is on the worker
     RUNNING = "running"
+    SWAPPING_OUT = "swapping_out"  # its blocks are on their way to the host
+    SWAPPED = "swapped"
+    SWAPPING_IN = "swapping_in"  # its blocks, or those of a prefix that it matched, are on their way to the device
     FINISHED = "finished"
 
 
+class StepClock:
+    """How many plans an epoch has had. Rows that decode are advanced by it, all at once."""
+
+    __slots__ = ("num_steps",)
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+
 @dataclass(slots=True, eq=False)
-class RequestState:
+class SequenceGroup:
     """A request until its last sequence has ended."""
 
     request: Request
+    order: tuple[Any, ...]  # of its policy: lower is served first
+    arrived_at: float
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0
+    state: GroupState = GroupState.WAITING
+    beam: "BeamGroup | None" = None
+    # Slots that are its own, but hold no row: of a beam search, or of a group that is being swapped in.
+    reserved_slots: list[int] = field(default_factory=list)
+    moved_step: int = 0  # what it waits for while swapping: the acknowledgement of this step's moves
+    resume_step: int = 0  # what it waits for before it is resumed: the result of this step
+    num_preemptions: int = 0
+    # What it counts for in the queue. Constant while it is there.
+    num_waiting_sequences: int = 0
+    num_waiting_tokens: int = 0
     # Crashes of the worker since a token of this request was last confirmed, with the request dispatched; and those of
     # them in which nothing else was.
     num_crashes: int = 0
     num_lone_crashes: int = 0
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        return self.sequences[0].order
+    def is_finished(self) -> bool:
+        return self.state is GroupState.FINISHED
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it may have at once."""
+        return self.request.beam.beam_width if self.request.beam else self.request.n
+
+    @property
+    def live_sequences(self) -> list["Sequence"]:
+        """Those that go on: samples that have not ended, or the beams of a search."""
+        if self.beam is not None:
+            return self.beam.beams
+        return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+    @property
+    def open_sequences(self) -> list["Sequence"]:
+        """Those that have a slot."""
+        return [sequence for sequence in self.sequences if sequence.slot >= 0]
+
+    @property
+    def unopened_sequences(self) -> list["Sequence"]:
+        return [sequence for sequence in self.live_sequences if sequence.slot < 0]
+
+    def reset(self) -> None:
+        """The worker is lost, and everything the group had there."""
+        self.state = GroupState.WAITING
+        self.moved_step = self.resume_step = 0
+        self.reserved_slots.clear()
+        for sequence in self.sequences:
+            if sequence.is_decoding:
+                sequence.leave_decoding()
+            sequence.slot = -1
+            sequence.forget_cache()
+            sequence.forget_in_flight()
+        if self.beam is not None:
+            self.beam.candidates.clear()
+            self.beam.forget_changes()
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """A beam search: its `width` sequences are rows that beams move between, not beams."""
+
+    search: BeamSearch
+    output_ids: list[int]  # sequence ids that the hypotheses will have, best first
+    beams: list["Sequence"] = field(default_factory=list)  # live ones, best first
+    # Candidates of the beams whose row has reported since the last selection: (token id, logprob), best first.
+    candidates: dict["Sequence", list[tuple[int, float]]] = field(default_factory=dict)
+    # What the selection changed and no plan has told the worker yet.
+    forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
+    appended: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
+    unborn_slots: set[int] = field(default_factory=set)  # targets of these forks that have no row yet
+
+    def forget_changes(self) -> None:
+        self.forks.clear()
+        self.appended.clear()
+        self.unborn_slots.clear()
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sample of a request: its tokens and where their K and V are."""
+    """A sample of a request, or a row of its beam search: its tokens and where their K and V are."""
 
     sequence_id: int
-    owner: RequestState
+    group: SequenceGroup
     sample_index: int
-    order: tuple[int, int, int]  # priority, arrival, sample index: lower is served first
-    arrived_at: float
     token_ids: list[int]
     num_prompt_tokens: int
     max_num_tokens: int  # prompt and output
     root_key: RootKey
     stop_token_ids: frozenset[int]
     num_prompt_logprobs: int | None
-    state: SequenceState = SequenceState.WAITING
-    slot: int = -1
-    block_table: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
-    num_in_flight: int = 0
+    is_finished: bool = False
+    slot: int = -1  # -1: no row on the worker
+    block_table: list[int] = field(default_factory=list)  # device blocks; 0 where one fell out of the window
+    host_table: list[int] = field(default_factory=list)  # host blocks, while it is swapped
     node: Node | None = None  # of the last block of the table that is published or was matched
     num_published_blocks: int = 0
     num_matched_blocks: int = 0
-    # Samples planned in an earlier life of a sequence whose blocks turned out bad belong to another attempt.
-    attempt: int = 0
+    num_freed_blocks: int = 0  # at the beginning of the table: holes of the window
+    forkable_from: int = 0  # the first step that may copy its prompt; 0: its prompt is not computed
+    cumulative_logprob: float = 0.0  # of a beam
     num_cached_tokens: int = 0
+    num_charged_tokens: int = 0  # output tokens the policy knows of
     num_prompt_logprobs_sent: int = 0
     reports_prompt_logprobs: bool = False  # whether its row was opened with them
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
+    # A row that decodes computes and samples one token in every plan. It is not visited: its two counters are those
+    # it had when it joined the decoding rows, and the plans since then.
+    _num_computed: int = 0
+    _num_expected: int = 0  # tokens known and in flight
+    _clock: StepClock | None = None  # None: it does not decode
+    _joined_step: int = 0
+    due_step: int = 0  # the plan that must look at it: for a block, or for its last token
+    last_step: int = 0  # the plan that samples its last token
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        return (self.group.order, self.sample_index)
 
     @property
     def num_tokens(self) -> int:
@@ -72,54 +169,98 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        """Positions to plan: computed chases known plus in flight, and stops where the length limit will end it."""
-        num_expected = len(self.token_ids) + self.num_in_flight
-        return num_expected - self.num_computed_tokens if num_expected < self.max_num_tokens else 0
+    def is_decoding(self) -> bool:
+        return self._clock is not None
 
-    def forget_cache(self) -> None:
-        """Nothing of the sequence is computed any more. What its last row matched is remembered: results of that row
-        may be on their way."""
-        self.slot = -1
-        self.block_table.clear()
-        self.node = None
-        self.num_computed_tokens = self.num_published_blocks = 0
+    @property
+    def _num_decoded(self) -> int:
+        return 0 if self._clock is None else self._clock.num_steps - self._joined_step
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._num_computed + self._num_decoded
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._num_expected + self._num_decoded - len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Positions to plan: computed chases known plus in flight, and stops where the length limit will end it. A beam
+        goes on from what was selected, which nobody knows before."""
+        if self.group.beam is not None:
+            return len(self.token_ids) - self._num_computed
+        num_expected = self._num_expected + self._num_decoded
+        return num_expected - self.num_computed_tokens if num_expected < self.max_num_tokens else 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether prompt positions are still to be computed for their log-probabilities, cached or not."""
         return self.num_prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
 
+    def plan(self, num_tokens: int, *, samples: bool) -> None:
+        """A plan computes this many more positions."""
+        self._num_computed += num_tokens
+        self._num_expected += samples
 
-class SequenceQueue:
-    """Sequences in the order in which they are served."""
+    def start_from(self, num_computed_tokens: int) -> None:
+        """K and V of the first positions are in the table; nothing is in flight."""
+        self._num_computed = num_computed_tokens
+        self._num_expected = len(self.token_ids)
+
+    def select(self, token_id: int) -> None:
+        """A beam goes on with this token."""
+        self.token_ids.append(token_id)
+        self._num_expected = len(self.token_ids)
+
+    def forget_in_flight(self) -> None:
+        """Samples that are on their way will not count."""
+        self._num_expected = len(self.token_ids) - self._num_decoded
+
+    def join_decoding(self, clock: StepClock) -> None:
+        self._clock, self._joined_step = clock, clock.num_steps
+
+    def leave_decoding(self) -> None:
+        self._num_computed, self._num_expected = self.num_computed_tokens, self._num_expected + self._num_decoded
+        self._clock = None
+
+    def forget_cache(self) -> None:
+        """Nothing of the sequence is computed any more. What its last row matched is remembered: results of that row
+        may be on their way."""
+        self.block_table.clear()
+        self.host_table.clear()
+        self.node = None
+        self.num_published_blocks = self.num_freed_blocks = self.forkable_from = 0
+        self._num_computed = 0
+
+
+class GroupQueue:
+    """Groups in the order in which they are served."""
 
     def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-        self.num_prompt_tokens = 0
+        self._groups: list[SequenceGroup] = []
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self._groups)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        return iter(self._groups)
 
-    def first(self) -> Sequence:
-        return self._sequences[0]
+    def last(self) -> SequenceGroup:
+        return self._groups[-1]
 
-    def last(self) -> Sequence:
-        return self._sequences[-1]
+    def add(self, group: SequenceGroup) -> None:
+        insort(self._groups, group, key=_order)
 
-    def add(self, sequence: Sequence) -> None:
-        insort(self._sequences, sequence, key=lambda queued: queued.order)
-        self.num_prompt_tokens += sequence.num_prompt_tokens
+    def remove(self, group: SequenceGroup) -> None:
+        index = bisect_left(self._groups, group.order, key=_order)
+        if index == len(self._groups) or self._groups[index] is not group:
+            raise RuntimeError(f"request {group.request.request_id!r} is not in this queue")
+        del self._groups[index]
 
-    def remove(self, sequence: Sequence) -> None:
-        index = bisect_left(self._sequences, sequence.order, key=lambda queued: queued.order)
-        if index == len(self._sequences) or self._sequences[index] is not sequence:
-            raise RuntimeError(f"sequence {sequence.sequence_id} is not in this queue")
-        del self._sequences[index]
-        self.num_prompt_tokens -= sequence.num_prompt_tokens
+    def snapshot(self) -> list[SequenceGroup]:
+        return self._groups.copy()
 
-    def snapshot(self) -> list[Sequence]:
-        return self._sequences.copy()
+
+def _order(group: SequenceGroup) -> tuple[Any, ...]:
+    return group.order

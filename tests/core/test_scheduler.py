@@ -17,7 +17,14 @@ from tests.core.simulated_worker import SimulatedWorker, reference
 VOCAB = 97
 
 
-def capacity_of(num_blocks: int, block_size: int = 4, max_num_seqs: int = 8, max_num_batched_tokens: int = 64):
+def capacity_of(
+    num_blocks: int,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    num_host_blocks: int = 0,
+    sliding_window: int = 0,
+):
     return WorkerCapacity(
         worker_id="w",
         model_digest=b"m",
@@ -31,17 +38,35 @@ def capacity_of(num_blocks: int, block_size: int = 4, max_num_seqs: int = 8, max
         device="cpu",
         dtype="float32",
         attention_backend="none",
+        num_host_blocks=num_host_blocks,
+        swap_bandwidth=1e9 if num_host_blocks else 0.0,
+        sliding_window=sliding_window,
     )
 
 
 class System:
     """A scheduler, a simulated worker and what the clients have seen."""
 
-    def __init__(self, *, num_blocks=64, block_size=4, max_num_seqs=8, budget=64, depth=2, poisoned=(), **limits):
+    def __init__(
+        self,
+        *,
+        num_blocks=64,
+        block_size=4,
+        max_num_seqs=8,
+        budget=64,
+        depth=2,
+        poisoned=(),
+        num_host_blocks=0,
+        window=0,
+        delays_moves=False,
+        **limits,
+    ):
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=256, pipeline_depth=depth, **limits
         )
-        self.capacity = capacity_of(num_blocks, block_size, max_num_seqs, budget)
+        self.capacity = capacity_of(num_blocks, block_size, max_num_seqs, budget, num_host_blocks, window)
+        self.delays_moves = delays_moves
+        self.hypotheses = {}
         self.poisoned = frozenset(poisoned)
         self.now = 0.0
         self.epoch = 0
@@ -60,6 +85,9 @@ class System:
             self.tokens[sequence_id].append(token_id)
         for sequence_id, entries in outputs.prompt_logprobs.items():
             self.prompt_logprobs.setdefault(sequence_id, []).extend(entries)
+        for hypothesis in outputs.hypotheses:
+            self.tokens[hypothesis.sequence_id] = list(hypothesis.token_ids)
+            self.hypotheses[hypothesis.sequence_id] = hypothesis
         for end in outputs.ended:
             assert end.sequence_id not in self.ends, "S6: two ends"
             self.ends[end.sequence_id] = end.reason
@@ -86,6 +114,8 @@ class System:
             VOCAB,
             self.capacity.max_num_seqs,
             self.capacity.max_num_batched_tokens,
+            num_host_blocks=self.capacity.num_host_blocks,
+            sliding_window=self.capacity.sliding_window,
             poisoned=self.poisoned,
         )
         self.take(self.scheduler.worker_joined(self.capacity, self.epoch, self.now))
@@ -99,30 +129,42 @@ class System:
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self.num_plans += 1
-            self.results.append(self.worker.execute(plan))
+            self.results.append(self.worker.execute(plan, apply_moves=not self.delays_moves))
         return plan
 
     def complete(self) -> None:
-        self.take(self.scheduler.complete(self.results.popleft(), self.now))
+        result = self.results.popleft()
+        self.scheduler.moved(result.last_moved_step, self.now)
+        self.take(self.scheduler.complete(result, self.now))
+
+    def finish_move(self) -> None:
+        """The oldest move that the worker holds back is done."""
+        self.worker.finish_moves(1)
+        last_result = self.results[0].step - 1 if self.results else self.worker.last_step
+        self.scheduler.moved(min(self.worker.last_moved_step, last_result), self.now)
 
     def run(self) -> None:
         """Until all requests have ended. L1: the first running sequence gets the first tokens of every plan and is
         never a victim, so each sequence takes at most a plan per token once it is first; a late arrival of a better
         priority can cost a victim its progress once, and so can each failed row."""
-        live = self.scheduler._sequences.values()
+        live = [sequence for group in self.scheduler._groups.values() for sequence in group.sequences]
         num_restarts = 2 + sum(VOCAB - 1 in sequence.token_ids for sequence in live)
-        max_steps = num_restarts * sum(sequence.max_num_tokens + 4 for sequence in live) + 1
+        max_steps = 4 * num_restarts * sum(sequence.max_num_tokens + 4 for sequence in live) + 1
         for _ in range(max_steps):
             while self.plan():
                 self.scheduler.check()
-            if not self.results:
+            if self.results:
+                self.complete()
+                self.scheduler.check()
+            if self.worker.pending:
+                self.finish_move()
+                self.scheduler.check()
+            if not self.results and not self.worker.pending and not self.scheduler.has_requests:
                 break
-            self.complete()
-            self.scheduler.check()
         assert not self.scheduler.has_requests, "L1: requests did not end"
         assert not self.scheduler._sequences
-        assert not self.scheduler._waiting
-        assert not self.scheduler._running
+        assert not len(self.scheduler._waiting)
+        assert not len(self.scheduler._running)
         assert self.scheduler.stats().num_held_blocks == 0, "S8"
 
     def expected(self, sequence_id: int) -> list[int]:
@@ -241,7 +283,7 @@ def test_a_prefix_is_found_again_and_its_last_token_is_computed(depth):
 def test_a_prefix_is_found_within_the_plan_that_computes_it():
     system = System(budget=64)
     prompt = prompt_of(24)
-    first, second = system.add(prompt, 4, n=2)
+    (first,), (second,) = system.add(prompt, 4, seed=1), system.add(prompt, 4, seed=2)
     system.join()
     plan = system.plan()
     assert [opening.num_computed_tokens for opening in plan.openings] == [0, 20]
@@ -465,7 +507,9 @@ def test_a_poison_request_among_64_fails_alone():
             break
         plan = system.scheduler.schedule(0.0)
         if plan is not None:
-            dispatched = {row.sequence.sequence_id for row in system.scheduler._worker.unacknowledged[-1].rows}
+            dispatched = {row.sequence.sequence_id for row in system.scheduler._epoch.unacknowledged[-1].rows}
+            columns = system.scheduler._epoch.unacknowledged[-1].columns
+            dispatched |= set(columns.sequence_ids)
             if poison in dispatched:
                 crashes += 1
                 system.lose()
@@ -519,8 +563,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, length, shared, max_tokens, n, priority, stop, prompt_logprobs, salt):
         stop_tokens = range(0, VOCAB, 9) if stop else ()
         sampling = {"num_prompt_logprobs": 0} if prompt_logprobs else {}
+        size = self.system.capacity.block_size
+        num_blocks, num_shared = -(-(length + max_tokens - 1) // size), (length - 1) // size
+        num_most = num_blocks if n == 1 else num_shared + n * (num_blocks - num_shared)
         fits = length + max_tokens <= self.system.scheduler.max_sequence_tokens
-        with nullcontext() if fits else pytest.raises(AdmissionError, match="together"):
+        fits = fits and (not self.system.worker or num_most <= self.system.capacity.num_device_blocks)
+        with nullcontext() if fits else pytest.raises(AdmissionError, match="together|with n"):
             self.system.add(
                 prompt_of(length, shared),
                 max_tokens,
@@ -545,7 +593,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.system.scheduler.has_requests)
     @rule(data=st.data())
     def abort(self, data):
-        live = list(self.system.scheduler._requests)
+        live = list(self.system.scheduler._groups)
         tenant, request_id = data.draw(st.sampled_from(live))
         self.system.take(self.system.scheduler.abort(tenant, request_id, 0.0))
 

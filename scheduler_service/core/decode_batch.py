@@ -1,0 +1,87 @@
+"""The rows that decode: each computes one token and samples in every plan, until something changes.
+
+They are the many, so nothing here is done per row and step. A row's counters follow the clock of plans; the step at
+which it needs a block, or samples its last token, is known when it joins; and their columns are made again only when a
+row joins or leaves.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from scheduler_service.core.sequence import Sequence, StepClock
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeColumns:
+    """The decoding rows in slot order."""
+
+    slots: list[int]
+    sequences: list[Sequence]
+    sequence_ids: list[int]
+    token_lists: list[list[int]]  # each sequence's own
+    stop_sets: list[frozenset[int]]
+    has_logprobs: bool
+
+    def take(self, kept: list[int]) -> "DecodeColumns":
+        """Some of the rows."""
+        columns = (self.slots, self.sequences, self.sequence_ids, self.token_lists, self.stop_sets)
+        return DecodeColumns(*([column[i] for i in kept] for column in columns), self.has_logprobs)  # type: ignore
+
+    def index_of(self, slot: int) -> int:
+        """How many rows stand before this slot."""
+        return bisect_left(self.slots, slot)
+
+
+class DecodeBatch:
+    def __init__(self, clock: StepClock, block_size: int) -> None:
+        self._clock = clock
+        self._block_size = block_size
+        self._rows: dict[int, Sequence] = {}  # by slot
+        self._due: dict[int, list[Sequence]] = {}  # by step; an entry counts if it is still the row's due_step
+        self._columns: DecodeColumns | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def join(self, sequence: Sequence) -> None:
+        """A row that has just sampled in the last plan made goes on by itself."""
+        sequence.join_decoding(self._clock)
+        sequence.last_step = (
+            self._clock.num_steps + sequence.max_num_tokens - sequence.num_tokens - sequence.num_in_flight
+        )
+        self._rows[sequence.slot] = sequence
+        self._columns = None
+        num_steps_in_table = len(sequence.block_table) * self._block_size - sequence.num_computed_tokens + 1
+        self._set_due(sequence, self._clock.num_steps + num_steps_in_table)
+
+    def extended(self, sequence: Sequence, step: int) -> None:
+        """The plan of `step` gave a due row the block it needs in it."""
+        self._set_due(sequence, step + self._block_size)
+
+    def leave(self, sequence: Sequence) -> None:
+        del self._rows[sequence.slot]
+        sequence.leave_decoding()
+        sequence.due_step = 0
+        self._columns = None
+
+    def take_due(self, step: int) -> list[Sequence]:
+        """The rows that the plan of `step` must look at."""
+        return [sequence for sequence in self._due.pop(step, ()) if sequence.due_step == step]
+
+    def columns(self) -> DecodeColumns:
+        if self._columns is None:
+            slots = sorted(self._rows)
+            sequences = [self._rows[slot] for slot in slots]
+            self._columns = DecodeColumns(
+                slots=slots,
+                sequences=sequences,
+                sequence_ids=[sequence.sequence_id for sequence in sequences],
+                token_lists=[sequence.token_ids for sequence in sequences],
+                stop_sets=[sequence.stop_token_ids for sequence in sequences],
+                has_logprobs=any(sequence.group.request.sampling.num_logprobs is not None for sequence in sequences),
+            )
+        return self._columns
+
+    def _set_due(self, sequence: Sequence, block_step: int) -> None:
+        sequence.due_step = min(block_step, sequence.last_step)
+        self._due.setdefault(sequence.due_step, []).append(sequence)

@@ -1,0 +1,113 @@
+"""What a request is doing and why it waits; who holds which block. Questions only: nothing changes."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from scheduler_service.core.epoch import Epoch
+from scheduler_service.core.request import BlockHolder, BlockMap, BlockUse, RequestReport
+from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, SequenceGroup
+from scheduler_service.core.waiting_queue import WaitingQueue
+
+_QUEUED = (GroupState.WAITING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
+
+
+def report(
+    group: SequenceGroup, epoch: Epoch | None, waiting: WaitingQueue[SequenceGroup], running: GroupQueue
+) -> RequestReport:
+    position = waiting.position(group) if group.state in _QUEUED else None
+    num_wanted = _num_wanted_blocks(group, epoch) if epoch else 0
+    sequences = group.sequences
+    return RequestReport(
+        request_id=group.request.request_id,
+        tenant=group.request.tenant,
+        state=group.state.value,
+        reason=_reason(group, epoch, position, num_wanted),
+        queue_position=position,
+        num_prompt_tokens=len(group.request.prompt_token_ids),
+        num_output_tokens=sum(sequence.num_output_tokens for sequence in sequences),
+        num_computed_tokens=sum(sequence.num_computed_tokens for sequence in sequences),
+        num_sequences=group.num_unfinished,
+        num_running_sequences=len(group.open_sequences) if group.state is GroupState.RUNNING else 0,
+        num_held_blocks=len({block for sequence in sequences for block in sequence.block_table if block}),
+        num_held_host_blocks=len({block for sequence in sequences for block in sequence.host_table if block}),
+        num_wanted_blocks=num_wanted,
+        num_free_blocks=epoch.cache.pool.num_free if epoch else 0,
+        num_preemptions=group.num_preemptions,
+        holders=_holders(group, [*running, *epoch.loading]) if epoch else (),
+        arrived_at=group.arrived_at,
+    )
+
+
+def block_map(epoch: Epoch | None, groups: Iterable[SequenceGroup]) -> BlockMap:
+    if epoch is None:
+        return BlockMap((), (), ())
+    cache = epoch.cache
+    device, host = [BlockUse.FREE.value] * cache.pool.num_blocks, [BlockUse.FREE.value] * cache.host_pool.num_blocks
+    for block in range(1, cache.pool.num_blocks + 1):
+        if cache.index.is_cached(block):
+            device[block - 1] = BlockUse.CACHED
+    for block in range(1, cache.host_pool.num_blocks + 1):
+        if cache.index.node_of_host(block) is not None:
+            host[block - 1] = BlockUse.CACHED
+    for move in cache.moves:
+        device[move.device_block - 1] = host[move.host_block - 1] = BlockUse.MOVING
+    owners: list[str] = []
+    for group in groups:
+        use = BlockUse.HELD + len(owners)
+        tables = [(device, sequence.block_table) for sequence in group.sequences]
+        tables += [(host, sequence.host_table) for sequence in group.sequences]
+        for uses, table in tables:
+            for block in table:
+                if block:
+                    is_shared = uses[block - 1] >= BlockUse.SHARED and uses[block - 1] != use
+                    uses[block - 1] = BlockUse.SHARED if is_shared else use
+        if any(table for _, table in tables):
+            owners.append(group.request.request_id)
+    return BlockMap(tuple(owners), tuple(map(int, device)), tuple(map(int, host)))
+
+
+def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
+    """Blocks it lacks to run, or to run on."""
+    cache = epoch.cache
+    if group.state is GroupState.RUNNING:
+        lacking = [row for row in group.open_sequences if row in epoch.active]
+        return max(0, epoch.num_missing_blocks((row, min(1, row.num_uncomputed_tokens)) for row in lacking))
+    if group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT):
+        return cache.num_swapped_blocks(group)
+    if group.state is GroupState.WAITING and group.unopened_sequences:
+        first: Sequence = group.unopened_sequences[0]
+        return cache.num_opening_blocks(first, cache.match(first).without_host())
+    return 0
+
+
+def _reason(group: SequenceGroup, epoch: Epoch | None, position: int | None, num_wanted: int) -> str:
+    if epoch is None:
+        return "no worker is connected"
+    num_free = epoch.cache.pool.num_free
+    if group.state is GroupState.RUNNING:
+        return f"it lacks {num_wanted} blocks to go on, {num_free} are free" if num_wanted > num_free else ""
+    if group.state is GroupState.SWAPPING_OUT:
+        return "it was preempted: its blocks are on their way to the host"
+    if group.state is GroupState.SWAPPING_IN:
+        return "its blocks are on their way from the host"
+    was = "it was preempted and " if group.num_preemptions else "it "
+    if position is not None and position > 1:
+        return f"{was}waits behind {position - 1} other requests"
+    if epoch.last_acknowledged_step < group.resume_step:
+        return f"{was}waits for a token that is on its way"
+    num_slots = 1 if group.beam is None else group.num_rows
+    if epoch.slots.num_free < num_slots:
+        return f"{was}waits for {num_slots} of {epoch.slots.num_slots} rows, {epoch.slots.num_free} are free"
+    if num_wanted > num_free:
+        return f"{was}waits for {num_wanted} blocks, {num_free} are free"
+    return f"{was}is next"
+
+
+def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHolder, ...]:
+    """Most blocks first. Requests of other tenants stand together, without a name."""
+    counts: Counter[str | None] = Counter()
+    for other in others:
+        blocks = {block for sequence in other.sequences for block in sequence.block_table if block}
+        is_named = other.request.tenant == group.request.tenant
+        counts[other.request.request_id if is_named else None] += len(blocks)
+    return tuple(BlockHolder(name, num_blocks) for name, num_blocks in counts.most_common() if num_blocks)

@@ -1,0 +1,72 @@
+"""Blocks that are on their way between device and host.
+
+A move holds both its ends with references of its own, from the plan that orders it until the worker acknowledges it,
+whoever else lets go of them meanwhile (S3). So nothing else needs to remember what must not be used yet.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from scheduler_service.core.block_pool import BlockPool
+from scheduler_service.core.prefix_index import Node, PrefixIndex
+
+
+class Move(NamedTuple):
+    step: int
+    device_block: int
+    host_block: int
+    is_out: bool  # device to host
+    node: Node | None  # whose content gets a copy in the other tier; None: a swap
+
+
+class MoveLedger:
+    def __init__(self, pool: BlockPool, host_pool: BlockPool, index: PrefixIndex) -> None:
+        self._pool = pool
+        self._host_pool = host_pool
+        self._index = index
+        self._pending: deque[Move] = deque()
+        self.num_moved_out = 0
+        self.num_moved_in = 0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __iter__(self) -> Iterator[Move]:
+        return iter(self._pending)
+
+    @property
+    def num_returning(self) -> int:
+        """Device blocks that will be free when the moves under way are done."""
+        return sum(move.is_out and self._pool.ref_count(move.device_block) == 1 for move in self._pending)
+
+    def add(self, move: Move) -> None:
+        self._pool.share(move.device_block)
+        self._host_pool.share(move.host_block)
+        if move.node is not None:
+            move.node.is_moving = True
+        self._pending.append(move)
+
+    def acknowledge(self, step: int) -> None:
+        """The moves of all plans up to `step` are done."""
+        done = []
+        while self._pending and self._pending[0].step <= step:
+            done.append(self._pending.popleft())
+        # What was demoted goes to the head of the free list, the oldest first: it was the oldest of all before.
+        for move in reversed(done):
+            if move.node is not None:
+                self._copied(move, move.node)
+            is_demoted = move.is_out and move.node is not None
+            cached = self._index.is_cached(move.device_block)
+            self._pool.free(move.device_block, cached=cached, oldest=is_demoted)
+            self._host_pool.free(move.host_block, cached=self._index.node_of_host(move.host_block) is not None)
+            self.num_moved_out += move.is_out
+            self.num_moved_in += not move.is_out
+
+    def _copied(self, move: Move, node: Node) -> None:
+        """The content is in both tiers, unless it was found to be bad and forgotten meanwhile."""
+        node.is_moving = False
+        if move.is_out and self._index.node_of(move.device_block) is node and not node.host_block:
+            self._index.add_host_copy(node, move.host_block)
+        elif not move.is_out and self._index.node_of_host(move.host_block) is node:
+            self._index.add_copy(node, move.device_block)
