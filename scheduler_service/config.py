@@ -1,11 +1,14 @@
 """The options of the scheduler service. `pagewire.options` turns every field into a flag, a variable and a YAML key."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.policy import POLICIES
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+
+def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,17 @@ class SchedulerConfig:
     drain_timeout: float = _option(30.0, "seconds that running requests have to finish at shutdown")
     max_waiting_requests: int = _option(4096, "sequences that may wait")
     max_waiting_tokens: int = _option(4_194_304, "prompt tokens that may wait")
+    max_tenant_waiting_requests: int | None = _option(None, "sequences of one tenant that may wait; no limit if unset")
+    policy: str = _option("priority", "who is served first among those that wait", POLICIES)
+    preemption: str = _option(
+        "auto",
+        "what becomes of the KV cache of a victim: moved to host blocks, recomputed, or whichever is cheaper",
+        tuple(mode.value for mode in PreemptionMode),
+    )
+    watermark: float = _option(0.01, "share of the device blocks that stay free when a request is admitted, below 1")
+    detached_retention: float = _option(600.0, "seconds that a detached request is kept after its end")
+    max_detached_requests: int = _option(4096, "ended detached requests that are kept; the oldest goes first")
+    kv_events_buffer: int = _option(10_000, "batches of KV events that subscribers may fall behind")
     enable_prefix_caching: bool = _option(True, "reuse the KV cache of equal prefixes")
     metrics_host: str = _option("127.0.0.1", "address to bind for /metrics")
     metrics_port: int | None = _option(
@@ -44,6 +58,12 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and not value >= minimum:
                 raise ValueError(f"{_flag(name)} is {value}, but must be at least {minimum}")
+        if not self.watermark < 1:
+            raise ValueError(f"--watermark is {self.watermark}, but must be below 1")
+        for option in fields(self):
+            value, choices = getattr(self, option.name), option.metadata["choices"]
+            if choices is not None and value not in choices:
+                raise ValueError(f"{_flag(option.name)} is {value!r}, but must be one of {', '.join(choices)}")
         for name in ("port", "metrics_port"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
@@ -65,6 +85,11 @@ _MINIMA = {
     "drain_timeout": 0,
     "max_waiting_requests": 1,
     "max_waiting_tokens": 1,
+    "max_tenant_waiting_requests": 1,
+    "watermark": 0,
+    "detached_retention": 0,
+    "max_detached_requests": 0,
+    "kv_events_buffer": 1,
 }
 _TLS_NEEDS = (
     ("tls_cert", "tls_key"),

@@ -20,7 +20,15 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from scheduler_service.core.plan import StepResult, WorkerCapacity
-from scheduler_service.core.request import EndReason, SchedulerStats, SequenceEnd
+from scheduler_service.core.request import (
+    BlockRemoved,
+    BlockStored,
+    CacheCleared,
+    EndReason,
+    KvEvent,
+    SchedulerStats,
+    SequenceEnd,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +56,11 @@ _HISTOGRAMS = {
     "vllm:iteration_tokens_total": ("Prompt and output tokens of a step.", _STEP_TOKENS),
     "pagewire:step_duration_seconds": ("Time of a step on the worker.", _STEP_SECONDS),
     "pagewire:plan_bytes": ("Size of a plan on the wire.", _BYTES),
+}
+_KV_EVENT_KINDS: dict[type[KvEvent], str] = {
+    BlockStored: "stored",
+    BlockRemoved: "removed",
+    CacheCleared: "cleared",
 }
 _FINISHED_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
 
@@ -79,6 +92,8 @@ class Metrics:
         self.num_ended = dict.fromkeys(EndReason, 0)
         self.num_worker_losses = 0
         self.num_epochs = 0
+        self.num_kv_events = dict.fromkeys(_KV_EVENT_KINDS, 0)
+        self.num_invariant_failures = 0
         self.capacity: WorkerCapacity | None = None
         self._time_to_first_token = self.histograms["vllm:time_to_first_token_seconds"]
         self._inter_token_latency = self.histograms["vllm:inter_token_latency_seconds"]
@@ -109,6 +124,13 @@ class Metrics:
         else:
             self.num_epochs += 1
             self.capacity = capacity
+
+    def kv_events_happened(self, events: list[KvEvent]) -> None:
+        for event in events:
+            self.num_kv_events[type(event)] += 1
+
+    def invariant_failed(self) -> None:
+        self.num_invariant_failures += 1
 
     def sequence_ended(self, end: SequenceEnd, now: float) -> None:
         self.num_ended[end.reason] += 1
@@ -141,28 +163,61 @@ class MetricsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, metrics = self._read_stats(), self._metrics
-        usage = stats.num_held_blocks / stats.num_device_blocks if stats.num_device_blocks else 0.0
-        yield self._gauge("vllm:num_requests_running", "Sequences that run.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the blocks that sequences hold, 0 to 1.", usage)
-        if metrics.capacity is not None:
-            sizes = {
-                "block_size": str(metrics.capacity.block_size),
-                "num_gpu_blocks": str(metrics.capacity.num_device_blocks),
-            }
-            yield self._gauge("vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
+        yield from self._gauges(stats)
+        yield from self._prefix_counters(stats)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens of sequences that ran.", stats.num_prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Output tokens.", stats.num_generation_tokens)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prompt_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_cached_prompt_tokens)
-        yield self._counter("vllm:num_preemptions", "Sequences preempted.", stats.num_preemptions)
+        yield self._counter("vllm:num_preemptions", "Requests preempted.", stats.num_preemptions)
+        num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
+        kinds = {"swap": stats.num_swap_preemptions, "recompute": num_recomputed}
+        yield self._counters(
+            "pagewire:preemptions", "Requests preempted, by what became of their blocks.", "kind", kinds
+        )
+        directions = {"out": stats.num_moved_blocks_out, "in": stats.num_moved_blocks_in}
+        text = "Blocks moved from device to host (out) and back (in)."
+        yield self._counters("pagewire:moved_blocks", text, "direction", directions)
         yield self._finished()
+        kv_events = {kind: metrics.num_kv_events[event_type] for event_type, kind in _KV_EVENT_KINDS.items()}
+        yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
+        text = "Invariants of the scheduler found broken."
+        yield self._counter("pagewire:invariant_failures", text, metrics.num_invariant_failures)
         yield self._counter("pagewire:worker_losses", "Workers lost.", metrics.num_worker_losses)
         yield self._counter("pagewire:epochs", "Epochs begun.", metrics.num_epochs)
         for name, histogram in metrics.histograms.items():
             family = HistogramMetricFamily(name, _HISTOGRAMS[name][0], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
             yield family
+
+    def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
+        yield self._gauge("vllm:num_requests_running", "Sequences that run.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
+        yield self._gauge("vllm:num_requests_swapped", "Sequences swapped out or on their way.", stats.num_swapped)
+        usage = stats.num_held_blocks / stats.num_device_blocks if stats.num_device_blocks else 0.0
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the blocks that sequences hold, 0 to 1.", usage)
+        usage = stats.num_held_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0
+        yield self._gauge("vllm:cpu_cache_usage_perc", "The same of host blocks.", usage)
+        for tier, num_blocks, num_held, num_cached in (
+            ("device", stats.num_device_blocks, stats.num_held_blocks, stats.num_cached_blocks),
+            ("host", stats.num_host_blocks, stats.num_held_host_blocks, stats.num_cached_host_blocks),
+        ):
+            yield self._gauge(f"pagewire:{tier}_blocks", "Blocks of the pool.", num_blocks)
+            yield self._gauge(f"pagewire:held_{tier}_blocks", "Blocks that sequences hold.", num_held)
+            yield self._gauge(f"pagewire:cached_{tier}_blocks", "Blocks whose content can be matched.", num_cached)
+        capacity = self._metrics.capacity
+        if capacity is not None:
+            sizes = {
+                "block_size": str(capacity.block_size),
+                "num_gpu_blocks": str(capacity.num_device_blocks),
+                "num_cpu_blocks": str(capacity.num_host_blocks),
+            }
+            yield self._gauge("vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
+
+    def _prefix_counters(self, stats: SchedulerStats) -> Iterator[Metric]:
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prompt_tokens)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_cached_prompt_tokens)
+        num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
+        tiers = {"device": num_from_device, "host": stats.num_host_cached_prompt_tokens}
+        yield self._counters("pagewire:cached_prompt_tokens", "Prompt tokens found, by where.", "tier", tiers)
 
     def _gauge(self, name: str, text: str, value: float, **labels: str) -> Metric:
         family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
@@ -172,6 +227,13 @@ class MetricsCollector(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+        """A counter for each value of one more label."""
+        family = CounterMetricFamily(name, text, labels=[*self._labels, label])
+        for label_value, value in values.items():
+            family.add_metric([*self._labels.values(), label_value], value)
         return family
 
     def _finished(self) -> Metric:

@@ -15,9 +15,13 @@ import grpc.aio
 
 from scheduler_service.activity import Activity
 from scheduler_service.config import SchedulerConfig
+from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.policy import create_policy
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
+from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
@@ -97,6 +101,7 @@ class _Service:
             _scheduler(config, max_model_len),
             self._metrics,
             worker_timeout=config.worker_timeout,
+            kv_event_log=KvEventLog(config.kv_events_buffer),
             on_availability_changed=self._availability_changed.set,
         )
         self._activity = Activity(self._step_loop.stats, time.monotonic)
@@ -123,7 +128,12 @@ class _Service:
         )
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         servicer = SchedulerServicer(
-            self._step_loop, model, self._tokenizer, info, lambda: self._activity.generation_throughput
+            self._step_loop,
+            model,
+            self._tokenizer,
+            info,
+            DetachedRequests(retention=config.detached_retention, max_ended=config.max_detached_requests),
+            lambda: self._activity.generation_throughput,
         )
         servicer.add_to(self._server)
         self._health = Health(self._server)
@@ -215,6 +225,10 @@ def _scheduler(config: SchedulerConfig, max_model_len: int) -> Scheduler:
         pipeline_depth=config.pipeline_depth,
         max_waiting_requests=config.max_waiting_requests,
         max_waiting_tokens=config.max_waiting_tokens,
+        max_tenant_waiting_requests=config.max_tenant_waiting_requests,
+        watermark=config.watermark,
+        policy=create_policy(config.policy),
+        preemption=PreemptionMode(config.preemption),
         enable_prefix_caching=config.enable_prefix_caching,
     )
 

@@ -1,8 +1,8 @@
 """The only place where a plan meets a worker: plan -> send -> result -> publish, in one task.
 
-Whoever holds the link to the worker reports `worker_ready`, `result` and `worker_lost`; the link needs no gRPC. All
-methods belong to the event loop's thread. Results wait in an inbox that is emptied before the next plan is made, so a
-plan always knows the latest news.
+Whoever holds the link to the worker reports `worker_ready`, `moved`, `result` and `worker_lost`; the link needs no
+gRPC. All methods belong to the event loop's thread. What the worker reports waits in an inbox that is emptied before
+the next plan is made, so a plan always knows the latest news.
 """
 
 import asyncio
@@ -14,14 +14,63 @@ from dataclasses import replace
 from typing import Protocol
 
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.request import Request, SchedulerStats, SequenceEnd, TokenOutputs
-from scheduler_service.core.scheduler import ProtocolError, Scheduler
+from scheduler_service.core.request import (
+    BlockMap,
+    BlockStored,
+    KvEvent,
+    Request,
+    RequestReport,
+    SchedulerStats,
+    SequenceEnd,
+    TokenOutputs,
+)
+from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.stream import Deliver, FanOut, TokenStream
 
 logger = logging.getLogger(__name__)
 
 # A worker that is lost this often before a token comes back is not merely being restarted.
 _MAX_FRUITLESS_EPOCHS = 10
+# Steps between two looks at the core's invariants.
+_CHECK_INTERVAL = 256
+
+
+class Scheduler(Protocol):
+    """The core, or what stands for it. `core.scheduler.Scheduler` says what the events mean."""
+
+    @property
+    def max_sequence_tokens(self) -> int: ...
+
+    def add(self, request: Request, now: float) -> list[int]: ...
+
+    def abort(self, tenant: str, request_id: str, now: float) -> TokenOutputs: ...
+
+    def stop(self, sequence_id: int, num_output_tokens: int, now: float) -> TokenOutputs: ...
+
+    def schedule(self, now: float) -> StepPlan | None: ...
+
+    def complete(self, result: StepResult, now: float) -> TokenOutputs: ...
+
+    def moved(self, step: int, now: float) -> None: ...
+
+    def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs: ...
+
+    def worker_lost(self, now: float) -> TokenOutputs: ...
+
+    def worker_timed_out(self, now: float) -> TokenOutputs: ...
+
+    def stats(self) -> SchedulerStats: ...
+
+    def report(self, tenant: str, request_id: str) -> RequestReport: ...
+
+    def block_map(self) -> BlockMap: ...
+
+    def take_kv_events(self) -> list[KvEvent]: ...
+
+    def kv_snapshot(self) -> list[BlockStored]: ...
+
+    def check_sample(self) -> None: ...
 
 
 class WorkerLink(Protocol):
@@ -48,6 +97,10 @@ class StepObserver(Protocol):
     def worker_changed(self, capacity: WorkerCapacity | None, epoch: int) -> None:
         """A worker joined, or (None) was lost."""
 
+    def kv_events_happened(self, events: list[KvEvent]) -> None: ...
+
+    def invariant_failed(self) -> None: ...
+
 
 class UnavailableError(Exception):
     """No request can be served now. The text says why."""
@@ -61,6 +114,7 @@ class StepLoop:
         *,
         worker_timeout: float,
         fan_out: FanOut | None = None,
+        kv_event_log: KvEventLog | None = None,
         on_availability_changed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,10 +122,12 @@ class StepLoop:
         self._observer = observer
         self._worker_timeout = worker_timeout
         self._fan_out = fan_out or FanOut()
+        self._kv_event_log = kv_event_log or KvEventLog(max_batches=10_000)
+        self._kv_event_log_grew = asyncio.Event()  # a new one for each batch
         self._on_availability_changed = on_availability_changed
         self._clock = clock
         self._streams: dict[int, TokenStream] = {}
-        self._inbox: deque[StepResult] = deque()
+        self._inbox: deque[StepResult | int] = deque()  # results, and steps up to which all moves are done
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -82,6 +138,7 @@ class StepLoop:
         self._is_draining = False
         self._epoch_is_fruitless = False  # it has a plan, but no token yet
         self._num_fruitless_epochs = 0
+        self._num_unchecked_steps = 0
         self.epoch = 0
         self.capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
         self.num_worker_losses = 0
@@ -132,6 +189,11 @@ class StepLoop:
         self._wake.set()
         self._on_availability_changed()
 
+    def moved(self, step: int) -> None:
+        """The moves of all plans up to this step are done. Comes before the result that says so."""
+        self._inbox.append(step)
+        self._wake.set()
+
     def result(self, result: StepResult) -> None:
         self._inbox.append(result)
         self._wake.set()
@@ -139,7 +201,7 @@ class StepLoop:
     def worker_lost(self, reason: str) -> None:
         """Nothing happens if no worker is there."""
         if self._link is not None:
-            self._take_results()
+            self._empty_inbox()
         if self._link is not None:
             self._end_epoch(reason)
 
@@ -153,8 +215,9 @@ class StepLoop:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                self._take_results()
+                self._empty_inbox()
                 self._send_plans()
+                self._take_kv_events()
         finally:
             self._stop_timer()
 
@@ -203,28 +266,83 @@ class StepLoop:
         num_positions = self.capacity.num_device_blocks * self.capacity.block_size
         return min(limit, self.capacity.max_model_len, num_positions + 1)
 
+    def now(self) -> float:
+        """The clock of all times here, of `Request.deadline` too."""
+        return self._clock()
+
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
+
+    def report(self, tenant: str, request_id: str) -> RequestReport:
+        """Raises KeyError if there is no such request."""
+        return self._scheduler.report(tenant, request_id)
+
+    def block_map(self) -> BlockMap:
+        return self._scheduler.block_map()
 
     async def wait_for_first_worker(self) -> None:
         """Before it, nobody knows what fits. Returns too when requests have become unavailable meanwhile."""
         await self._settled.wait()
 
+    # Events of the prefix cache
+
+    def kv_snapshot(self) -> KvEventBatch:
+        """What is cached now, under the number of the last batch."""
+        self._take_kv_events()
+        return KvEventBatch(self._kv_event_log.last_sequence_number, tuple(self._scheduler.kv_snapshot()))
+
+    @property
+    def kv_event_starts(self) -> tuple[int, int]:
+        """The smallest and the greatest number that `next_kv_events` takes."""
+        return self._kv_event_log.first_start, self._kv_event_log.last_sequence_number
+
+    async def next_kv_events(self, sequence_number: int) -> KvEventBatch:
+        """The batch after this one, as soon as there is one. Raises LookupError if it is no longer held, or if this one
+        has not been yet."""
+        while (batch := self._kv_event_log.after(sequence_number)) is None:
+            await self._kv_event_log_grew.wait()
+        return batch
+
+    def _take_kv_events(self) -> None:
+        events = self._scheduler.take_kv_events()
+        if events:
+            self._kv_event_log.append(events)
+            self._observer.kv_events_happened(events)
+            self._kv_event_log_grew.set()
+            self._kv_event_log_grew = asyncio.Event()
+
     # The steps themselves
 
-    def _take_results(self) -> None:
+    def _empty_inbox(self) -> None:
         while self._inbox and self._link is not None:
-            result, now = self._inbox.popleft(), self._clock()
+            news, now = self._inbox.popleft(), self._clock()
             try:
-                outputs = self._scheduler.complete(result, now)
+                if isinstance(news, StepResult):
+                    self._take_result(news, now)
+                else:
+                    self._scheduler.moved(news, now)
             except ProtocolError as error:
-                self._link.close(str(error))
-                self._end_epoch(str(error))
-                return
-            self._publish(outputs)
-            if outputs.token_ids:
-                self._token_confirmed()
-            self._observer.step_finished(result, self._scheduler.stats(), now)
+                self._fail_epoch(str(error))
+
+    def _take_result(self, result: StepResult, now: float) -> None:
+        outputs = self._scheduler.complete(result, now)
+        self._publish(outputs)
+        if outputs.token_ids or result.candidates.token_ids:
+            self._token_confirmed()
+        self._observer.step_finished(result, self._scheduler.stats(), now)
+        self._num_unchecked_steps += 1
+        if self._num_unchecked_steps == _CHECK_INTERVAL:
+            self._num_unchecked_steps = 0
+            self._check_invariants()
+
+    def _check_invariants(self) -> None:
+        """A broken invariant of the cache is gone with the epoch."""
+        try:
+            self._scheduler.check_sample()
+        except AssertionError:
+            logger.exception("an invariant of the scheduler is broken; a new epoch begins")
+            self._observer.invariant_failed()
+            self._fail_epoch("an invariant of the scheduler is broken")
 
     def _send_plans(self) -> None:
         while self._link is not None:
@@ -237,6 +355,12 @@ class StepLoop:
 
     def _publish(self, outputs: TokenOutputs) -> None:
         now = self._clock()
+        for hypothesis in outputs.hypotheses:
+            stream = self._streams[hypothesis.sequence_id]
+            self._observer.first_token_after(now - stream.arrived_at)
+            for token_id in hypothesis.token_ids:
+                stream.publish(token_id, now)
+            stream.cumulative_logprob = hypothesis.cumulative_logprob
         gaps: dict[float, int] = {}
         for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
             stream = self._streams[sequence_id]
@@ -263,6 +387,11 @@ class StepLoop:
 
     # Epochs
 
+    def _fail_epoch(self, reason: str) -> None:
+        if self._link is not None:
+            self._link.close(reason)
+            self._end_epoch(reason)
+
     def _end_epoch(self, reason: str) -> None:
         logger.warning("lost the worker in epoch %d: %s", self.epoch, reason)
         self.num_worker_losses += 1
@@ -277,6 +406,7 @@ class StepLoop:
         self._link = None
         self._inbox.clear()
         self._publish(self._scheduler.worker_lost(self._clock()))
+        self._take_kv_events()
         self._start_timer()
         self._on_availability_changed()
 

@@ -23,6 +23,7 @@ class Delta:
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs]
     end: SequenceEnd | None
+    cumulative_logprob: float | None = None  # of a hypothesis, with its end
 
 
 # Called on the event loop; must not raise.
@@ -44,7 +45,12 @@ class TokenStream:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: SequenceEnd | None = None
+    cumulative_logprob: float | None = None  # of the tokens of a hypothesis
     is_queued: bool = False
+
+    def __post_init__(self) -> None:
+        if self.request.beam is not None:
+            self.cumulative_logprob = 0.0
 
     def publish(self, token_id: int, now: float) -> None:
         if self.end is not None:
@@ -68,7 +74,15 @@ class TokenStream:
         self.end = end
 
     def take(self) -> Delta:
-        delta = Delta(self.index, self.num_delivered, self.token_ids, self.logprobs, self.prompt_logprobs, self.end)
+        delta = Delta(
+            self.index,
+            self.num_delivered,
+            self.token_ids,
+            self.logprobs,
+            self.prompt_logprobs,
+            self.end,
+            self.cumulative_logprob,
+        )
         self.num_delivered += len(self.token_ids)
         self.token_ids, self.logprobs, self.prompt_logprobs = [], [], []
         return delta

@@ -5,12 +5,13 @@ Every range is tested as `low <= value <= high`, which NaN fails too.
 
 import math
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import SamplingParams
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import BeamParams, Request
+from scheduler_service.rpc.beam_search import MAX_BEAM_WIDTH, check_beam_search, num_candidates, resolve_beam
 from scheduler_service.rpc.status import invalid
 
 MAX_REQUEST_ID_CHARS = 128
@@ -92,8 +93,9 @@ def resolve_request(
     prompt_token_ids: list[int],
     model: ServedModel,
     max_sequence_tokens: int,
+    deadline: float | None,
 ) -> Request:
-    """Raises RpcError. Call `check_before_tokenizing` first."""
+    """`deadline` in the caller's clock. Raises RpcError. Call `check_before_tokenizing` first."""
     _check_prompt(request, prompt_token_ids, model, max_sequence_tokens)
     sampling = request.sampling
     max_tokens = max_sequence_tokens - len(prompt_token_ids)
@@ -111,16 +113,19 @@ def resolve_request(
             "sampling.min_tokens",
             f"min_tokens is {sampling.min_tokens}, but the output has at most {max_tokens} tokens; lower min_tokens",
         )
+    beam = resolve_beam(sampling)
     return Request(
         request_id=request.request_id if request.HasField("request_id") else f"req-{secrets.token_hex(8)}",
         tenant=request.tenant,
         prompt_token_ids=tuple(prompt_token_ids),
-        sampling=_resolve_sampling(sampling, model),
+        sampling=_resolve_sampling(sampling, model, beam),
         max_tokens=max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         n=_value_or(sampling, "n", 1),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        beam=beam,
+        deadline=deadline,
     )
 
 
@@ -159,6 +164,7 @@ _RANGES = {
     "max_tokens": _Range(1, math.inf),
     "logprobs": _Range(0, MAX_LOGPROBS),
     "prompt_logprobs": _Range(0, MAX_LOGPROBS),
+    "beam_width": _Range(1, MAX_BEAM_WIDTH),
 }
 
 
@@ -167,6 +173,7 @@ def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ServedModel) 
         value = getattr(sampling, field)
         if sampling.HasField(field) and not allowed.holds(value):
             raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {allowed}")
+    check_beam_search(sampling)
     _check_stop(sampling, model)
     _check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for position, token_id in enumerate(sampling.stop_token_ids):
@@ -220,10 +227,12 @@ def _check_prompt(
         _check_token_id(f"{field}[{token_ids.index(largest)}]" if field != "text" else field, largest, model)
 
 
-def _resolve_sampling(sampling: scheduler_pb2.SamplingParams, model: ServedModel) -> SamplingParams:
+def _resolve_sampling(
+    sampling: scheduler_pb2.SamplingParams, model: ServedModel, beam: BeamParams | None
+) -> SamplingParams:
     eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
     biases = sorted(sampling.logit_bias.items())
-    return SamplingParams(
+    resolved = SamplingParams(
         temperature=_value_or(sampling, "temperature", model.sampling_defaults.temperature),
         top_k=_value_or(sampling, "top_k", model.sampling_defaults.top_k),
         top_p=_value_or(sampling, "top_p", model.sampling_defaults.top_p),
@@ -238,6 +247,10 @@ def _resolve_sampling(sampling: scheduler_pb2.SamplingParams, model: ServedModel
         num_logprobs=_value_or(sampling, "logprobs", None),
         num_prompt_logprobs=_value_or(sampling, "prompt_logprobs", None),
     )
+    if beam is None:
+        return resolved
+    candidates = num_candidates(beam, len(resolved.stop_token_ids), model.vocab_size)
+    return replace(resolved, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, num_candidates=candidates)
 
 
 def _value_or(sampling: scheduler_pb2.SamplingParams, field: str, default: Any) -> Any:

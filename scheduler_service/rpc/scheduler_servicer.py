@@ -1,42 +1,31 @@
-"""The public service. Checks come before the first message; a client that goes away takes its request with it."""
+"""The public service. Checks come before the first message; a client that goes away takes its request with it, unless
+that is detached."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.request import AdmissionError, AdmissionReason, Request, SchedulerStats
-from scheduler_service.rpc.call import Call, Delta
-from scheduler_service.rpc.generate_request import (
-    ServedModel,
-    check_before_tokenizing,
-    resolve_request,
-    text_options,
-)
-from scheduler_service.rpc.sample import Decoder, Sample
+from scheduler_service.core.request import BlockMap, RequestReport, SchedulerStats
+from scheduler_service.rpc import intake, kv_event_stream, report
+from scheduler_service.rpc.call import Call
+from scheduler_service.rpc.detached import DetachedRequest, DetachedRequests
+from scheduler_service.rpc.generate_request import ServedModel
+from scheduler_service.rpc.history import History
+from scheduler_service.rpc.kv_event_stream import kv_event_messages
+from scheduler_service.rpc.sample import Sample
 from scheduler_service.rpc.status import RpcError, abort
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
-_ADMISSION_CODES = {
-    AdmissionReason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    AdmissionReason.DUPLICATE: grpc.StatusCode.ALREADY_EXISTS,
-    AdmissionReason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
-}
 
-
-class StepLoop(Protocol):
+class StepLoop(intake.StepLoop, kv_event_stream.KvEventSource, Protocol):
     """What the service needs of the step loop."""
-
-    @property
-    def unavailable_reason(self) -> str: ...
-
-    @property
-    def max_sequence_tokens(self) -> int: ...
 
     @property
     def is_connected(self) -> bool: ...
@@ -50,10 +39,6 @@ class StepLoop(Protocol):
     @property
     def num_worker_losses(self) -> int: ...
 
-    async def wait_for_first_worker(self) -> None: ...
-
-    def submit(self, request: Request, deliver: Callable[[Delta], None]) -> list[int]: ...
-
     def cancel(self, sequence_ids: list[int]) -> None: ...
 
     def abort(self, tenant: str, request_id: str) -> None: ...
@@ -62,19 +47,9 @@ class StepLoop(Protocol):
 
     def stats(self) -> SchedulerStats: ...
 
+    def report(self, tenant: str, request_id: str) -> RequestReport: ...
 
-class Tokenizer(Protocol):
-    async def encode(self, text: str) -> list[int]: ...
-
-    def text_decoder(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        stop: Sequence[str],
-        min_tokens: int,
-        include_stop_text: bool,
-        skip_special_tokens: bool,
-    ) -> Decoder: ...
+    def block_map(self) -> BlockMap: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +72,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self,
         step_loop: StepLoop,
         model: ServedModel,
-        tokenizer: Tokenizer | None,
+        tokenizer: intake.Tokenizer | None,
         info: ServerInfo,
+        detached: DetachedRequests,
         generation_throughput: Callable[[], float],
     ) -> None:
         """`generation_throughput` is in output tokens per second."""
         self._step_loop = step_loop
         self._model = model
-        self._tokenizer = tokenizer
         self._info = info
+        self._detached = detached
         self._generation_throughput = generation_throughput
-        self._num_pending = 0  # calls whose request is not in the scheduler yet
+        self._intake = intake.Intake(
+            step_loop, model, tokenizer, max_pending_calls=info.max_pending_calls, is_taken=detached.has
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
@@ -124,9 +102,53 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             self._step_loop.abort(request.tenant, request.request_id)
         except KeyError:
-            message = f"no request {request.request_id!r} is running for this tenant"
-            await abort(context, RpcError(grpc.StatusCode.NOT_FOUND, message, "request_id"))
+            await abort(context, _unknown(request.request_id))
         return scheduler_pb2.AbortResponse()
+
+    async def Submit(
+        self, request: scheduler_pb2.SubmitRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.SubmitResponse:
+        try:
+            return scheduler_pb2.SubmitResponse(request_id=await self._submit(request.request))
+        except RpcError as error:
+            await abort(context, error)
+
+    async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
+        try:
+            detached = self._detached.find(request.tenant, request.request_id)
+            await _write_all(detached.responses(request), context)
+        except RpcError as error:
+            await abort(context, error)
+
+    async def GetResult(
+        self, request: scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetResultResponse:
+        try:
+            return self._detached.find(request.tenant, request.request_id).result()
+        except RpcError as error:
+            await abort(context, error)
+
+    async def GetRequest(
+        self, request: scheduler_pb2.GetRequestRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetRequestResponse:
+        try:
+            found = self._step_loop.report(request.tenant, request.request_id)
+        except KeyError:
+            await abort(context, _unknown(request.request_id))
+        return report.encode_report(found, self._step_loop.now())
+
+    async def GetBlocks(
+        self, request: scheduler_pb2.GetBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.GetBlocksResponse:
+        return report.encode_block_map(self._step_loop.block_map())
+
+    async def SubscribeKvEvents(
+        self, request: scheduler_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        try:
+            await _write_all(kv_event_messages(request, self._step_loop, self._info.instance_id), context)
+        except RpcError as error:
+            await abort(context, error)
 
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
@@ -146,99 +168,51 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             pipeline_depth=info.pipeline_depth,
         )
         if capacity is not None and self._step_loop.is_connected:
-            response.worker.CopyFrom(
-                scheduler_pb2.WorkerInfo(
-                    worker_id=capacity.worker_id,
-                    epoch=self._step_loop.epoch,
-                    device=capacity.device,
-                    dtype=capacity.dtype,
-                    attention_backend=capacity.attention_backend,
-                    block_size=capacity.block_size,
-                    num_device_blocks=capacity.num_device_blocks,
-                    block_bytes=capacity.block_bytes,
-                )
-            )
+            response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.epoch))
         return response
 
     async def GetLoads(
         self, request: scheduler_pb2.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetLoadsResponse:
-        stats = self._step_loop.stats()
-        return scheduler_pb2.GetLoadsResponse(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            num_device_blocks=stats.num_device_blocks,
-            num_held_blocks=stats.num_held_blocks,
-            num_cached_blocks=stats.num_cached_blocks,
-            num_preemptions=stats.num_preemptions,
-            num_generation_tokens=stats.num_generation_tokens,
-            num_prompt_tokens=stats.num_prompt_tokens,
-            num_cached_prompt_tokens=stats.num_cached_prompt_tokens,
-            generation_throughput=self._generation_throughput(),
-            worker_connected=self._step_loop.is_connected,
-            num_worker_losses=self._step_loop.num_worker_losses,
-        )
+        response = report.encode_loads(self._step_loop.stats())
+        response.generation_throughput = self._generation_throughput()
+        response.worker_connected = self._step_loop.is_connected
+        response.num_worker_losses = self._step_loop.num_worker_losses
+        return response
 
     async def _generate(self, message: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        request = await self._resolve(message)
-        self._check_available()
-        call = self._call(message, request)
+        request = await self._intake.resolve(message, context.time_remaining())
+        with_logprobs = request.sampling.num_logprobs is not None
+        samples = [
+            Sample(request.request_id, index, transcript, with_logprobs=with_logprobs)
+            for index, transcript in enumerate(self._intake.transcripts(message, request))
+        ]
+        call = Call(samples, self._step_loop)
+        self._intake.submit(request, call.delivery)
         try:
-            call.sequence_ids = self._step_loop.submit(request, call.deliver)
-        except AdmissionError as error:
-            raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
-        try:
-            async for response in call.responses():
-                await context.write(response)
+            await _write_all(call.responses(), context)
         finally:
-            self._step_loop.cancel(call.sequence_ids)
+            self._step_loop.cancel(call.delivery.sequence_ids)
 
-    async def _resolve(self, message: scheduler_pb2.GenerateRequest) -> Request:
-        check_before_tokenizing(message, self._model)
-        self._check_available()
-        if self._num_pending >= self._info.max_pending_calls:
-            raise RpcError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._num_pending} calls wait to be queued, the limit is {self._info.max_pending_calls}; "
-                "try again later",
-            )
-        self._num_pending += 1
-        try:
-            await self._step_loop.wait_for_first_worker()
-            if message.WhichOneof("prompt") == "text" and self._tokenizer is not None:
-                prompt_token_ids = await self._tokenizer.encode(message.text)
-            else:
-                prompt_token_ids = list(message.token_ids.ids)
-        finally:
-            self._num_pending -= 1
-        return resolve_request(message, prompt_token_ids, self._model, self._step_loop.max_sequence_tokens)
+    async def _submit(self, message: scheduler_pb2.GenerateRequest) -> str:
+        request = await self._intake.resolve(message, None)
+        with_logprobs = request.sampling.num_logprobs is not None
+        histories = [
+            History(request.request_id, index, transcript, with_logprobs=with_logprobs)
+            for index, transcript in enumerate(self._intake.transcripts(message, request))
+        ]
+        detached = DetachedRequest(request.tenant, request.request_id, histories, self._step_loop)
+        self._intake.submit(request, detached.delivery)
+        self._detached.add(detached)
+        return request.request_id
 
-    def _check_available(self) -> None:
-        reason = self._step_loop.unavailable_reason
-        if reason:
-            raise RpcError(grpc.StatusCode.UNAVAILABLE, reason)
 
-    def _call(self, message: scheduler_pb2.GenerateRequest, request: Request) -> Call:
-        options = text_options(message)
-        samples = []
-        for index in range(request.n):
-            decoder = None
-            if self._tokenizer is not None:
-                decoder = self._tokenizer.text_decoder(
-                    request.prompt_token_ids,
-                    stop=options.stop,
-                    min_tokens=request.sampling.min_tokens,
-                    include_stop_text=options.include_stop_text,
-                    skip_special_tokens=options.skip_special_tokens,
-                )
-            samples.append(
-                Sample(
-                    request.request_id,
-                    index,
-                    decoder,
-                    with_logprobs=request.sampling.num_logprobs is not None,
-                    keep_stop_token_text=options.include_stop_text,
-                )
-            )
-        return Call(samples, self._step_loop)
+async def _write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
+    async with contextlib.aclosing(messages) as closing:
+        async for message in closing:
+            await context.write(message)
+
+
+def _unknown(request_id: str) -> RpcError:
+    message = f"no request {request_id!r} is running for this tenant"
+    return RpcError(grpc.StatusCode.NOT_FOUND, message, "request_id")

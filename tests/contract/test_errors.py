@@ -41,7 +41,11 @@ BOUNDARIES: dict[str, tuple[list, list]] = {
     ),
     "include_stop_str_in_output": ([False, True], []),
     "skip_special_tokens": ([False, True], []),
+    "beam_width": ([1, 16], [0, 17, UINT32_MAX]),
+    "length_penalty": ([-1e300, 0, 1e300], [NAN, INF, -INF]),
+    "early_stopping": ([0, 1, 2, 3], [4, INT32_MAX]),
 }
+BEAM_FIELDS = ("length_penalty", "early_stopping")  # that mean nothing without beam_width
 
 
 async def status_of(stack: Stack, message: scheduler_pb2.GenerateRequest, **call: float) -> grpc.aio.AioRpcError | None:
@@ -69,11 +73,12 @@ def test_every_sampling_field_has_boundaries() -> None:
 async def test_every_sampling_field_at_its_boundaries(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         for field, (good, bad) in BOUNDARIES.items():
+            others = {"max_tokens": 3} | ({"beam_width": 2} if field in BEAM_FIELDS else {})
             for value in good:
-                error = await status_of(stack, request(PROMPT, **({"max_tokens": 3} | {field: value})))
+                error = await status_of(stack, request(PROMPT, **(others | {field: value})))
                 assert error is None, f"{field}={value!r}: {error}"
             for value in bad:
-                error = await status_of(stack, request(PROMPT, **({"max_tokens": 3} | {field: value})))
+                error = await status_of(stack, request(PROMPT, **(others | {field: value})))
                 assert error is not None, f"{field}={value!r} was taken"
                 assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"{field}={value!r}: {error}"
                 violation = details(error)[0].field_violations[0]

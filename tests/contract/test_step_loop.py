@@ -13,6 +13,7 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
 from scheduler_service.rpc.call import Call
 from scheduler_service.rpc.sample import Sample
+from scheduler_service.rpc.transcript import Transcript
 from scheduler_service.step_loop import StepLoop, UnavailableError
 from scheduler_service.stream import Delta, FanOut, TokenStream
 from scheduler_service.tokenizer import DecodedText
@@ -214,13 +215,13 @@ async def test_a_stop_text_ends_the_sequence_while_nobody_reads() -> None:
         def stop(self, sequence_id: int, num_output_tokens: int) -> None:
             stops.append((sequence_id, num_output_tokens))
 
-    sample = Sample("id", 0, LetterDecoder(), with_logprobs=False, keep_stop_token_text=False)
+    sample = Sample("id", 0, Transcript(LetterDecoder(), keep_stop_token_text=False), with_logprobs=False)
     call = Call([sample], Stopper())
-    call.sequence_ids = [42]
-    call.deliver(Delta(0, 0, [0, 1], [], [], None))
-    call.deliver(Delta(0, 2, [2, 3, 4, 5], [], [], None))
+    call.delivery.sequence_ids = [42]
+    call.delivery.deliver(Delta(0, 0, [0, 1], [], [], None))
+    call.delivery.deliver(Delta(0, 2, [2, 3, 4, 5], [], [], None))
     assert stops == [(42, 4)]
-    call.deliver(Delta(0, 6, [], [], [], end_of(4)))
+    call.delivery.deliver(Delta(0, 6, [], [], [], end_of(4)))
     (response,) = [response async for response in call.responses()]
     assert list(response.token_ids) == [0, 1, 2, 3]
     assert (response.text, response.stop_text) == ("abc", "d")
@@ -228,9 +229,9 @@ async def test_a_stop_text_ends_the_sequence_while_nobody_reads() -> None:
 
 
 async def test_long_outputs_leave_in_several_responses() -> None:
-    sample = Sample("id", 0, LetterDecoder(), with_logprobs=True, keep_stop_token_text=False)
+    sample = Sample("id", 0, Transcript(LetterDecoder(), keep_stop_token_text=False), with_logprobs=True)
     logprobs = [TokenLogprobs(0, -1.0, 1) for _ in range(5000)]
-    sample.add(0, [0] * 5000, logprobs, logprobs, end_of(5000, EndReason.LENGTH))
+    sample.add(Delta(0, 0, [0] * 5000, logprobs, logprobs, end_of(5000, EndReason.LENGTH)))
     responses = list(sample.take())
     assert [len(response.prompt_logprobs) for response in responses] == [2048, 2048, 904, 0, 0, 0]
     assert [response.first_token for response in responses] == [0, 0, 0, 0, 2048, 4096]

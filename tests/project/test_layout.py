@@ -23,7 +23,12 @@ ALLOWED_IMPORTS = {
     "scheduler_service": ("scheduler_service",),
     "scheduler_service.core": ("scheduler_service.core",),
     "scheduler_service.rpc": ("scheduler_service.core", "scheduler_service.rpc", "protos.gen.pagewire"),
-    "scheduler_service.step_loop": ("scheduler_service.core", "scheduler_service.stream"),
+    "scheduler_service.step_loop": (
+        "scheduler_service.core",
+        "scheduler_service.stream",
+        "scheduler_service.kv_event_log",
+    ),
+    "scheduler_service.kv_event_log": ("scheduler_service.core",),
     "scheduler_service.stream": ("scheduler_service.core",),
     "worker_service": ("worker_service",),
     "worker_service.rpc": (

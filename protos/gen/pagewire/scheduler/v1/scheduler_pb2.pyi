@@ -7,16 +7,62 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EarlyStopping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EARLY_STOPPING_UNSPECIFIED: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_HEURISTIC: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_FIRST: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_NEVER: _ClassVar[EarlyStopping]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
+
+class ResultState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESULT_STATE_UNSPECIFIED: _ClassVar[ResultState]
+    RESULT_STATE_RUNNING: _ClassVar[ResultState]
+    RESULT_STATE_FINISHED: _ClassVar[ResultState]
+    RESULT_STATE_FAILED: _ClassVar[ResultState]
+
+class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REQUEST_STATE_UNSPECIFIED: _ClassVar[RequestState]
+    REQUEST_STATE_WAITING: _ClassVar[RequestState]
+    REQUEST_STATE_RUNNING: _ClassVar[RequestState]
+    REQUEST_STATE_SWAPPING_OUT: _ClassVar[RequestState]
+    REQUEST_STATE_SWAPPED: _ClassVar[RequestState]
+    REQUEST_STATE_SWAPPING_IN: _ClassVar[RequestState]
+
+class KvTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_TIER_UNSPECIFIED: _ClassVar[KvTier]
+    KV_TIER_DEVICE: _ClassVar[KvTier]
+    KV_TIER_HOST: _ClassVar[KvTier]
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping
+EARLY_STOPPING_HEURISTIC: EarlyStopping
+EARLY_STOPPING_FIRST: EarlyStopping
+EARLY_STOPPING_NEVER: EarlyStopping
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
+RESULT_STATE_UNSPECIFIED: ResultState
+RESULT_STATE_RUNNING: ResultState
+RESULT_STATE_FINISHED: ResultState
+RESULT_STATE_FAILED: ResultState
+REQUEST_STATE_UNSPECIFIED: RequestState
+REQUEST_STATE_WAITING: RequestState
+REQUEST_STATE_RUNNING: RequestState
+REQUEST_STATE_SWAPPING_OUT: RequestState
+REQUEST_STATE_SWAPPED: RequestState
+REQUEST_STATE_SWAPPING_IN: RequestState
+KV_TIER_UNSPECIFIED: KvTier
+KV_TIER_DEVICE: KvTier
+KV_TIER_HOST: KvTier
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "text", "token_ids", "sampling", "priority", "tenant", "cache_salt")
@@ -43,7 +89,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "include_stop_str_in_output", "skip_special_tokens")
+    __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "include_stop_str_in_output", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +116,9 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BEAM_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
     n: int
     temperature: float
     top_p: float
@@ -89,7 +138,10 @@ class SamplingParams(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
-    def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ...) -> None: ...
+    beam_width: int
+    length_penalty: float
+    early_stopping: EarlyStopping
+    def __init__(self, n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., beam_width: _Optional[int] = ..., length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "first_token", "token_ids", "text", "finish_reason", "stop_token_id", "stop_text", "logprobs", "cumulative_logprob", "prompt_logprobs", "usage")
@@ -161,6 +213,184 @@ class AbortResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SubmitRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: GenerateRequest
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
+
+class SubmitResponse(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("request_id", "tenant", "from_token", "from_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    from_token: int
+    from_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., from_token: _Optional[int] = ..., from_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetResultRequest(_message.Message):
+    __slots__ = ("request_id", "tenant")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class GetResultResponse(_message.Message):
+    __slots__ = ("request_id", "state", "outputs", "failure")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    state: ResultState
+    outputs: _containers.RepeatedCompositeFieldContainer[GenerateResponse]
+    failure: Failure
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[ResultState, str]] = ..., outputs: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class GetRequestRequest(_message.Message):
+    __slots__ = ("request_id", "tenant")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class GetRequestResponse(_message.Message):
+    __slots__ = ("request_id", "tenant", "state", "reason", "queue_position", "num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "num_sequences", "num_running_sequences", "num_held_blocks", "num_held_host_blocks", "num_wanted_blocks", "num_free_blocks", "num_preemptions", "holders", "age_seconds")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WANTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    state: RequestState
+    reason: str
+    queue_position: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_sequences: int
+    num_running_sequences: int
+    num_held_blocks: int
+    num_held_host_blocks: int
+    num_wanted_blocks: int
+    num_free_blocks: int
+    num_preemptions: int
+    holders: _containers.RepeatedCompositeFieldContainer[BlockHolder]
+    age_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., reason: _Optional[str] = ..., queue_position: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., num_running_sequences: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_held_host_blocks: _Optional[int] = ..., num_wanted_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+
+class BlockHolder(_message.Message):
+    __slots__ = ("request_id", "num_blocks")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    num_blocks: int
+    def __init__(self, request_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class GetBlocksRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetBlocksResponse(_message.Message):
+    __slots__ = ("owners", "device_blocks", "host_blocks")
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    owners: _containers.RepeatedScalarFieldContainer[str]
+    device_blocks: _containers.RepeatedScalarFieldContainer[int]
+    host_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, owners: _Optional[_Iterable[str]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., host_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SubscribeKvEventsRequest(_message.Message):
+    __slots__ = ("start_sequence_number", "instance_id")
+    START_SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    start_sequence_number: int
+    instance_id: str
+    def __init__(self, start_sequence_number: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+
+class SubscribeKvEventsResponse(_message.Message):
+    __slots__ = ("instance_id", "sequence_number", "is_snapshot", "is_continued", "events")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    IS_CONTINUED_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    sequence_number: int
+    is_snapshot: bool
+    is_continued: bool
+    events: _containers.RepeatedCompositeFieldContainer[KvEvent]
+    def __init__(self, instance_id: _Optional[str] = ..., sequence_number: _Optional[int] = ..., is_snapshot: bool = ..., is_continued: bool = ..., events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ...) -> None: ...
+
+class KvEvent(_message.Message):
+    __slots__ = ("stored", "removed", "cleared")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    stored: KvBlockStored
+    removed: KvBlockRemoved
+    cleared: KvCacheCleared
+    def __init__(self, stored: _Optional[_Union[KvBlockStored, _Mapping]] = ..., removed: _Optional[_Union[KvBlockRemoved, _Mapping]] = ..., cleared: _Optional[_Union[KvCacheCleared, _Mapping]] = ...) -> None: ...
+
+class KvBlockStored(_message.Message):
+    __slots__ = ("block_hash", "parent_hash", "token_ids", "tier", "block_size")
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    block_hash: int
+    parent_hash: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tier: KvTier
+    block_size: int
+    def __init__(self, block_hash: _Optional[int] = ..., parent_hash: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[KvTier, str]] = ..., block_size: _Optional[int] = ...) -> None: ...
+
+class KvBlockRemoved(_message.Message):
+    __slots__ = ("block_hash", "tier")
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    block_hash: int
+    tier: KvTier
+    def __init__(self, block_hash: _Optional[int] = ..., tier: _Optional[_Union[KvTier, str]] = ...) -> None: ...
+
+class KvCacheCleared(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -194,7 +424,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes")
+    __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes", "num_host_blocks", "swap_bandwidth", "sliding_window")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +433,9 @@ class WorkerInfo(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_DEVICE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     device: str
@@ -211,14 +444,17 @@ class WorkerInfo(_message.Message):
     block_size: int
     num_device_blocks: int
     block_bytes: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    num_host_blocks: int
+    swap_bandwidth: float
+    sliding_window: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_device_blocks", "num_held_blocks", "num_cached_blocks", "num_preemptions", "num_generation_tokens", "num_prompt_tokens", "num_cached_prompt_tokens", "generation_throughput", "worker_connected", "num_worker_losses")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_device_blocks", "num_held_blocks", "num_cached_blocks", "num_preemptions", "num_generation_tokens", "num_prompt_tokens", "num_cached_prompt_tokens", "generation_throughput", "worker_connected", "num_worker_losses", "num_swapped", "num_host_blocks", "num_held_host_blocks", "num_cached_host_blocks", "num_swap_preemptions", "num_moved_blocks_out", "num_moved_blocks_in", "num_host_cached_prompt_tokens")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +468,14 @@ class GetLoadsResponse(_message.Message):
     GENERATION_THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
     WORKER_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKER_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAP_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_BLOCKS_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_BLOCKS_IN_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
@@ -245,4 +489,12 @@ class GetLoadsResponse(_message.Message):
     generation_throughput: float
     worker_connected: bool
     num_worker_losses: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_prompt_tokens: _Optional[int] = ..., generation_throughput: _Optional[float] = ..., worker_connected: bool = ..., num_worker_losses: _Optional[int] = ...) -> None: ...
+    num_swapped: int
+    num_host_blocks: int
+    num_held_host_blocks: int
+    num_cached_host_blocks: int
+    num_swap_preemptions: int
+    num_moved_blocks_out: int
+    num_moved_blocks_in: int
+    num_host_cached_prompt_tokens: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_generation_tokens: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_prompt_tokens: _Optional[int] = ..., generation_throughput: _Optional[float] = ..., worker_connected: bool = ..., num_worker_losses: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_held_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., num_moved_blocks_out: _Optional[int] = ..., num_moved_blocks_in: _Optional[int] = ..., num_host_cached_prompt_tokens: _Optional[int] = ...) -> None: ...

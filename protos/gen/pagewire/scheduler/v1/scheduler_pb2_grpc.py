@@ -44,6 +44,36 @@ class SchedulerServiceStub(object):
                 request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.SerializeToString,
                 response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Submit = channel.unary_unary(
+                '/pagewire.scheduler.v1.SchedulerService/Submit',
+                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitRequest.SerializeToString,
+                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitResponse.FromString,
+                _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/pagewire.scheduler.v1.SchedulerService/Attach',
+                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AttachRequest.SerializeToString,
+                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.GetResult = channel.unary_unary(
+                '/pagewire.scheduler.v1.SchedulerService/GetResult',
+                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.SerializeToString,
+                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.FromString,
+                _registered_method=True)
+        self.GetRequest = channel.unary_unary(
+                '/pagewire.scheduler.v1.SchedulerService/GetRequest',
+                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
+                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestResponse.FromString,
+                _registered_method=True)
+        self.GetBlocks = channel.unary_unary(
+                '/pagewire.scheduler.v1.SchedulerService/GetBlocks',
+                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksRequest.SerializeToString,
+                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksResponse.FromString,
+                _registered_method=True)
+        self.SubscribeKvEvents = channel.unary_stream(
+                '/pagewire.scheduler.v1.SchedulerService/SubscribeKvEvents',
+                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/GetServerInfo',
                 request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.SerializeToString,
@@ -61,6 +91,7 @@ class SchedulerServiceServicer(object):
 
     def Generate(self, request, context):
         """Generates 1 to n samples of a prompt and streams their tokens. Cancelling the call aborts the request.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,6 +99,55 @@ class SchedulerServiceServicer(object):
 
     def Abort(self, request, context):
         """Ends a request of the same tenant. Its stream ends with FINISH_REASON_ABORT. NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Submit(self, request, context):
+        """Queues a detached request and returns its id at once. It runs whether or not anybody attaches, and whatever happens
+        to the connection. Errors are those of Generate; a deadline is that of this call alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """Streams what a detached request got and gets, of every sample, from an output token on. Any number of times, also
+        at the same time, also after its end until the retention limit. Cancelling the call leaves the request alone; Abort
+        ends it. A request that failed ends the stream with its status. NOT_FOUND for an id that is unknown, another
+        tenant's, or no longer kept.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetResult(self, request, context):
+        """The state of a detached request and all of its output so far. NOT_FOUND as in Attach.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRequest(self, request, context):
+        """What an unfinished request, detached or not, is doing and why it waits. NOT_FOUND if the tenant has none of this
+        id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBlocks(self, request, context):
+        """What every block of the KV cache is used for, for operators: it names the requests of all tenants.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubscribeKvEvents(self, request, context):
+        """What enters and leaves the prefix cache, for routers: it tells the tokens of all tenants. Endless.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -99,6 +179,36 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.FromString,
                     response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortResponse.SerializeToString,
+            ),
+            'Submit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Submit,
+                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitRequest.FromString,
+                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AttachRequest.FromString,
+                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GetResult': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetResult,
+                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.FromString,
+                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.SerializeToString,
+            ),
+            'GetRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequest,
+                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.FromString,
+                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestResponse.SerializeToString,
+            ),
+            'GetBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBlocks,
+                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksRequest.FromString,
+                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksResponse.SerializeToString,
+            ),
+            'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.SubscribeKvEvents,
+                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -165,6 +275,168 @@ class SchedulerService(object):
             '/pagewire.scheduler.v1.SchedulerService/Abort',
             protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.SerializeToString,
             protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Submit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/Submit',
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitRequest.SerializeToString,
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/Attach',
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AttachRequest.SerializeToString,
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetResult(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/GetResult',
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.SerializeToString,
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/GetRequest',
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/GetBlocks',
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksRequest.SerializeToString,
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubscribeKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/SubscribeKvEvents',
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.SerializeToString,
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,83 @@
+"""The way of a request's output from the step loop to whatever keeps it for the client."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import grpc
+
+from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
+from scheduler_service.rpc.status import RpcError
+from scheduler_service.rpc.transcript import Transcript
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = {
+    EndReason.NAN_LOGITS: grpc.StatusCode.INTERNAL,
+    EndReason.CRASHES_WORKER: grpc.StatusCode.INTERNAL,
+    EndReason.NO_LONGER_FITS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    EndReason.NO_WORKER: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+class Delta(Protocol):
+    """What one sequence got since its last delta."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def first_token(self) -> int: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]: ...
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
+
+    @property
+    def end(self) -> SequenceEnd | None: ...
+
+    @property
+    def cumulative_logprob(self) -> float | None: ...
+
+
+class SampleSink(Protocol):
+    """What keeps the output of one sample."""
+
+    @property
+    def transcript(self) -> Transcript: ...
+
+    def add(self, delta: Delta) -> None: ...
+
+
+class SequenceStopper(Protocol):
+    def stop(self, sequence_id: int, num_output_tokens: int) -> None: ...
+
+
+class Delivery:
+    def __init__(self, samples: Sequence[SampleSink], stopper: SequenceStopper, on_news: Callable[[], None]) -> None:
+        """`on_news` is called after every delta."""
+        self._samples = samples
+        self._stopper = stopper
+        self._on_news = on_news
+        self.error: RpcError | None = None  # the request failed
+        self.sequence_ids: list[int] = []  # known before the first delta
+
+    def deliver(self, delta: Delta) -> None:
+        """Take what a sequence got. A stop text in it ends the sequence, whether or not the client reads."""
+        sample, sequence_id = self._samples[delta.index], self.sequence_ids[delta.index]
+        try:
+            sample.add(delta)
+            if sample.transcript.is_stopped and delta.end is None:
+                self._stopper.stop(sequence_id, sample.transcript.num_tokens)
+        except Exception:
+            logger.exception("a delta of sequence %d cannot be delivered", sequence_id)
+            self.error = RpcError(grpc.StatusCode.INTERNAL, "the output cannot be delivered; see the server's log")
+        failure = sample.transcript.failure
+        if failure is not None:
+            self.error = RpcError(_FAILURES[failure.reason], failure.message)
+        self._on_news()

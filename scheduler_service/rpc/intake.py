@@ -1,0 +1,125 @@
+"""The way of a GenerateRequest into the scheduler: checked, tokenized, admitted."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import grpc
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
+from scheduler_service.rpc.delivery import Delivery, Delta
+from scheduler_service.rpc.generate_request import ServedModel, check_before_tokenizing, resolve_request, text_options
+from scheduler_service.rpc.status import RpcError
+from scheduler_service.rpc.transcript import Decoder, Transcript
+
+_ADMISSION_CODES = {
+    AdmissionReason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    AdmissionReason.DUPLICATE: grpc.StatusCode.ALREADY_EXISTS,
+    AdmissionReason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+class StepLoop(Protocol):
+    """Where requests go."""
+
+    @property
+    def unavailable_reason(self) -> str: ...
+
+    @property
+    def max_sequence_tokens(self) -> int: ...
+
+    def now(self) -> float: ...
+
+    async def wait_for_first_worker(self) -> None: ...
+
+    def submit(self, request: Request, deliver: Callable[[Delta], None]) -> list[int]: ...
+
+
+class Tokenizer(Protocol):
+    async def encode(self, text: str) -> list[int]: ...
+
+    def text_decoder(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str],
+        min_tokens: int,
+        include_stop_text: bool,
+        skip_special_tokens: bool,
+    ) -> Decoder: ...
+
+
+class Intake:
+    def __init__(
+        self,
+        step_loop: StepLoop,
+        model: ServedModel,
+        tokenizer: Tokenizer | None,
+        *,
+        max_pending_calls: int,
+        is_taken: Callable[[str, str], bool],
+    ) -> None:
+        """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name."""
+        self._step_loop = step_loop
+        self._model = model
+        self._tokenizer = tokenizer
+        self._max_pending_calls = max_pending_calls
+        self._is_taken = is_taken
+        self._num_pending = 0  # calls whose request is not in the scheduler yet
+
+    async def resolve(self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None) -> Request:
+        """The request in full, which must be done within so many seconds. Raises RpcError."""
+        deadline = None if time_remaining is None else self._step_loop.now() + time_remaining
+        check_before_tokenizing(message, self._model)
+        self._check_available()
+        if self._num_pending >= self._max_pending_calls:
+            raise RpcError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._num_pending} calls wait to be queued, the limit is {self._max_pending_calls}; try again later",
+            )
+        self._num_pending += 1
+        try:
+            await self._step_loop.wait_for_first_worker()
+            if message.WhichOneof("prompt") == "text" and self._tokenizer is not None:
+                prompt_token_ids = await self._tokenizer.encode(message.text)
+            else:
+                prompt_token_ids = list(message.token_ids.ids)
+        finally:
+            self._num_pending -= 1
+        return resolve_request(message, prompt_token_ids, self._model, self._step_loop.max_sequence_tokens, deadline)
+
+    def transcripts(self, message: scheduler_pb2.GenerateRequest, request: Request) -> list[Transcript]:
+        """One for each sample."""
+        options = text_options(message)
+        transcripts = []
+        for _ in range(request.n):
+            decoder = None
+            if self._tokenizer is not None:
+                decoder = self._tokenizer.text_decoder(
+                    request.prompt_token_ids,
+                    stop=options.stop,
+                    min_tokens=request.sampling.min_tokens,
+                    include_stop_text=options.include_stop_text,
+                    skip_special_tokens=options.skip_special_tokens,
+                )
+            transcripts.append(Transcript(decoder, keep_stop_token_text=options.include_stop_text))
+        return transcripts
+
+    def submit(self, request: Request, delivery: Delivery) -> None:
+        """Queue a request whose output goes this way. Raises RpcError."""
+        self._check_available()
+        if self._is_taken(request.tenant, request.request_id):
+            raise RpcError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"the result of a detached request {request.request_id!r} is kept; choose another request_id",
+                "request_id",
+            )
+        try:
+            delivery.sequence_ids = self._step_loop.submit(request, delivery.deliver)
+        except AdmissionError as error:
+            raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
+
+    def _check_available(self) -> None:
+        reason = self._step_loop.unavailable_reason
+        if reason:
+            raise RpcError(grpc.StatusCode.UNAVAILABLE, reason)

@@ -1,0 +1,110 @@
+"""One subscription to the events of the prefix cache."""
+
+from collections.abc import AsyncGenerator, Iterator
+from typing import Protocol
+
+import grpc
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
+from scheduler_service.rpc.status import RpcError
+
+# Tokens and events of one message: keeps it far below a client's message limit of 4 MiB.
+_MAX_MESSAGE_VALUES = 65_536
+
+_TIERS = {Tier.DEVICE: scheduler_pb2.KV_TIER_DEVICE, Tier.HOST: scheduler_pb2.KV_TIER_HOST}
+
+
+class KvEventBatch(Protocol):
+    @property
+    def sequence_number(self) -> int: ...
+
+    @property
+    def events(self) -> tuple[KvEvent, ...]: ...
+
+
+class KvEventSource(Protocol):
+    @property
+    def kv_event_starts(self) -> tuple[int, int]:
+        """The smallest and the greatest number that `next_kv_events` takes."""
+
+    def kv_snapshot(self) -> KvEventBatch: ...
+
+    async def next_kv_events(self, sequence_number: int) -> KvEventBatch:
+        """Raises LookupError for a number outside the range."""
+        ...
+
+
+async def kv_event_messages(
+    request: scheduler_pb2.SubscribeKvEventsRequest, source: KvEventSource, instance_id: str
+) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
+    """Endless. Raises RpcError when the next batch is not held, or if the start is another scheduler's."""
+    if request.instance_id and request.instance_id != instance_id:
+        raise RpcError(
+            grpc.StatusCode.OUT_OF_RANGE,
+            f"sequence numbers of scheduler {request.instance_id!r} mean nothing here, this is {instance_id!r}; "
+            "subscribe without start_sequence_number for a snapshot",
+            "instance_id",
+        )
+    is_first = True
+    async for message in _endless(request, source):
+        if is_first:
+            message.instance_id = instance_id
+            is_first = False
+        yield message
+
+
+async def _endless(
+    request: scheduler_pb2.SubscribeKvEventsRequest, source: KvEventSource
+) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
+    if request.HasField("start_sequence_number"):
+        last = request.start_sequence_number
+    else:
+        snapshot = source.kv_snapshot()
+        last = snapshot.sequence_number
+        for message in _messages(snapshot):
+            message.is_snapshot = True
+            yield message
+    while True:
+        try:
+            batch = await source.next_kv_events(last)
+        except LookupError:
+            first_start, last_start = source.kv_event_starts
+            raise RpcError(
+                grpc.StatusCode.OUT_OF_RANGE,
+                f"the events after sequence number {last} are not held, but those after {first_start} to {last_start} "
+                "are; subscribe without start_sequence_number for a snapshot",
+                "start_sequence_number",
+            ) from None
+        for message in _messages(batch):
+            yield message
+        last = batch.sequence_number
+
+
+def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsResponse]:
+    """At least one."""
+    message = scheduler_pb2.SubscribeKvEventsResponse(sequence_number=batch.sequence_number)
+    num_values = 0
+    for event in batch.events:
+        if num_values >= _MAX_MESSAGE_VALUES:
+            message.is_continued = True
+            yield message
+            message = scheduler_pb2.SubscribeKvEventsResponse(sequence_number=batch.sequence_number)
+            num_values = 0
+        num_values += _encode(event, message.events.add())
+    yield message
+
+
+def _encode(event: KvEvent, message: scheduler_pb2.KvEvent) -> int:
+    """How many numbers it has, more or less."""
+    if isinstance(event, BlockStored):
+        stored = message.stored
+        stored.block_hash, stored.parent_hash = event.block_hash, event.parent_hash
+        stored.token_ids.extend(event.token_ids)
+        stored.tier, stored.block_size = _TIERS[event.tier], len(event.token_ids)
+        return 4 + len(event.token_ids)
+    if isinstance(event, BlockRemoved):
+        message.removed.block_hash, message.removed.tier = event.block_hash, _TIERS[event.tier]
+        return 2
+    message.cleared.SetInParent()
+    return 1
