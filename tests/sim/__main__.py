@@ -1,0 +1,47 @@
+"""Run the simulator: `python -m tests.sim --seeds 5000`, `python -m tests.sim --first SEED --trace`."""
+
+import argparse
+import os
+import sys
+import time
+
+from tests.sim.campaign import Summary, command_for, run_campaign, trace_seed
+from tests.sim.reach import STATES
+
+# With fewer seeds a rare state may be missed by chance.
+_MIN_SEEDS_FOR_REACH = 5000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5000, help="how many (default 5000)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    parser.add_argument("--trace", action="store_true", help="print the history of the first seed, and no other")
+    arguments = parser.parse_args()
+    if arguments.trace:
+        return 0 if trace_seed(arguments.first) else 1
+    started = time.perf_counter()
+    summary = run_campaign(arguments.first, arguments.seeds, arguments.jobs)
+    _report(summary, time.perf_counter() - started, arguments.jobs)
+    missing = [state for state in STATES if not summary.reached[state]]
+    if missing and arguments.seeds >= _MIN_SEEDS_FOR_REACH:
+        print(f"never reached: {'; '.join(missing)}")
+    return 1 if summary.failures or (missing and arguments.seeds >= _MIN_SEEDS_FOR_REACH) else 0
+
+
+def _report(summary: Summary, seconds: float, num_jobs: int) -> None:
+    for state in sorted({*STATES, *summary.reached}):
+        print(f"{summary.reached[state]:>10,}  {state}")
+    per_core = summary.num_seeds / seconds / num_jobs
+    print(
+        f"{summary.num_seeds:,} seeds, {summary.num_audits:,} audited events ({summary.num_audits / summary.num_seeds:.0f} "
+        f"a seed), {summary.num_steps:,} plans in {seconds:.1f} s: {per_core:.0f} seeds/s and "
+        f"{summary.num_audits / seconds / num_jobs:,.0f} events/s a core; log hash {summary.log_hash:016x}"
+    )
+    for seed, error in sorted(summary.failures.items()):
+        print(f"seed {seed} failed: {error}\n    {command_for(seed)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""A beam search without cache, blocks or steps: what the engine's must equal.
+
+Written from transformers' `_beam_search` over whole lists of candidates, apart from `core/beam.py`.
+"""
+
+from scheduler_service.core.request import EarlyStopping, Request
+from tests.core.simulated_worker import candidates, digest, digest_all
+
+Hypotheses = list[tuple[tuple[int, ...], float, int | None]]  # tokens, cumulative logprob, stop token; best first
+
+
+def search(request: Request, vocab_size: int) -> Hypotheses:
+    """The request's hypotheses."""
+    assert request.beam is not None
+    params, width, stops = request.beam, request.beam.beam_width, set(request.sampling.stop_token_ids)
+    running: list[tuple[float, tuple[int, ...], int]] = [(0.0, (), digest_all(request.prompt_token_ids))]
+    finished: list[tuple[float, tuple[int, ...], float, int | None]] = []
+    for length in range(1, request.max_tokens + 1):
+        barred = stops if length <= request.sampling.min_tokens else set()
+        ranked = sorted(
+            (-cumulative - logprob, beam, token_id)
+            for beam, (cumulative, _, prefix) in enumerate(running)
+            for token_id, logprob in candidates(prefix, 2 * width + 2 * len(stops), vocab_size)
+            if token_id not in barred
+        )
+        ends = [token_id in stops or length == request.max_tokens for _, _, token_id in ranked]
+        for (loss, beam, token_id), is_end in list(zip(ranked, ends, strict=True))[:width]:
+            if is_end:
+                stop = token_id if token_id in stops else None
+                finished.append((loss / length**params.length_penalty, (*running[beam][1], token_id), -loss, stop))
+        finished = sorted(finished, key=lambda hypothesis: hypothesis[0])[:width]
+        going_on = [entry for entry, is_end in zip(ranked, ends, strict=True) if not is_end][:width]
+        running = [
+            (-loss, (*running[beam][1], token_id), digest(running[beam][2], token_id))
+            for loss, beam, token_id in going_on
+        ]
+        if not running or (len(finished) == width and _is_over(request, running[0][0], -finished[-1][0], length)):
+            break
+    return [(token_ids, cumulative, stop) for _, token_ids, cumulative, stop in finished[: request.n]]
+
+
+def _is_over(request: Request, best_running: float, worst_finished: float, length: int) -> bool:
+    assert request.beam is not None
+    penalty = request.beam.length_penalty
+    if request.beam.early_stopping is EarlyStopping.FIRST:
+        return True
+    if request.beam.early_stopping is EarlyStopping.NEVER and penalty > 0:
+        length = request.max_tokens
+    return not best_running / length**penalty > worst_finished

@@ -1,0 +1,122 @@
+"""What a client sees of its request, held against what it must see (S6).
+
+Tokens go through the production `TokenStream`. Every token is compared as it comes with the pure function that an
+undisturbed run is, every end with the reason it claims.
+"""
+
+from scheduler_service.core.request import EndReason, Hypothesis, SequenceEnd
+from scheduler_service.stream import Delta, TokenStream
+from tests.core.simulated_worker import digest, digest_all, next_token
+from tests.sim import beam_oracle
+from tests.sim.scenario import VOCAB_SIZE, Arrival
+
+
+def _unused(delta: Delta) -> None:
+    raise AssertionError("a stream delivered by itself")
+
+
+class Client:
+    """One request and the streams of its sequences."""
+
+    def __init__(self, arrival: Arrival, sequence_ids: list[int], now: float) -> None:
+        request = arrival.request
+        assert len(sequence_ids) == len(set(sequence_ids)) == request.n
+        self.arrival = arrival
+        self.request = request
+        self.key = (request.tenant, request.request_id)
+        self.samples = {
+            sequence_id: _Sample(self, TokenStream(request, index, _unused, now), index)
+            for index, sequence_id in enumerate(sequence_ids)
+        }
+        self.num_live = request.n
+        self.num_lone_crashes = 0  # since a token of it was last confirmed
+        self.num_preemptions_seen = 0
+        self.is_aborted = False
+        self.may_be_bad = False
+        self._expected_hypotheses: beam_oracle.Hypotheses | None = None
+
+    @property
+    def expected_hypotheses(self) -> beam_oracle.Hypotheses:
+        if self._expected_hypotheses is None:
+            self._expected_hypotheses = beam_oracle.search(self.request, VOCAB_SIZE)
+        return self._expected_hypotheses
+
+
+class _Sample:
+    """The output of one sequence."""
+
+    def __init__(self, client: Client, stream: TokenStream, index: int) -> None:
+        self.client = client
+        self.stream = stream
+        self.index = index
+        self.received: list[int] = []
+        self.end: SequenceEnd | None = None
+        self._prefix = digest_all(client.request.prompt_token_ids)
+        self._must_end = False
+        self._hypothesis: Hypothesis | None = None
+
+    def token(self, token_id: int, now: float) -> None:
+        request = self.client.request
+        assert request.beam is None, "S6: a token of a beam"
+        assert not self._must_end, "a token after a stop token or beyond max_tokens"
+        expected = next_token(self._prefix, request.seed, self.index, VOCAB_SIZE)
+        number = self.stream.num_published
+        assert token_id == expected, f"token {number} of {request.request_id}/{self.index}: {token_id}, not {expected}"
+        self._prefix = digest(self._prefix, token_id)
+        self.stream.publish(token_id, now)
+        sampling = request.sampling
+        stops = token_id in sampling.stop_token_ids and number + 1 > sampling.min_tokens
+        self._must_end = stops or number + 1 == request.max_tokens
+        if len(self.stream.token_ids) >= self.client.arrival.reads_every:
+            self.read()
+
+    def hypothesis(self, hypothesis: Hypothesis) -> None:
+        assert self._hypothesis is None, "S6: a hypothesis twice"
+        self._hypothesis = hypothesis
+
+    def read(self) -> None:
+        delta = self.stream.take()
+        assert delta.first_token == len(self.received), "S6: a token is missing, or came twice"
+        self.received += delta.token_ids
+
+    def finish(self, end: SequenceEnd) -> None:
+        assert self.end is None, "S6: two ends"
+        self.end = end
+        self.client.num_live -= 1
+        if self._hypothesis is not None:
+            for token_id in self._hypothesis.token_ids:
+                self.stream.publish(token_id, 0.0)
+        num_published = self.stream.num_published
+        self.stream.finish(end)
+        self.read()
+        self._check_reason(end, num_published)
+
+    def _check_reason(self, end: SequenceEnd, num_published: int) -> None:
+        request, reason, client = self.client.request, end.reason, self.client
+        assert end.num_prompt_tokens == len(request.prompt_token_ids)
+        if reason in (EndReason.STOP, EndReason.LENGTH):
+            if request.beam is not None:
+                self._check_hypothesis(end)
+            elif end.stop_token_id is not None or reason is EndReason.LENGTH:
+                assert self._must_end, f"ended by {reason} without a cause"
+                assert end.num_output_tokens == num_published
+                is_stop = reason is EndReason.STOP
+                stops = self.received[-1] in request.sampling.stop_token_ids
+                assert is_stop == (stops and num_published > request.sampling.min_tokens)
+                assert end.stop_token_id == (self.received[-1] if is_stop else None)
+        elif reason is EndReason.ABORT:
+            assert client.is_aborted, "nobody aborted it"
+        elif reason is EndReason.NAN_LOGITS:
+            assert client.may_be_bad, "no row of it had bad logits"
+        elif reason is EndReason.CRASHES_WORKER:
+            assert client.num_lone_crashes >= 2, f"S10: it crashed the worker alone {client.num_lone_crashes} times"
+
+    def _check_hypothesis(self, end: SequenceEnd) -> None:
+        expected = self.client.expected_hypotheses[self.index]
+        assert self._hypothesis is not None, "a beam ended without its tokens"
+        found = (self._hypothesis.token_ids, self._hypothesis.cumulative_logprob, end.stop_token_id)
+        assert found == expected, (
+            f"hypothesis {self.index} of {self.client.request.request_id}: {found}, not {expected}"
+        )
+        assert end.num_output_tokens == len(expected[0])
+        assert end.reason is (EndReason.LENGTH if expected[2] is None else EndReason.STOP)

@@ -1,0 +1,36 @@
+"""A connection between the scheduler and the worker: first in, first out, and when it breaks only a suffix is lost."""
+
+from dataclasses import dataclass, field
+
+from scheduler_service.core.plan import StepPlan
+
+NEVER = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """Times are in seconds. What would arrive after a direction was cut never does."""
+
+    epoch: int
+    last_down: float = 0.0  # when the latest message arrives at the worker
+    last_up: float = 0.0
+    down_cut_at: float = NEVER
+    up_cut_at: float = NEVER
+    plans: list[StepPlan] = field(default_factory=list)  # all that were sent
+
+    def send_down(self, now: float, delay: float) -> float:
+        """When a message arrives at the worker, or NEVER."""
+        self.last_down = max(self.last_down, now + delay)
+        return self.last_down if self.last_down < self.down_cut_at else NEVER
+
+    def send_up(self, now: float, delay: float) -> float:
+        """When a message arrives at the scheduler, or NEVER."""
+        self.last_up = max(self.last_up, now + delay)
+        return self.last_up if self.last_up < self.up_cut_at else NEVER
+
+    def cut(self, now: float, fraction: float, *, down: bool, up: bool) -> None:
+        """Lose what is under way but for the first part of it."""
+        if down:
+            self.down_cut_at = min(self.down_cut_at, now + fraction * max(0.0, self.last_down - now))
+        if up:
+            self.up_cut_at = min(self.up_cut_at, now + fraction * max(0.0, self.last_up - now))

@@ -1,0 +1,57 @@
+"""Which blocks the scheduler may not touch yet, from nothing but what it sent and what came back (S3, S4).
+
+It knows less than the worker: a move counts as under way until the scheduler has heard that it is done.
+"""
+
+from scheduler_service.core.plan import StepPlan
+
+
+class MoveLedger:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._moves: dict[int, StepPlan] = {}  # unacknowledged plans with moves, by step
+        self.num_out = self.num_in = 0  # moves under way
+
+    def moved(self, step: int) -> None:
+        for number in [number for number in self._moves if number <= step]:
+            plan = self._moves.pop(number)
+            self.num_out -= len(plan.swap_out_device_blocks)
+            self.num_in -= len(plan.swap_in_device_blocks)
+
+    def check(self, plan: StepPlan) -> None:
+        """Assert that a new plan leaves alone what moves under way name, and take note of its own."""
+        has_moves = bool(plan.swap_out_device_blocks or plan.swap_in_device_blocks)
+        if not self._moves and not has_moves:
+            return
+        read_device, written_device, read_host, written_host = self._named()
+        assert written_device.isdisjoint(plan.swap_out_device_blocks), f"S4: a swap-out of unread blocks: {plan}"
+        assert written_host.isdisjoint(plan.swap_in_host_blocks), f"S4: a swap-in before its swap-out is done: {plan}"
+        targets_device, targets_host = plan.swap_in_device_blocks, plan.swap_out_host_blocks
+        assert len({*targets_device}) == len(targets_device), f"S3: two moves to one device block: {plan}"
+        assert len({*targets_host}) == len(targets_host), f"S3: two moves to one host block: {plan}"
+        read_device.update(plan.swap_out_device_blocks)
+        read_host.update(plan.swap_in_host_blocks)
+        assert (read_device | written_device).isdisjoint(targets_device), f"S3: a swap-in to a block of a move: {plan}"
+        assert (read_host | written_host).isdisjoint(targets_host), f"S3: a swap-out to a block of a move: {plan}"
+        written_device.update(targets_device)
+        written = [*plan.append_block_ids, *plan.copy_target_blocks]
+        read = [*plan.copy_source_blocks, *plan.set_block_ids]
+        for opening in plan.openings:
+            num_full = opening.num_computed_tokens // self._block_size
+            read += opening.block_ids[:num_full]
+            written += opening.block_ids[num_full:]
+        assert written_device.isdisjoint(read), f"S4: a block is read before its swap-in is done: {plan}"
+        assert (read_device | written_device).isdisjoint(written), f"S3: a block of a move is written: {plan}"
+        if has_moves:
+            self._moves[plan.step] = plan
+            self.num_out += len(plan.swap_out_device_blocks)
+            self.num_in += len(plan.swap_in_device_blocks)
+
+    def _named(self) -> tuple[set[int], set[int], set[int], set[int]]:
+        read_device, written_device, read_host, written_host = set(), set(), set(), set()
+        for plan in self._moves.values():
+            read_device.update(plan.swap_out_device_blocks)
+            written_host.update(plan.swap_out_host_blocks)
+            read_host.update(plan.swap_in_host_blocks)
+            written_device.update(plan.swap_in_device_blocks)
+        return read_device, written_device, read_host, written_host

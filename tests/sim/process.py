@@ -1,0 +1,230 @@
+"""The worker's process: the production session over a simulated machine, as `rpc/servicer.py` and `engine.py` drive it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from scheduler_service.core.plan import RowStatus, StepPlan, WorkerCapacity
+from tests.core.simulated_worker import SimulatedWorker
+from tests.sim.connection import Connection
+from tests.sim.scenario import BAD_TOKEN
+from worker_service.session import PROTOCOL_VERSION, ProtocolError, Session, SessionRegister
+from worker_service.step import Hello, Refusal
+
+if TYPE_CHECKING:
+    from tests.sim.simulation import Simulation
+
+
+class WorkerProcess:
+    def __init__(self, simulation: Simulation, capacity: WorkerCapacity) -> None:
+        self.simulation = simulation
+        self.capacity = capacity
+        self.is_alive = True
+        self._paused_until = 0.0
+        self._deferred: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self.register = SessionRegister()
+        self.session: Session | None = None
+        self.connection: Connection | None = None
+        self.machine: SimulatedWorker | None = None
+        self._queue: deque[StepPlan] = deque()
+        self._is_busy = False
+        self._greeted: Connection | None = None  # waits for the step of an older session to finish
+
+    # Sessions
+
+    def greet(self, connection: Connection) -> None:
+        """Hello has arrived."""
+        simulation = self.simulation
+        if self._is_absent(self.greet, connection):
+            return
+        hello = Hello(PROTOCOL_VERSION, "ours", connection.epoch, simulation.scenario.depth)
+        answer = self.register.hello(hello)
+        if isinstance(answer, Refusal):
+            assert connection.epoch <= answer.epoch, "S9: a rising epoch is refused"
+            time = connection.send_up(simulation.now, simulation._delay())
+            simulation.at(time, simulation.receive_refusal, connection, answer.epoch)
+            return
+        self.end_session("another session begins")
+        self.session, self._greeted = answer, connection
+        if not self._is_busy:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Every earlier step and move is finished: the new session gets an empty machine."""
+        connection, self._greeted = self._greeted, None
+        assert connection is not None
+        capacity, simulation = self.capacity, self.simulation
+        self.connection = connection
+        self.machine = SimulatedWorker(
+            capacity.num_device_blocks,
+            capacity.block_size,
+            capacity.vocab_size,
+            capacity.max_num_seqs,
+            capacity.max_num_batched_tokens,
+            capacity.num_host_blocks,
+            capacity.sliding_window,
+            poisoned=frozenset((BAD_TOKEN,)),
+        )
+        simulation.at(connection.send_up(simulation.now, simulation._delay()), simulation.receive_ready, connection)
+
+    def pause(self, seconds: float) -> None:
+        simulation = self.simulation
+        self._paused_until = max(self._paused_until, simulation.now + seconds)
+        simulation.at(self._paused_until, self._resume)
+
+    @property
+    def is_paused(self) -> bool:
+        return self.simulation.now < self._paused_until
+
+    def _resume(self) -> None:
+        """What happened meanwhile happens now, in order."""
+        while self._deferred and not self.is_paused:
+            action, args = self._deferred.popleft()
+            action(*args)
+
+    def _is_absent(self, action: Callable[..., None], *args: object) -> bool:
+        """A process that is dead, or stands still: then the event waits."""
+        if not self.is_alive:
+            return True
+        if self.is_paused:
+            self._deferred.append((action, args))
+            return True
+        return False
+
+    def end_session(self, reason: str) -> None:
+        """Nothing more is sent on the connection; what was sent still arrives."""
+        connection, simulation = self.connection or self._greeted, self.simulation
+        if connection is not None:
+            simulation.note("session ends:", reason)
+            simulation.at(connection.send_up(simulation.now, simulation._delay()), simulation.lose, connection, reason)
+        self.session = self.connection = self.machine = self._greeted = None
+        self._queue.clear()
+
+    def die(self, seconds: float) -> None:
+        """What was sent arrives up to a point; the supervisor starts another process after a while."""
+        simulation = self.simulation
+        if not self.is_alive:
+            return
+        simulation.note("crash")
+        connection = self.connection or self._greeted
+        if connection is not None:
+            connection.cut(simulation.now, simulation.rng.random(), down=True, up=True)
+            simulation.at(max(simulation.now, connection.up_cut_at), simulation.lose, connection, "the worker died")
+        self.is_alive = False
+        simulation.after(seconds, simulation.restart)
+
+    # Steps
+
+    def receive(self, connection: Connection, plan: StepPlan) -> None:
+        """A plan has arrived."""
+        if self._is_absent(self.receive, connection, plan) or connection is not self.connection:
+            return
+        assert self.session is not None
+        self.session.plan(plan.epoch, plan.step)
+        self._queue.append(plan)
+        if not self._is_busy:
+            self._start()
+
+    def _start(self) -> None:
+        simulation = self.simulation
+        self._is_busy = True
+        seconds = simulation.scenario.step_seconds * (0.5 + simulation.rng.random())
+        simulation.after(seconds, self._finish, self.connection)
+
+    def _finish(self, connection: Connection) -> None:
+        """The step that runs is done, if the process still is."""
+        if self._is_absent(self._finish, connection):
+            return
+        simulation = self.simulation
+        self._is_busy = False
+        if connection is not self.connection:
+            if self._greeted is not None:
+                self._begin()
+            return
+        assert self.machine is not None
+        assert self.session is not None
+        plan = self._queue.popleft()
+        if plan.fork_target_slots:
+            simulation.reach.forks(plan, set(self.machine.rows).difference(plan.released_slots))
+        result = self.machine.execute(plan, apply_moves=not simulation.scenario.move_seconds)
+        if self._poison_runs():
+            simulation.reached["a request crashes the worker"] += 1
+            self.die(0.2)
+            return
+        if RowStatus.NAN_LOGITS in result.statuses:
+            self._note_bad_rows()
+        self.session.answer(plan.step)
+        simulation.at(
+            connection.send_up(simulation.now, simulation._delay()), simulation.receive_result, connection, result
+        )
+        if self.machine.pending:
+            simulation.after(simulation.rng.random() * simulation.scenario.move_seconds, self._move, connection)
+        if self._queue:
+            self._start()
+
+    def _move(self, connection: Connection) -> None:
+        """Some of the moves that were held back are done."""
+        if self._is_absent(self._move, connection) or connection is not self.connection:
+            return
+        assert self.machine is not None
+        simulation = self.simulation
+        before = self.machine.last_moved_step
+        step = self.machine.finish_moves(simulation.rng.randint(0, len(self.machine.pending)))
+        if step > before:
+            time = connection.send_up(simulation.now, simulation._delay())
+            simulation.at(time, simulation.receive_heartbeat, connection, step)
+        if self.machine.pending:
+            simulation.after(simulation.rng.random() * simulation.scenario.move_seconds, self._move, connection)
+
+    def _poison_runs(self) -> bool:
+        assert self.machine is not None
+        client_of = self.simulation.client_of
+        return any(
+            client_of[row.opening.sequence_id].arrival.crashes_worker for row in self.machine.rows.values() if row.work
+        )
+
+    def spoil(self, sequence_id: int) -> None:
+        """From now on the sequence's logits are no numbers."""
+        assert self.machine is not None
+        self.machine.bad_rows |= {sequence_id}
+
+    def _note_bad_rows(self) -> None:
+        """Requests that may end for bad logits. A row that had some goes on until the scheduler hears of it."""
+        assert self.machine is not None
+        for row in self.machine.rows.values():
+            client = self.simulation.client_of[row.opening.sequence_id]
+            self.simulation.reached["bad logits of a beam"] += client.request.beam is not None
+            is_bad = BAD_TOKEN in client.request.prompt_token_ids
+            client.may_be_bad |= is_bad or row.opening.sequence_id in self.machine.bad_rows
+
+    # What the session must refuse
+
+    def refuse_stale_hello(self, age: int) -> None:
+        if not self.is_alive or self.register.last_epoch <= age:
+            return
+        epoch = self.register.last_epoch - age
+        answer = self.register.hello(Hello(PROTOCOL_VERSION, "another", epoch, 1))
+        assert isinstance(answer, Refusal), "S9: a stale epoch was taken"
+        assert answer.epoch == self.register.last_epoch
+        self.simulation.reached["a stale hello is refused"] += 1
+
+    def serve_rival(self) -> None:
+        """Another scheduler takes the worker, and goes away."""
+        if not self.is_alive or self.is_paused:
+            return
+        answer = self.register.hello(Hello(PROTOCOL_VERSION, "rival", self.register.last_epoch + 2, 1))
+        assert isinstance(answer, Session)
+        self.simulation.reached["a rival takes the worker"] += 1
+        self.end_session("a rival took over")
+
+    def refuse_late_plan(self, plan: StepPlan) -> None:
+        if not self.is_alive or self.session is None or plan.epoch == self.session.epoch:
+            return
+        try:
+            self.session.plan(plan.epoch, plan.step)
+        except ProtocolError:
+            self.simulation.reached["a plan of an old epoch is refused"] += 1
+        else:
+            raise AssertionError(f"S9: a plan of an old epoch was taken: {plan}")

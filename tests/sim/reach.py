@@ -1,0 +1,217 @@
+"""Which dangerous states the simulator has been in. A state that is never reached is not tested.
+
+It looks into the core's state around its events, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scheduler_service.core.epoch import Epoch
+from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.core.request import BlockRemoved, KvEvent, Tier
+from scheduler_service.core.sequence import GroupState, SequenceGroup
+from tests.sim.client import Client
+
+if TYPE_CHECKING:
+    from tests.sim.simulation import Simulation
+
+STATES = (
+    "ended: stop",
+    "ended: length",
+    "ended: abort",
+    "ended: nan_logits",
+    "ended: crashes_worker",
+    "ended: no_longer_fits",
+    "a request that can never fit is refused",
+    "the queue is full",
+    "a plan has moves only",
+    "preempted by swapping",
+    "preempted by recomputing",
+    "preempted with a token in flight",
+    "preempted in the middle of its prompt",
+    "a group with shared blocks is swapped",
+    "a swap finds a block on the host already",
+    "beams are swapped",
+    "beams are recomputed",
+    "a group is swapped in",
+    "a prefix is loaded from the host",
+    "a request waits for another one's load",
+    "a block is demoted",
+    "a block is matched while it is demoted",
+    "a host block's content is dropped",
+    "a sample copies the tail of its prompt",
+    "a beam copies its tail",
+    "a beam forks into a new row",
+    "a beam forks into an old row",
+    "a sample waits for room",
+    "a block falls out of the window",
+    "a window's hole is opened or forked",
+    "aborted while it waits",
+    "aborted with a token in flight",
+    "aborted while it is swapped out",
+    "aborted while it is swapped",
+    "aborted while it is swapped in",
+    "aborted while its prefix is loaded",
+    "stopped with a token in flight",
+    "stopped while it is swapped out",
+    "stopped while it is swapped",
+    "bad logits while moves are under way",
+    "bad logits while another request is swapped",
+    "bad logits of a beam",
+    "a result has rows that no longer count",
+    "lost with two plans in flight",
+    "lost while blocks are swapped out",
+    "lost while blocks are swapped in",
+    "lost while requests are swapped",
+    "lost while beams run",
+    "suspects of a crash are tried",
+    "a request crashes the worker",
+    "a worker comes back smaller",
+    "a zombie's result is refused",
+    "a false result is refused",
+    "a false acknowledgement of moves is refused",
+    "a stale hello is refused",
+    "a plan of an old epoch is refused",
+    "a rival takes the worker",
+)
+
+
+class Reach:
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._count = simulation.reached
+
+    @property
+    def _epoch(self) -> Epoch | None:
+        return self._simulation.scheduler._epoch
+
+    def _group(self, client: Client) -> SequenceGroup:
+        return self._simulation.scheduler._groups[client.key]
+
+    def before_abort(self, client: Client) -> None:
+        group, count = self._group(client), self._count
+        if group.state is GroupState.WAITING:
+            count["aborted while it waits"] += 1
+        elif group.state is GroupState.SWAPPING_OUT:
+            count["aborted while it is swapped out"] += 1
+        elif group.state is GroupState.SWAPPED:
+            count["aborted while it is swapped"] += 1
+        elif group.state is GroupState.SWAPPING_IN and self._loads(group):
+            count["aborted while its prefix is loaded"] += 1
+        elif group.state is GroupState.SWAPPING_IN:
+            count["aborted while it is swapped in"] += 1
+        if any(sequence.num_in_flight > 0 for sequence in group.sequences):
+            count["aborted with a token in flight"] += 1
+
+    def _loads(self, group: SequenceGroup) -> bool:
+        """Whether the group waits for content that it matched, and not for its own blocks."""
+        assert self._epoch is not None
+        blocks = {block for sequence in group.sequences for block in sequence.block_table}
+        return any(move.node and not move.is_out and move.device_block in blocks for move in self._epoch.cache.moves)
+
+    def before_stop(self, client: Client, sequence_id: int) -> None:
+        group, count = self._group(client), self._count
+        if group.state is GroupState.SWAPPING_OUT:
+            count["stopped while it is swapped out"] += 1
+        elif group.state is GroupState.SWAPPED:
+            count["stopped while it is swapped"] += 1
+        if self._simulation.scheduler._sequences[sequence_id].num_in_flight > 0:
+            count["stopped with a token in flight"] += 1
+
+    def planned(self, plan: StepPlan) -> None:
+        epoch, count = self._epoch, self._count
+        assert epoch is not None
+        if not epoch.unacknowledged[-1].num_tokens:
+            count["a plan has moves only"] += 1
+        if plan.copy_source_blocks:
+            num_of_beams = len(plan.set_block_ids)
+            count["a beam copies its tail"] += num_of_beams
+            count["a sample copies the tail of its prompt"] += len(plan.copy_source_blocks) - num_of_beams
+        if len(epoch.cache.moves):
+            self._see_moves(epoch, plan)
+        if epoch.partial:
+            count["a sample waits for room"] += 1
+        if epoch.cache.window:
+            self._see_windows(plan)
+        if not self._simulation.scheduler._quarantine.is_empty:
+            count["suspects of a crash are tried"] += 1
+        for client in self._simulation.clients.values():
+            group = self._group(client)
+            if group.num_preemptions > client.num_preemptions_seen:
+                client.num_preemptions_seen = group.num_preemptions
+                self._see_preemption(epoch, plan, group)
+
+    def forks(self, plan: StepPlan, occupied: set[int]) -> None:
+        """`occupied`: slots of the worker that had rows before."""
+        for slot in plan.fork_target_slots:
+            self._count["a beam forks into an old row" if slot in occupied else "a beam forks into a new row"] += 1
+
+    def _see_moves(self, epoch: Epoch, plan: StepPlan) -> None:
+        count = self._count
+        opened = {block for opening in plan.openings for block in opening.block_ids}
+        demoted: set[int] = set()
+        loads = False
+        for move in epoch.cache.moves:
+            loads = loads or not (move.node is None or move.is_out)
+            if move.node is not None and move.is_out:
+                demoted.add(move.device_block)
+            if move.step != plan.step:
+                continue
+            if move.node is not None:
+                count["a block is demoted" if move.is_out else "a prefix is loaded from the host"] += 1
+            elif not move.is_out:
+                count["a group is swapped in"] += 1
+        if not demoted.isdisjoint(opened):
+            count["a block is matched while it is demoted"] += 1
+        if loads:
+            group = self._simulation.scheduler._next_waiting()
+            if group is not None and group.state is GroupState.WAITING:
+                count["a request waits for another one's load"] += epoch.cache.match(group.sequences[0]).is_loading
+
+    def _see_windows(self, plan: StepPlan) -> None:
+        sequences = [s for group in self._simulation.scheduler._running for s in group.sequences]
+        self._count["a block falls out of the window"] += any(sequence.num_freed_blocks for sequence in sequences)
+        self._count["a window's hole is opened or forked"] += any(0 in opening.block_ids for opening in plan.openings)
+
+    def _see_preemption(self, epoch: Epoch, plan: StepPlan, group: SequenceGroup) -> None:
+        count = self._count
+        if any(sequence.num_in_flight > 0 for sequence in group.sequences):
+            count["preempted with a token in flight"] += 1
+        is_beam = group.beam is not None
+        if group.state is GroupState.WAITING:
+            count["preempted by recomputing"] += 1
+            count["beams are recomputed"] += is_beam
+            return
+        count["preempted by swapping"] += 1
+        count["beams are swapped"] += is_beam
+        host_blocks = [block for sequence in group.sequences for block in sequence.host_table if block]
+        if len(set(host_blocks)) < len(host_blocks):
+            count["a group with shared blocks is swapped"] += 1
+        if not set(host_blocks) <= set(plan.swap_out_host_blocks):
+            count["a swap finds a block on the host already"] += 1
+        first = group.sequences[0]
+        if first.num_computed_tokens < first.num_prompt_tokens:
+            count["preempted in the middle of its prompt"] += 1
+
+    def before_result(self, result: StepResult) -> None:
+        epoch, count = self._epoch, self._count
+        assert epoch is not None
+        if epoch.unacknowledged and epoch.unacknowledged[0].dropped:
+            count["a result has rows that no longer count"] += 1
+        if result.statuses:
+            count["bad logits while moves are under way"] += bool(len(epoch.cache.moves))
+            count["bad logits while another request is swapped"] += bool(epoch.swapped)
+
+    def before_loss(self) -> None:
+        epoch, count = self._epoch, self._count
+        assert epoch is not None
+        count["lost with two plans in flight"] += len(epoch.unacknowledged) >= 2
+        count["lost while requests are swapped"] += bool(epoch.swapped)
+        count["lost while beams run"] += any(group.beam for group in self._simulation.scheduler._running)
+        count["lost while blocks are swapped out"] += any(move.is_out for move in epoch.cache.moves)
+        count["lost while blocks are swapped in"] += any(not move.is_out for move in epoch.cache.moves)
+
+    def cache_changed(self, event: KvEvent) -> None:
+        if isinstance(event, BlockRemoved) and event.tier is Tier.HOST:
+            self._count["a host block's content is dropped"] += 1

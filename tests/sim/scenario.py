@@ -1,0 +1,185 @@
+"""What one seed is about: a small world, drawn so that seeds differ in kind and not only in detail."""
+
+from dataclasses import dataclass
+from random import Random
+
+from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.plan import SamplingParams, WorkerCapacity
+from scheduler_service.core.policy import POLICIES
+from scheduler_service.core.request import BeamParams, EarlyStopping, Request
+
+VOCAB_SIZE = 97
+BAD_TOKEN = VOCAB_SIZE - 1  # in a prompt: no good logits ever come of it
+MAX_MODEL_LEN = 64
+
+FAULTS = (
+    "crash",  # the worker's process dies and is started again
+    "cut",  # the connection breaks, both ways or one way, noticed at once or by missing heartbeats
+    "pause",  # the worker stands still, mostly for longer than heartbeats may be missing
+    "out_of_memory",  # the worker ends its session
+    "bad_row",  # a sequence's logits are no numbers
+    "cancel",
+    "stop",  # a stop text, seen late
+    "stale_hello",
+    "rival",  # another scheduler takes the worker for a moment
+    "late_plan",
+    "false_result",
+    "false_acknowledgement",
+    "question",
+    "clock_jump",
+    "duplicate",  # a request is sent again while it runs
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    request: Request
+    time: float
+    crashes_worker: bool
+    reads_every: int  # tokens until the client takes what is there
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Times are in seconds, rates in events per event of the scheduler."""
+
+    seed: int
+    capacity: WorkerCapacity
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int
+    caching: bool
+    watermark: float
+    policy: str
+    preemption: PreemptionMode
+    max_waiting_requests: int
+    max_waiting_tokens: int
+    max_tenant_waiting_requests: int | None
+    step_seconds: float
+    delay_seconds: float  # of a message on its way, at most
+    wake_seconds: float  # between an event and the plan that follows from it, at most
+    move_seconds: float  # of one move, at most; 0: moves are done before the forward of their plan
+    faults: tuple[str, ...]
+    fault_rate: float
+    arrivals: tuple[Arrival, ...]
+
+
+def draw_scenario(seed: int, rng: Random) -> Scenario:
+    capacity = _draw_capacity(rng)
+    num_faults = rng.choice((0, 1, 2, 3, 5, len(FAULTS)))
+    arrivals = _draw_arrivals(rng, capacity)
+    return Scenario(
+        seed=seed,
+        capacity=capacity,
+        max_num_seqs=rng.randint(1, 6),
+        max_num_batched_tokens=rng.choice((1, 2, 3, 5, 8, 16, 64)),
+        depth=rng.choice((1, 2, 2)),
+        caching=rng.random() < 0.85,
+        watermark=rng.choice((0.0, 0.01, 0.1, 0.3)),
+        policy=rng.choice(POLICIES),
+        preemption=rng.choice(list(PreemptionMode)),
+        max_waiting_requests=rng.choice((3, 100, 100, 100)),
+        max_waiting_tokens=rng.choice((20, 1000, 1000, 1000)),
+        max_tenant_waiting_requests=rng.choice((None, None, None, 3)),
+        step_seconds=0.01,
+        delay_seconds=rng.choice((0.0, 0.002, 0.03)),
+        wake_seconds=rng.choice((0.0, 0.0, 0.002, 0.02)),
+        move_seconds=rng.choice((0.0, 0.005, 0.02, 0.1)),
+        faults=tuple(rng.sample(FAULTS, num_faults)),
+        fault_rate=rng.choice((0.01, 0.03, 0.1)),
+        arrivals=arrivals,
+    )
+
+
+def _draw_capacity(rng: Random) -> WorkerCapacity:
+    return WorkerCapacity(
+        worker_id="w",
+        model_digest=b"m",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=rng.choice((1, 2, 2, 3, 4, 4, 8)),
+        num_device_blocks=rng.randint(4, 20),
+        block_bytes=1000,
+        max_num_seqs=rng.choice((2, 6, 6)),
+        max_num_batched_tokens=64,
+        device="cpu",
+        dtype="float32",
+        attention_backend="none",
+        num_host_blocks=rng.choice((0, 4, 8, 12)) if rng.random() < 0.9 else rng.randint(1, 3),
+        swap_bandwidth=rng.choice((1e4, 1e6, 1e8)),
+        sliding_window=rng.choice((0, 0, 0, rng.randint(1, 16))),
+    )
+
+
+def smaller(rng: Random, capacity: WorkerCapacity) -> dict[str, int]:
+    """What a worker may come back with: at most what it had."""
+    return {
+        "num_device_blocks": rng.randint(max(2, capacity.num_device_blocks // 2), capacity.num_device_blocks),
+        "num_host_blocks": rng.randint(0, capacity.num_host_blocks),
+        "max_num_seqs": rng.randint(1, capacity.max_num_seqs),
+        "max_num_batched_tokens": rng.randint(1, capacity.max_num_batched_tokens),
+    }
+
+
+def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]:
+    num_positions = min(MAX_MODEL_LEN, capacity.num_device_blocks * capacity.block_size)
+    longest = max(1, min(24, num_positions - 2))
+    stems = [[rng.randrange(BAD_TOKEN) for _ in range(longest)] for _ in range(rng.randint(1, 3))]
+    spread = rng.choice((0.0, 0.2, 0.6))
+    num_features = rng.choice((0, 1, 2, 3))
+    features = rng.sample(
+        ("samples", "beams", "stops", "priorities", "tenants", "deadlines", "bad", "crash"), num_features
+    )
+    arrivals = []
+    for i in range(rng.randint(3, 8)):
+        prompt = _draw_prompt(rng, stems, longest, capacity.block_size)
+        crashes_worker = "crash" in features and rng.random() < 0.2
+        if "bad" in features and rng.random() < 0.3:
+            prompt[rng.randrange(len(prompt))] = BAD_TOKEN
+        room = max(1, num_positions + 1 - len(prompt))
+        max_tokens = rng.randint(1, min(14, room)) if rng.random() < 0.97 else room + rng.randint(0, 2)
+        time = rng.random() * spread
+        request = _draw_request(rng, f"r{i}", prompt, max_tokens, features, time)
+        arrivals.append(Arrival(request, time, crashes_worker, rng.choice((1, 1, 3, 1000))))
+    return tuple(arrivals)
+
+
+def _draw_prompt(rng: Random, stems: list[list[int]], longest: int, block_size: int) -> list[int]:
+    length = rng.randint(1, longest)
+    shared = rng.randint(0, length)
+    if rng.random() < 0.5:
+        shared -= shared % block_size
+    prompt = rng.choice(stems)[:shared]
+    return prompt + [rng.randrange(BAD_TOKEN) for _ in range(length - shared)]
+
+
+def _draw_request(
+    rng: Random, request_id: str, prompt: list[int], max_tokens: int, features: list[str], time: float
+) -> Request:
+    stops: tuple[int, ...] = ()
+    if "stops" in features and rng.random() < 0.6:
+        stops = tuple(rng.sample(range(VOCAB_SIZE), rng.choice((1, 5, 20))))
+    beam, n = None, 1
+    if "beams" in features and rng.random() < 0.5:
+        width = rng.randint(1, 4)
+        penalty = rng.choice((1.0, 0.0, 2.0, -1.0))
+        beam, n = BeamParams(width, penalty, rng.choice(list(EarlyStopping))), rng.randint(1, width)
+    elif "samples" in features and rng.random() < 0.6:
+        n = rng.randint(2, 4)
+    return Request(
+        request_id=request_id,
+        tenant=rng.choice(("", "a", "b")) if "tenants" in features else "",
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(
+            stop_token_ids=stops,
+            min_tokens=rng.choice((0, 0, 3)) if stops else 0,
+            num_candidates=beam.beam_width + len(stops) if beam else None,
+        ),
+        max_tokens=max_tokens,
+        seed=rng.randrange(1 << 32),
+        n=n,
+        priority=rng.randint(-1, 1) if "priorities" in features else 0,
+        cache_salt=rng.choice(("", "", "x")) if "tenants" in features else "",
+        beam=beam,
+        deadline=time + rng.random() * 1.5 if "deadlines" in features and rng.random() < 0.5 else None,
+    )

@@ -1,0 +1,490 @@
+"""Scheduler core and worker session, both the production code, in one seeded event loop with everything that can fail.
+
+One heap of (time, number) orders all events and one `random.Random(seed)` makes all choices: a seed is a history. The
+scheduler's side does what `step_loop.py` and `rpc/worker_link.py` do, the worker's what `rpc/servicer.py` and
+`engine.py` do, without gRPC, threads or a clock.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+from scheduler_service.core.dispatch import Dispatch
+from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.core.policy import create_policy
+from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, TokenOutputs
+from scheduler_service.core.scheduler import ProtocolError, Scheduler
+from tests.sim.cache_view import CacheView
+from tests.sim.client import Client
+from tests.sim.connection import NEVER, Connection
+from tests.sim.move_ledger import MoveLedger
+from tests.sim.process import WorkerProcess
+from tests.sim.reach import Reach
+from tests.sim.scenario import MAX_MODEL_LEN, Arrival, draw_scenario, smaller
+
+_HEARTBEAT_LIMIT = 2.5
+_BACKOFF = 0.1
+_MAX_EVENTS = 20_000
+
+
+def _brief(value: Any) -> str:
+    """A dataclass without the fields that have their default."""
+    if not is_dataclass(value):
+        return f"[{', '.join(map(_brief, value))}]" if isinstance(value, tuple) else str(value)
+    given = [
+        (field.name, getattr(value, field.name))
+        for field in fields(value)
+        if getattr(value, field.name) != field.default
+    ]
+    return f"{type(value).__name__}({', '.join(f'{name}={_brief(entry)}' for name, entry in given)})"
+
+
+class Simulation:
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        self.rng = rng = Random(seed)
+        self.scenario = scenario = draw_scenario(seed, rng)
+        self.trace = trace
+        self.now = 0.0
+        self.clock_offset = 0.0
+        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.num_scheduled = 0
+        self.num_audits = 0
+        self.num_steps = 0
+        self.log_hash = seed
+        self.reached: Counter[str] = Counter()
+        self.scheduler = Scheduler(
+            max_num_seqs=scenario.max_num_seqs,
+            max_num_batched_tokens=scenario.max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            pipeline_depth=scenario.depth,
+            max_waiting_requests=scenario.max_waiting_requests,
+            max_waiting_tokens=scenario.max_waiting_tokens,
+            max_tenant_waiting_requests=scenario.max_tenant_waiting_requests,
+            enable_prefix_caching=scenario.caching,
+            watermark=scenario.watermark,
+            policy=create_policy(scenario.policy),
+            preemption=scenario.preemption,
+        )
+        self.clients: dict[tuple[str, str], Client] = {}  # that are served
+        self.client_of: dict[int, Client] = {}  # by sequence, also of those that have ended
+        self.num_expected = len(scenario.arrivals)  # arrivals to come
+        self.epoch = 0
+        self.connection: Connection | None = None  # of the epoch that the scheduler is in
+        self.dialled: Connection | None = None  # waits for Ready
+        self.old_connections: deque[Connection] = deque(maxlen=3)
+        self.ledger = MoveLedger(scenario.capacity.block_size)
+        self.last_moved_step = 0
+        self.cache_view = CacheView()
+        self.process = WorkerProcess(self, scenario.capacity)
+        self.is_calm = False  # faults have stopped
+        self.wake_at = NEVER
+        self.max_steps = 0
+        self.reach = Reach(self)
+
+    # The loop
+
+    def after(self, delay: float, action: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + delay, action, *args)
+
+    def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
+        if time < NEVER:
+            self.num_scheduled += 1
+            heappush(self.heap, (time, self.num_scheduled, action, args))
+
+    def run(self) -> None:
+        """One history, to the end of every request. Raises AssertionError, or what the code under test raises."""
+        if self.trace is not None:
+            self.trace(_brief(replace(self.scenario, arrivals=())))
+        for arrival in self.scenario.arrivals:
+            self.at(arrival.time, self.arrive, arrival)
+        self.dial()
+        heap = self.heap
+        while heap:
+            self.now, _, action, args = heappop(heap)
+            action(*args)
+            assert self.num_scheduled < _MAX_EVENTS, "L1: events without end"
+        assert not self.clients, f"L1: nothing happens any more, but these wait: {sorted(self.clients)}"
+        self._check_idle()
+
+    def note(self, name: str, *values: object) -> None:
+        if self.trace is not None:
+            self.trace(f"{self.now:9.4f} {name} {' '.join(map(str, values))}")
+
+    def _audit(self, *values: int) -> None:
+        """After every event of the scheduler."""
+        self.num_audits += 1
+        self.log_hash = hash((self.log_hash, self.now, *values))
+        self.scheduler.check()
+        for event in self.scheduler.take_kv_events():
+            self.cache_view.take(event)
+            self.reach.cache_changed(event)
+        if not self.is_calm and self.rng.random() < self.scenario.fault_rate:
+            faults = self.scenario.faults
+            if faults:
+                self.at(self.now, getattr(self, self.rng.choice(faults)))
+            if self.num_audits > 150:
+                self._calm_down()
+
+    def _calm_down(self) -> None:
+        self.is_calm = True
+        if not self.num_expected:
+            self._bound_steps()
+
+    def _bound_steps(self) -> None:
+        """L1. Once faults have stopped, every plan computes tokens of the first in order, or moves what it waits for; a
+        row takes a plan per token, or per two plans in a beam; each suspect of a crash may be tried on its own."""
+        num_restarts = 3 + sum(client.arrival.crashes_worker for client in self.clients.values()) * 5
+        num_tokens = sum(
+            (client.request.beam.beam_width if client.request.beam else client.request.n)
+            * (len(client.request.prompt_token_ids) + client.request.max_tokens + 4)
+            for client in self.clients.values()
+        )
+        self.max_steps = self.num_steps + 3 * num_restarts * num_tokens + 20
+
+    def _check_idle(self) -> None:
+        scheduler = self.scheduler
+        assert not scheduler.has_requests
+        self.cache_view.check(scheduler.kv_snapshot())
+        stats = scheduler.stats()
+        assert (stats.num_held_blocks, stats.num_held_host_blocks) == (0, 0), f"S8: {stats}"
+        assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_waiting_tokens) == (0, 0, 0, 0)
+
+    @property
+    def clock(self) -> float:
+        return self.now + self.clock_offset
+
+    # Clients
+
+    def arrive(self, arrival: Arrival) -> None:
+        self.num_expected -= 1
+        request = arrival.request
+        if self.trace is not None:
+            self.note("add", _brief(request), "crashes the worker" if arrival.crashes_worker else "")
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        try:
+            sequence_ids = self.scheduler.add(request, self.clock)
+        except AdmissionError as error:
+            self.note("refused", error)
+            self._check_refusal(arrival, error)
+        else:
+            assert num_tokens <= self.scheduler.max_sequence_tokens, "a request that can never run was taken"
+            client = Client(arrival, sequence_ids, self.now)
+            self.clients[client.key] = client
+            num_rows = request.beam.beam_width if request.beam else request.n
+            for sequence_id in range(sequence_ids[0], sequence_ids[0] + num_rows):
+                self.client_of[sequence_id] = client
+            if request.deadline is not None:
+                self.at(request.deadline, self.abort, client)
+        self._audit(1)
+        self.wake()
+        if self.is_calm and not self.num_expected:
+            self._bound_steps()
+
+    def _check_refusal(self, arrival: Arrival, error: AdmissionError) -> None:
+        request, scenario = arrival.request, self.scenario
+        if error.reason is AdmissionReason.INVALID:
+            self.reached["a request that can never fit is refused"] += 1
+            num_tokens = len(request.prompt_token_ids) + request.max_tokens
+            assert num_tokens > self.scheduler.max_sequence_tokens or request.n > 1 or request.beam, str(error)
+        elif error.reason is AdmissionReason.QUEUE_FULL:
+            self.reached["the queue is full"] += 1
+            assert (
+                scenario.max_waiting_requests < 100
+                or scenario.max_waiting_tokens < 1000
+                or (scenario.max_tenant_waiting_requests is not None)
+            ), str(error)
+        else:
+            assert (request.tenant, request.request_id) in self.clients, str(error)
+
+    def abort(self, client: Client) -> None:
+        if self.clients.get(client.key) is not client:
+            return
+        self.note("abort", client.key)
+        self.reach.before_abort(client)
+        client.is_aborted = True
+        self._take(self.scheduler.abort(*client.key, self.clock))
+        assert not client.num_live, "an aborted request goes on"
+        self._audit(2)
+        self.wake()
+
+    def _take(self, outputs: TokenOutputs) -> None:
+        """As StepLoop._publish."""
+        for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
+            client = self.client_of[sequence_id]
+            client.num_lone_crashes = 0
+            client.samples[sequence_id].token(token_id, self.now)
+            self.log_hash = hash((self.log_hash, sequence_id, token_id))
+        for hypothesis in outputs.hypotheses:
+            client = self.client_of[hypothesis.sequence_id]
+            client.samples[hypothesis.sequence_id].hypothesis(hypothesis)
+        for end in outputs.ended:
+            client = self.client_of[end.sequence_id]
+            self.note("end", client.key, client.samples[end.sequence_id].index, end.reason, end.message)
+            client.samples[end.sequence_id].finish(end)
+            self.reached[f"ended: {end.reason.value}"] += 1
+            self.log_hash = hash((self.log_hash, end.sequence_id, end.num_output_tokens))
+            if not client.num_live:
+                del self.clients[client.key]
+
+    # Plans and results, as the step loop
+
+    def wake(self) -> None:
+        """Plan soon: the step loop takes what has arrived first."""
+        time = self.now + self.rng.random() * self.scenario.wake_seconds
+        if time < self.wake_at or self.wake_at < self.now:
+            self.wake_at = time
+            self.at(time, self.plan)
+
+    def plan(self) -> None:
+        self.wake_at = NEVER
+        while self.connection is not None:
+            plan = self.scheduler.schedule(self.clock)
+            if plan is None:
+                return
+            self.num_steps += 1
+            assert not self.max_steps or self.num_steps <= self.max_steps, "L1: too many steps"
+            if self.trace is not None:
+                self.note("plan", _brief(plan))
+            self._send(self.connection, plan)
+            self.reach.planned(plan)
+            self._audit(3, plan.step, *plan.released_slots, *plan.append_block_ids, *plan.work_num_tokens)
+
+    def _send(self, connection: Connection, plan: StepPlan) -> None:
+        assert plan.epoch == connection.epoch
+        assert plan.step == len(connection.plans) + 1
+        connection.plans.append(plan)
+        self.ledger.check(plan)
+        self.at(connection.send_down(self.now, self._delay()), self.process.receive, connection, plan)
+
+    def _delay(self) -> float:
+        return self.rng.random() * self.scenario.delay_seconds
+
+    def receive_result(self, connection: Connection, result: StepResult) -> None:
+        if connection is not self.connection:
+            self._refuse(result, "a zombie's result is refused")
+            return
+        if self.trace is not None:
+            self.note("result", _brief(result))
+        self._moved(result.last_moved_step)
+        self.reach.before_result(result)
+        self._take(self.scheduler.complete(result, self.clock))
+        self._audit(4, result.step)
+        self.wake()
+
+    def _refuse(self, result: StepResult, what: str) -> None:
+        """S9, and the core is as it was."""
+        try:
+            self.scheduler.complete(result, self.clock)
+        except ProtocolError as error:
+            self.note("refused", error)
+            self.reached[what] += 1
+            self._audit(5, result.step)
+        else:
+            raise AssertionError(f"S9: {what}: it was not: {result}")
+
+    def receive_heartbeat(self, connection: Connection, last_moved_step: int) -> None:
+        if connection is self.connection:
+            self.note("heartbeat", last_moved_step)
+            self._moved(last_moved_step)
+            self.wake()
+
+    def _moved(self, step: int) -> None:
+        if step > self.last_moved_step:
+            self.last_moved_step = step
+            self.ledger.moved(step)
+            self.scheduler.moved(step, self.clock)
+            self._audit(6, step)
+
+    # Epochs, as the link
+
+    def dial(self) -> None:
+        """A new epoch. If nothing comes of it, dial again."""
+        self.epoch += 1
+        connection = self.dialled = Connection(self.epoch, self.now, self.now)
+        self.note("dial", self.epoch)
+        self.at(connection.send_down(self.now, self._delay()), self.process.greet, connection)
+        self.after(_HEARTBEAT_LIMIT, self._give_up_dialling, connection)
+
+    def _give_up_dialling(self, connection: Connection) -> None:
+        if connection is self.dialled:
+            self.dial()
+
+    def receive_ready(self, connection: Connection) -> None:
+        if connection is not self.dialled:
+            return
+        if self.trace is not None:
+            self.note("ready", connection.epoch, _brief(self.process.capacity))
+        self.dialled, self.connection = None, connection
+        self.ledger, self.last_moved_step = MoveLedger(self.process.capacity.block_size), 0
+        capacity = self.process.capacity
+        self._take(self.scheduler.worker_joined(capacity, connection.epoch, self.clock))
+        self._audit(7, connection.epoch)
+        self.wake()
+
+    def receive_refusal(self, connection: Connection, epoch: int) -> None:
+        if connection is self.dialled:
+            self.note("refused", epoch)
+            self.dialled = None
+            self.epoch = max(self.epoch, epoch)
+            self.after(_BACKOFF, self.dial)
+
+    def lose(self, connection: Connection, reason: str) -> None:
+        """The scheduler notices that a connection is over."""
+        if connection is self.dialled:
+            self.dialled = None
+            self.after(_BACKOFF, self.dial)
+        if connection is not self.connection:
+            return
+        self.note("lost", reason)
+        self.reach.before_loss()
+        dispatched = {group for dispatch in self._unacknowledged() for group in dispatch.groups()}
+        live = [group for group in dispatched if not group.is_finished]
+        if len(live) == 1:
+            self.clients[live[0].request.tenant, live[0].request.request_id].num_lone_crashes += 1
+        self.connection = None
+        self.old_connections.append(connection)
+        self._take(self.scheduler.worker_lost(self.clock))
+        self._audit(8, connection.epoch)
+        self.after(_BACKOFF, self.dial)
+
+    def _unacknowledged(self) -> list[Dispatch]:
+        epoch = self.scheduler._epoch
+        return epoch.unacknowledged if epoch else []
+
+    # Faults
+
+    def crash(self) -> None:
+        self.process.die(self.rng.random() * 0.5)
+
+    def cut(self) -> None:
+        connection = self.connection
+        if connection is None:
+            return
+        ways = self.rng.choice(((True, True), (True, False), (False, True)))
+        connection.cut(self.now, self.rng.random(), down=ways[0], up=ways[1])
+        delay = self.rng.choice((self._delay(), _HEARTBEAT_LIMIT))
+        self.note("cut", ways, "noticed in", delay)
+        self.after(delay, self.lose, connection, "the connection broke")
+
+    def pause(self) -> None:
+        seconds = self.rng.choice((0.05, _HEARTBEAT_LIMIT * 2))
+        self.note("pause", seconds)
+        self.process.pause(seconds)
+        if seconds > _HEARTBEAT_LIMIT and self.connection is not None:
+            self.after(_HEARTBEAT_LIMIT, self.lose, self.connection, "no heartbeat")
+
+    def out_of_memory(self) -> None:
+        self.process.end_session("out of memory")
+
+    def bad_row(self) -> None:
+        rows = sorted(self.process.machine.rows) if self.process.machine else []
+        if rows:
+            self.process.spoil(self.process.machine.rows[self.rng.choice(rows)].opening.sequence_id)
+
+    def _any_client(self) -> Client | None:
+        return self.clients[self.rng.choice(sorted(self.clients))] if self.clients else None
+
+    def cancel(self) -> None:
+        client = self._any_client()
+        if client is not None:
+            self.abort(client)
+
+    def stop(self) -> None:
+        """A stop text was seen in what a client has received."""
+        client = self._any_client()
+        if client is None or client.request.beam is not None:
+            return
+        sequence_id = self.rng.choice(sorted(client.samples))
+        sample = client.samples[sequence_id]
+        sample.read()
+        if sample.received:
+            num_tokens = self.rng.randint(1, len(sample.received))
+            self.note("stop", sequence_id, num_tokens)
+            has_ended = sample.end is not None
+            if not has_ended:
+                self.reach.before_stop(client, sequence_id)
+            outputs = self.scheduler.stop(sequence_id, num_tokens, self.clock)
+            assert has_ended == (not outputs.ended)
+            self._take(outputs)
+            self._audit(9, sequence_id)
+            self.wake()
+
+    def stale_hello(self) -> None:
+        self.process.refuse_stale_hello(self.rng.randint(0, 2))
+
+    def rival(self) -> None:
+        self.process.serve_rival()
+
+    def late_plan(self) -> None:
+        if self.old_connections:
+            plans = self.rng.choice(list(self.old_connections)).plans
+            if plans:
+                self.process.refuse_late_plan(self.rng.choice(plans))
+
+    def false_result(self) -> None:
+        """A worker that lies: the result answers nothing that is open, or does not fit its plan."""
+        oldest = next(iter(self._unacknowledged()), None)
+        step = oldest.step if oldest else 0
+        result = StepResult(self.epoch, step)
+        num_samples = len(oldest.sampling_rows()) + len(oldest.columns.slots) if oldest else 0
+        false = [
+            replace(result, epoch=self.epoch - 1),
+            replace(result, step=step + 1),
+            replace(result, token_ids=(0,) * (num_samples + 1)),
+        ]
+        self._refuse(self.rng.choice(false), "a false result is refused")
+
+    def false_acknowledgement(self) -> None:
+        """Of moves that were never ordered; then one that says nothing new."""
+        epoch = self.scheduler._epoch
+        num_steps = epoch.num_steps if epoch else 0
+        try:
+            self.scheduler.moved(num_steps + 1, self.clock)
+        except ProtocolError:
+            self.reached["a false acknowledgement of moves is refused"] += 1
+        else:
+            raise AssertionError("moves of a step that was never planned are acknowledged")
+        if epoch:
+            self.scheduler.moved(self.last_moved_step // 2, self.clock)
+        self._audit(11)
+
+    def question(self) -> None:
+        """What an operator asks: nothing changes by it."""
+        stats, block_map = self.scheduler.stats(), self.scheduler.block_map()
+        assert len(block_map.device) == stats.num_device_blocks
+        assert len(block_map.host) == stats.num_host_blocks
+        assert sum(use > BlockUse.CACHED for use in block_map.device) == stats.num_held_blocks
+        assert sum(use > BlockUse.CACHED for use in block_map.host) == stats.num_held_host_blocks
+        for client in self.clients.values():
+            report = self.scheduler.report(*client.key)
+            assert report.num_sequences == client.num_live or client.request.beam
+            assert report.reason or report.state == "running", f"it waits without a reason: {report}"
+        self.cache_view.check(self.scheduler.kv_snapshot())
+        self._audit(12)
+
+    def clock_jump(self) -> None:
+        self.clock_offset += self.rng.choice((0.5, 100.0))
+
+    def duplicate(self) -> None:
+        client = self._any_client()
+        if client is not None:
+            try:
+                self.scheduler.add(client.request, self.clock)
+            except AdmissionError as error:
+                assert error.reason is AdmissionReason.DUPLICATE
+                self._audit(10)
+            else:
+                raise AssertionError("a request was taken twice")
+
+    # What the worker's process asks for
+
+    def restart(self) -> None:
+        """The supervisor starts the worker again, sometimes a smaller one."""
+        capacity = self.scenario.capacity
+        if self.rng.random() < 0.3:
+            capacity = replace(capacity, **smaller(self.rng, capacity))
+            self.reached["a worker comes back smaller"] += 1
+        self.process = WorkerProcess(self, capacity)

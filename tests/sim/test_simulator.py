@@ -1,0 +1,42 @@
+"""The simulator in `make test`: fresh seeds for half a minute, known seeds, and that a seed is a history."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sim.campaign import command_for, run_campaign, run_seed, run_seeds
+
+ROOT = Path(__file__).parents[2]
+
+# Seeds that found a defect once, and what it was.
+REGRESSIONS: dict[int, str] = {}
+
+
+def test_fresh_seeds():
+    first = int(time.time()) * 1000
+    num_jobs = os.cpu_count() or 1
+    summary = run_campaign(first, 60_000 * num_jobs, num_jobs, seconds=30)
+    print(f"{summary.num_seeds} seeds from {first}, {summary.num_audits} audited events")
+    assert not summary.failures, "\n".join(
+        f"seed {seed}: {error}; {command_for(seed)}" for seed, error in summary.failures.items()
+    )
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_known_seeds(seed):
+    assert not run_seed(seed).failures
+
+
+def test_a_seed_is_a_history():
+    """The same in another process, where strings hash otherwise."""
+    program = "from tests.sim.campaign import run_seeds; print(run_seeds(range(40)).log_hash)"
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    other = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(other.stdout) == run_seeds(range(40)).log_hash
+    assert run_seeds(range(40)).log_hash != run_seeds(range(1, 41)).log_hash
