@@ -1,0 +1,108 @@
+"""What a request must yield: transformers computes the logits, in float32 and alone."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from worker_service.noise import gumbel_noise, noise_keys
+
+EARLY_STOPPING = {"heuristic": False, "first": True, "never": "never"}  # ours to transformers'
+
+
+def load(path: Path) -> transformers.PreTrainedModel:
+    """Without the checkpoint's own generation parameters: no end token unless asked for."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.generation_config = transformers.GenerationConfig()
+    return model
+
+
+def random_prompts(seed: int, vocab_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+def greedy(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    output = _generate(model, prompt, max_new_tokens=num_tokens)
+    return output.sequences[0, len(prompt) :].tolist()
+
+
+def sampled(
+    model: transformers.PreTrainedModel,
+    prompt: list[int],
+    num_tokens: int,
+    *,
+    temperature: float,
+    seed: int,
+    sample_index: int,
+) -> list[int]:
+    """Tokens drawn with the noise of (seed, sample index, position), without filters."""
+    tokens, past = list(prompt), None
+    halves = torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([seed >> 32])
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            step = model(torch.tensor([tokens if past is None else tokens[-1:]]), past_key_values=past, use_cache=True)
+            past = step.past_key_values
+            keys = noise_keys(*halves, torch.tensor([sample_index]), torch.tensor([len(tokens)]))
+            logits = step.logits[0, -1].float() / temperature
+            tokens.append(int((logits + gumbel_noise(keys, len(logits))[0]).argmax()))
+    return tokens[len(prompt) :]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """A beam search in our words."""
+
+    beam_width: int
+    n: int = 1
+    length_penalty: float = 1.0
+    early_stopping: str = "heuristic"
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    token_ids: list[int]  # the stop token included
+    score: float  # sum of log-probabilities / number of tokens ** length penalty
+
+
+def beams(model: transformers.PreTrainedModel, prompt: list[int], search: BeamSearch) -> list[Hypothesis]:
+    """The hypotheses, best first."""
+    output = _generate(
+        model,
+        prompt,
+        max_new_tokens=search.max_tokens,
+        num_beams=search.beam_width,
+        num_return_sequences=search.n,
+        length_penalty=search.length_penalty,
+        early_stopping=EARLY_STOPPING[search.early_stopping],
+        eos_token_id=list(search.stop_token_ids) or None,
+        pad_token_id=0,
+        output_scores=True,
+    )
+    tokens = output.sequences[:, len(prompt) :].tolist()
+    return [
+        Hypothesis(_until_stop(row, search.stop_token_ids), score)
+        for row, score in zip(tokens, output.sequences_scores.tolist(), strict=True)
+    ]
+
+
+def _until_stop(tokens: list[int], stop_token_ids: Sequence[int]) -> list[int]:
+    """Without the padding behind the stop token."""
+    end = next((i for i, token_id in enumerate(tokens) if token_id in stop_token_ids), len(tokens) - 1)
+    return tokens[: end + 1]
+
+
+def _generate(model: transformers.PreTrainedModel, prompt: list[int], **options: object):
+    with torch.inference_mode():
+        return model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            do_sample=False,
+            return_dict_in_generate=True,
+            **options,
+        )
