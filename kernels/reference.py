@@ -32,20 +32,25 @@ def paged_attention(
     seq_lens: list[int],
     query_start_loc: list[int],
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
 
     Row i owns tokens query_start_loc[i] to query_start_loc[i + 1] of the batch; they are the last ones of its
-    seq_lens[i] positions. Positions from seq_lens[i] on are never read: they may hold anything, NaN included.
+    seq_lens[i] positions. With a window (Beltagy et al., "Longformer", 2020, https://arxiv.org/abs/2004.05150), a query
+    at position q attends to positions q - window + 1 to q alone. Positions from seq_lens[i] on, and those before the
+    window of the row's first query, are never read: they may hold anything, NaN included.
 
     Args:
         query: [T, num_heads, head_dim]; num_heads is a multiple of num_kv_heads, and head h reads KV head
             h // (num_heads // num_kv_heads).
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        block_tables: [S, max_blocks], block ids; entries past a row's last block are never read.
+        block_tables: [S, max_blocks], block ids; entries past a row's last block, and those of blocks that end before
+            the window of its first query, are never read.
         seq_lens: [S], positions of each row after this step.
         query_start_loc: [S + 1].
         scale: factor of the scores, usually head_dim ** -0.5.
+        window: positions that a query attends to, its own included; 0: all up to its own.
 
     Returns:
         [T, num_heads, head_dim], of the query's dtype; computed in float32.
@@ -55,14 +60,18 @@ def paged_attention(
     output = torch.empty_like(query)
     for row, seq_len in enumerate(seq_lens):
         start, end = query_start_loc[row], query_start_loc[row + 1]
-        blocks = block_tables[row, : -(-seq_len // block_size)].long()
-        keys = key_cache[blocks].flatten(0, 1)[:seq_len].float()  # [N, num_kv_heads, head_dim]
-        values = value_cache[blocks].flatten(0, 1)[:seq_len].float()
+        first = max(0, seq_len - (end - start) - window + 1) if window else 0  # that any query of the row attends to
+        positions = torch.arange(first, seq_len, device=query.device)
+        blocks, offsets = block_tables[row].long()[positions // block_size], positions % block_size
+        keys = key_cache[blocks, offsets].float()  # [N, num_kv_heads, head_dim]
+        values = value_cache[blocks, offsets].float()
         keys = keys.repeat_interleave(num_groups, dim=1)  # [N, num_heads, head_dim]
         values = values.repeat_interleave(num_groups, dim=1)
         scores = torch.einsum("qhd,nhd->hqn", query[start:end].float(), keys) * scale
-        positions = torch.arange(seq_len, device=query.device)
-        is_future = positions[None, :] > positions[seq_len - (end - start) :, None]  # [queries, N]
-        probabilities = scores.masked_fill(is_future, float("-inf")).softmax(dim=-1)
+        distances = positions[start - end :, None] - positions[None, :]  # [queries, N]
+        is_hidden = distances < 0
+        if window:
+            is_hidden |= distances >= window
+        probabilities = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
         output[start:end] = torch.einsum("hqn,nhd->qhd", probabilities, values).to(query.dtype)
     return output

@@ -26,7 +26,10 @@ class WorkerConfig:
     )
     block_size: int = _option(16, "token positions in a block of the KV cache")
     num_device_blocks: int | None = _option(None, "usable blocks of the KV cache; by default as many as memory allows")
-    num_host_blocks: int = _option(0, "blocks in host memory to swap to; only 0 is supported")
+    num_host_blocks: int = _option(0, "blocks in host memory to swap to; see also --swap-space")
+    swap_space: str | None = _option(
+        None, "host memory to swap to, such as 2GiB; in place of --num-host-blocks, by default there is none"
+    )
     kv_cache_memory: str | None = _option(
         None,
         "memory of the KV cache, such as 4GiB; by default the smaller of 4GiB and 30 % of what is available on a CPU, "
@@ -59,10 +62,13 @@ class WorkerConfig:
             _check_range("--max-model-len", self.max_model_len, 1, 1 << 24)
         if self.num_threads is not None:
             _check_range("--num-threads", self.num_threads, 1, 1024)
-        if self.num_host_blocks:
-            raise ValueError(
-                f"--num-host-blocks is {self.num_host_blocks}: swapping to host memory does not exist; leave it at 0"
-            )
+        _check_range("--num-host-blocks", self.num_host_blocks, 0, (1 << 31) - 2)
+        if self.swap_space is not None:
+            parse_memory("--swap-space", self.swap_space)
+            if self.num_host_blocks:
+                raise ValueError(
+                    f"--swap-space is {self.swap_space} and --num-host-blocks is {self.num_host_blocks}; give only one"
+                )
         if self.kv_cache_memory is not None:
             parse_memory("--kv-cache-memory", self.kv_cache_memory)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NoReturn, Protocol
 
 from worker_service.session import ProtocolError
@@ -19,6 +19,8 @@ from worker_service.step import Ready, StepPlan, StepResult
 logger = logging.getLogger(__name__)
 
 Outcome = StepResult | Exception
+
+_MOVE_POLL_INTERVAL_S = 0.001
 
 
 class Runner(Protocol):
@@ -29,6 +31,13 @@ class Runner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan. Raises ProtocolError for a bad one."""
+
+    def last_moved_step(self) -> int:
+        """The moves of all plans up to this step are done."""
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether moves are under way that no result has told of."""
 
     def is_fatal(self, error: Exception) -> bool:
         """Whether only a new process can compute again."""
@@ -45,11 +54,13 @@ class LoadedWorker:
 class EngineSession:
     """One epoch's steps. Whatever is still queued when it ends is dropped."""
 
-    def __init__(self, deliver: Callable[[Outcome], None]) -> None:
+    def __init__(self, deliver: Callable[[Outcome], None], on_moved: Callable[[], None] = lambda: None) -> None:
         self.deliver = deliver  # called on the engine's thread; after an exception the session has ended
+        self.on_moved = on_moved  # called there when `last_moved_step` has risen and no result says so
         self.has_ended = False
         self.last_started_step = 0
         self.last_finished_step = 0
+        self.last_moved_step = 0
 
     def end(self) -> None:
         self.has_ended = True
@@ -63,6 +74,7 @@ class Engine:
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._loaded: LoadedWorker | None = None
         self._thread: threading.Thread | None = None
+        self._moving: EngineSession | None = None  # its moves are under way
 
     @property
     def ready(self) -> Ready | None:
@@ -96,8 +108,30 @@ class Engine:
             on_loaded(error)
             return
         on_loaded(None)
-        while (command := self._commands.get()) is not None:
+        while (command := self._next_command()) is not None:
             command()
+
+    def _next_command(self) -> Callable[[], None] | None:
+        """Waits for it, and meanwhile tells of moves that are done."""
+        while self._moving is not None and not self._moving.has_ended:
+            try:
+                return self._commands.get(timeout=_MOVE_POLL_INTERVAL_S)
+            except Empty:
+                self._look_after_moves(self._moving)
+        return self._commands.get()
+
+    def _look_after_moves(self, session: EngineSession) -> None:
+        assert self._loaded is not None
+        try:
+            last_moved_step = self._loaded.runner.last_moved_step()
+        except Exception as error:
+            self._fail(session, error, f"moves after step {session.last_moved_step}")
+            return
+        if not self._loaded.runner.is_moving:
+            self._moving = None
+        if last_moved_step > session.last_moved_step:
+            session.last_moved_step = last_moved_step
+            session.on_moved()
 
     def _begin(self, session: EngineSession, on_begun: Callable[[], object]) -> None:
         assert self._loaded is not None
@@ -113,15 +147,21 @@ class Engine:
         try:
             result = self._loaded.runner.execute(plan)
         except Exception as error:
-            session.end()
-            if not isinstance(error, ProtocolError):
-                logger.exception("step %d of epoch %d failed", plan.step, plan.epoch)
-            if self._loaded.runner.is_fatal(error):
-                exit_process("the device is in an error state that only a new process gets out of")
-            session.deliver(error)
+            self._fail(session, error, f"step {plan.step} of epoch {plan.epoch}")
             return
         session.last_finished_step = plan.step
+        session.last_moved_step = result.last_moved_step
+        self._moving = session if self._loaded.runner.is_moving else None
         session.deliver(result)
+
+    def _fail(self, session: EngineSession, error: Exception, what: str) -> None:
+        assert self._loaded is not None
+        session.end()
+        if not isinstance(error, ProtocolError):
+            logger.error("%s failed", what, exc_info=error)
+        if self._loaded.runner.is_fatal(error):
+            exit_process("the device is in an error state that only a new process gets out of")
+        session.deliver(error)
 
 
 def exit_process(reason: str) -> NoReturn:

@@ -9,12 +9,14 @@ import torch
 
 from worker_service.attention import AttentionBackend, create_backend
 from worker_service.cache_engine import (
+    GIB,
     CacheEngine,
     CacheShape,
     available_cpu_bytes,
     count_blocks,
     cpu_cache_bytes,
     gpu_cache_bytes,
+    log_host_size,
     log_size,
 )
 from worker_service.checkpoint import model_digest
@@ -44,7 +46,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     model_config = ModelConfig.load(path)
     dtype = choose_dtype(config.dtype, model_config.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
-    backend = create_backend(config.attention_backend, device)
+    backend = create_backend(config.attention_backend, device, model_config.windows)
     model = load_model(path, dtype=dtype, device=device, progress=report)
     shape = CacheShape(
         num_layers=model_config.num_layers,
@@ -53,9 +55,14 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         head_dim=model_config.head_dim,
         dtype=dtype,
     )
-    assembly = _Assembly(config, model, backend, shape, device, model_config.vocab_size, max_model_len)
+    assembly = _Assembly(config, model, model_config, backend, shape, device, max_model_len)
     num_device_blocks = assembly.num_device_blocks()
     log_size(shape, num_device_blocks, max_model_len)
+    num_host_blocks = count_host_blocks(config, shape.block_bytes, _host_bytes(device, num_device_blocks, shape))
+    runner, cache = assembly.runner(num_device_blocks, num_host_blocks)
+    swap_bandwidth = cache.measure_bandwidth()
+    if num_host_blocks:
+        log_host_size(shape, num_host_blocks, swap_bandwidth)
     ready = Ready(
         worker_id=worker_id,
         model_digest=model_digest(path),
@@ -69,8 +76,11 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         attention_backend=backend.name,
+        num_host_blocks=num_host_blocks,
+        swap_bandwidth=swap_bandwidth,
+        sliding_window=model_config.sliding_window,
     )
-    return LoadedWorker(assembly.runner(num_device_blocks), ready)
+    return LoadedWorker(runner, ready)
 
 
 def choose_device(name: str) -> torch.device:
@@ -108,29 +118,59 @@ def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int
     return asked or max_position_embeddings
 
 
+def _host_bytes(device: torch.device, num_device_blocks: int, shape: CacheShape) -> int:
+    """Memory of the host that is left beside the device blocks."""
+    device_bytes = (num_device_blocks + 1) * shape.block_bytes if device.type == "cpu" else 0
+    return max(0, available_cpu_bytes() - device_bytes)
+
+
+def count_host_blocks(config: WorkerConfig, block_bytes: int, available_bytes: int) -> int:
+    """Blocks to swap to, as told. Raises ValueError if the memory does not hold them."""
+    if config.swap_space is not None:
+        flag, asked = "--swap-space", config.swap_space
+        pool_bytes = parse_memory("--swap-space", config.swap_space)
+        num_blocks = pool_bytes // block_bytes - 1  # block 0 is never used
+        if num_blocks < 1:
+            raise ValueError(
+                f"--swap-space is {asked}; two blocks take {2 * block_bytes} bytes: raise it or leave it out"
+            )
+    elif config.num_host_blocks:
+        flag, asked, num_blocks = "--num-host-blocks", str(config.num_host_blocks), config.num_host_blocks
+        pool_bytes = (num_blocks + 1) * block_bytes
+    else:
+        return 0
+    if pool_bytes > available_bytes:
+        raise ValueError(
+            f"{flag} is {asked}, which takes {pool_bytes / GIB:.3f} GiB; {available_bytes / GIB:.3f} GiB of memory are "
+            "available: lower it"
+        )
+    return num_blocks
+
+
 @dataclass(frozen=True, slots=True)
 class _Assembly:
     """The parts of a runner before it is known how many blocks it gets."""
 
     config: WorkerConfig
     model: Model
+    model_config: ModelConfig
     backend: AttentionBackend
     shape: CacheShape
     device: torch.device
-    vocab_size: int
     max_model_len: int
 
-    def runner(self, num_device_blocks: int) -> ModelRunner:
+    def runner(self, num_device_blocks: int, num_host_blocks: int = 0) -> tuple[ModelRunner, CacheEngine]:
         limits = TableLimits(
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             block_size=self.config.block_size,
             num_device_blocks=num_device_blocks,
-            vocab_size=self.vocab_size,
+            vocab_size=self.model_config.vocab_size,
+            sliding_window=self.model_config.sliding_window,
         )
-        cache = CacheEngine(self.shape, num_device_blocks, self.device)
-        return ModelRunner(self.model, cache, self.backend, limits, self.device)
+        cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks)
+        return ModelRunner(self.model, cache, self.backend, limits, self.device), cache
 
     def num_device_blocks(self) -> int:
         """As told, else as many as the memory holds and all rows together could use."""
@@ -159,7 +199,7 @@ class _Assembly:
         plan, num_blocks = largest_step(self.config, self.max_model_len)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.runner(num_blocks).execute(plan)
+        self.runner(num_blocks)[0].execute(plan)
         torch.cuda.synchronize(self.device)
         peak_bytes = torch.cuda.max_memory_allocated(self.device) - (num_blocks + 1) * self.shape.block_bytes
         torch.cuda.empty_cache()

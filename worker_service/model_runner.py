@@ -1,10 +1,11 @@
-"""Carries out plans: table -> batch -> attention -> model -> logits -> sampler -> table.
+"""Carries out plans: moves and copies -> table -> batch -> attention -> model -> logits -> sampler -> table.
 
 A runner is driven by one thread. It needs no gRPC: whoever holds a StepPlan may call `execute`.
 """
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from worker_service.batch import Batch, build_batch
 from worker_service.cache_engine import CacheEngine
 from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
 from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
-from worker_service.step import Logprobs, PromptLogprobs, RowStatus, StepPlan, StepResult
+from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, StepPlan, StepResult
 
 # Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
 _MAX_LOGITS_POSITIONS = 128
@@ -53,40 +54,59 @@ class ModelRunner:
         self.table.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        self._cache.reset()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one plan. Raises ProtocolError before anything is computed if the plan breaks a rule."""
+        """Carry out one plan. Raises ProtocolError before any block is touched if the plan breaks a rule."""
         started = time.perf_counter_ns()
+        self._cache.check(plan)
         rows = self.table.apply(plan)
-        if not len(rows.slots):
-            return StepResult(plan.epoch, plan.step)
-        batch = build_batch(self.table, rows, self._device)
-        attend = self._backend.prepare(batch.attention, self._cache.layers)
-        hidden = self._model.forward(batch.token_ids, batch.positions, attend)
-        prompt_logprobs = self._prompt_logprobs(rows, batch, hidden)
-        samples = self._sample(rows, batch, hidden)
-        self.table.advance(rows, np.array(samples.token_ids, np.int64))
-        return StepResult(
-            epoch=plan.epoch,
-            step=plan.step,
-            statuses=_statuses(samples),
-            token_ids=tuple(
-                token_id for token_id, nan in zip(samples.token_ids, samples.is_nan, strict=True) if not nan
-            ),
-            logprobs=samples.logprobs,
-            prompt_logprobs=prompt_logprobs,
+        self._cache.move(plan)
+        self._cache.copy(plan)
+        result = self._compute(plan, rows) if len(rows.slots) else StepResult(plan.epoch, plan.step)
+        return replace(
+            result,
             duration_us=(time.perf_counter_ns() - started) // 1000,
+            last_moved_step=self._cache.last_moved_step(),
         )
+
+    def last_moved_step(self) -> int:
+        """The moves of all plans of this epoch up to this step are done."""
+        return self._cache.last_moved_step()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether moves are under way that no result has told of."""
+        return self._cache.is_moving
 
     def is_fatal(self, error: Exception) -> bool:
         """An error of the device stays: every later call fails too."""
         return isinstance(error, torch.AcceleratorError)
 
+    def _compute(self, plan: StepPlan, rows: WorkingRows) -> StepResult:
+        batch = build_batch(self.table, rows, self._device)
+        attend = self._backend.prepare(batch.attention, self._cache.layers)
+        hidden = self._model.forward(batch.token_ids, batch.positions, attend)
+        prompt_logprobs = self._prompt_logprobs(rows, batch, hidden)
+        samples = self._sample(rows, batch, hidden)
+        token_ids = np.array(samples.token_ids, np.int64)
+        chooses = ~self.table.is_beam[rows.slots[rows.samples]]
+        self.table.advance(rows, token_ids[chooses])
+        return StepResult(
+            epoch=plan.epoch,
+            step=plan.step,
+            statuses=_statuses(samples),
+            token_ids=tuple(token_ids[chooses & ~np.array(samples.is_nan, np.bool_)].tolist()),
+            logprobs=samples.logprobs,
+            candidates=samples.candidates,
+            prompt_logprobs=prompt_logprobs,
+        )
+
     def _sample(self, rows: WorkingRows, batch: Batch, hidden: torch.Tensor) -> Samples:
         slots = rows.slots[rows.samples]
         if not len(slots):
-            return Samples([], [], Logprobs())
+            return Samples([], [], Logprobs(), Candidates())
         logits = self._model.compute_logits(hidden[batch.sampling_indices])
         special = np.flatnonzero(self.table.is_special[slots])
         return sample(logits, [self._sampling_row(int(index), int(slots[index])) for index in special])

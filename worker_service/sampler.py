@@ -2,7 +2,7 @@
 
 A row goes through: logit bias, suppression of stop tokens, penalties -> log-probabilities -> temperature -> top-k ->
 top-p -> min-p -> the highest of logit + Gumbel noise. Rows that ask for nothing take the highest logit and skip it all.
-Parameters mean what they mean in vLLM.
+Rows of beams stop at the log-probabilities and report the most likely tokens. Parameters mean what they mean in vLLM.
 
 The filters are one threshold per row: each keeps the tokens whose logit is at least some value, so tokens with equal
 logits stay or go together and no result depends on how a sort orders them.
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker_service.noise import gumbel_noise, noise_keys
-from worker_service.step import Logprobs, SamplingParams
+from worker_service.step import Candidates, Logprobs, SamplingParams
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -43,11 +43,12 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One entry per sampling row. The token of a row whose logits hold NaN is 0."""
+    """One entry per sampling row. The token of a row whose logits hold NaN is 0, and that of a beam means nothing."""
 
     token_ids: list[int]
     is_nan: list[bool]
-    logprobs: Logprobs  # columns over the rows that are not NaN and asked for them
+    logprobs: Logprobs  # columns over the rows that are not NaN, choose a token and asked for them
+    candidates: Candidates  # columns over the rows of beams that are not NaN
 
 
 def sample(logits: torch.Tensor, special_rows: Sequence[SamplingRow]) -> Samples:
@@ -55,12 +56,15 @@ def sample(logits: torch.Tensor, special_rows: Sequence[SamplingRow]) -> Samples
     token_ids = _argmax(logits)
     # A NaN counts as the highest of its row, so looking at the highest finds every one.
     is_nan = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan()
+    beams = [row for row in special_rows if row.sampling.num_candidates is not None]
+    choosing = [row for row in special_rows if row.sampling.num_candidates is None]
     if special_rows:
         _adjust(logits, special_rows)
-        _choose(logits, special_rows, token_ids)
+        _choose(logits, choosing, token_ids)
+    candidates = _collect_candidates(logits, beams, is_nan) if beams else Candidates()
     token_ids.masked_fill_(is_nan, 0)
-    good = is_nan.tolist()
-    return Samples(token_ids.tolist(), good, _collect_logprobs(logits, special_rows, token_ids, good))
+    bad = is_nan.tolist()
+    return Samples(token_ids.tolist(), bad, _collect_logprobs(logits, choosing, token_ids, bad), candidates)
 
 
 def logprob_columns(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> Logprobs:
@@ -227,3 +231,20 @@ def _collect_logprobs(
     indexes = torch.tensor([row.index for row in asking], device=logits.device)
     num_top = [row.sampling.num_logprobs or 0 for row in asking]
     return logprob_columns(logits[indexes].log_softmax(1), token_ids[indexes], num_top)
+
+
+def _collect_candidates(logits: torch.Tensor, beams: Sequence[SamplingRow], is_nan: torch.Tensor) -> Candidates:
+    """The most likely tokens of the rows of beams by the adjusted logits, before temperature and filters.
+
+    A row that has no log-probabilities, as where a logit is infinite, becomes NaN in `is_nan` [R].
+    """
+    indexes = torch.tensor([row.index for row in beams], device=logits.device)
+    nums = [min(row.sampling.num_candidates or 0, logits.shape[1]) for row in beams]
+    logprobs, token_ids = logits[indexes].log_softmax(1).topk(max(nums), dim=1)
+    is_nan[indexes] |= logprobs[:, 0].isnan()  # a NaN counts as the highest
+    columns = zip(nums, is_nan[indexes].tolist(), token_ids.tolist(), logprobs.tolist(), strict=True)
+    good = [(ids[:num], values[:num]) for num, bad, ids, values in columns if not bad]
+    return Candidates(
+        token_ids=tuple(token_id for ids, _ in good for token_id in ids),
+        logprobs=tuple(value for _, values in good for value in values),
+    )

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from worker_service.session import ProtocolError
 from worker_service.step import RowOpening, SamplingParams, StepPlan
@@ -28,11 +28,16 @@ class TableLimits:
     block_size: int
     num_device_blocks: int  # usable ones; ids are 1..num_device_blocks
     vocab_size: int
+    sliding_window: int = 0  # positions that any layer reads back, the query's own included; 0: all
 
     @property
     def max_num_blocks(self) -> int:
         """Blocks that one row's table may hold."""
         return -(-self.max_model_len // self.block_size)
+
+    def first_block(self, start: int) -> int:
+        """Index of the first block that a row reads or writes which computes from position `start` on."""
+        return max(0, start - self.sliding_window + 1) // self.block_size if self.sliding_window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class SequenceTable:
         self.sampling: list[SamplingParams] = [SamplingParams()] * size
         self.is_special = np.zeros(size, np.bool_)  # samples by more than the highest of the model's own logits
         self.num_prompt_logprobs = np.full(size, -1, np.int64)  # -1: none asked for
+        self.is_beam = np.zeros(size, np.bool_)  # reports candidates instead of choosing a token
 
     def clear(self) -> None:
         self.occupied[:] = False
@@ -81,14 +87,28 @@ class SequenceTable:
             self._release(slot)
         for opening in plan.openings:
             self._open(opening)
-        self._append_blocks(plan)
-        self._patch_work(plan)
+        if plan.fork_source_slots or plan.fork_target_slots:
+            self._fork(plan)
+        if plan.append_slots or plan.append_block_ids:
+            self._append_blocks(plan)
+        if plan.set_block_slots or plan.set_block_indexes or plan.set_block_ids:
+            self._set_blocks(plan)
+        if plan.append_token_slots or plan.append_token_ids:
+            self._append_tokens(plan)
+        if plan.work_slots or plan.work_num_tokens:
+            self._patch_work(plan)
         return self._working_rows()
 
     def advance(self, rows: WorkingRows, sampled_token_ids: IntArray) -> None:
-        """The step is done: its positions are computed, and each sampling row gets its token, in slot order."""
+        """The step is done: its positions are computed, and each sampling row gets its token, in slot order.
+
+        `sampled_token_ids` has an entry for the sampling rows that choose one: those of beams are paused instead.
+        """
         self.num_computed_tokens[rows.slots] = rows.ends
         slots = rows.slots[rows.samples]
+        is_beam = self.is_beam[slots]
+        self.work[slots[is_beam]] = 0
+        slots = slots[~is_beam]
         self.token_ids[slots, self.num_tokens[slots]] = sampled_token_ids
         self.num_tokens[slots] += 1
         self.work[slots] = 1
@@ -99,12 +119,35 @@ class SequenceTable:
         if self.occupied[slot] != occupied:
             raise ProtocolError(f"slot {slot} is {'vacant' if occupied else 'occupied'}")
 
-    def _check_block_ids(self, slot: int, block_ids: IntArray) -> None:
-        if len(block_ids) and not (block_ids.min() >= 1 and block_ids.max() <= self.limits.num_device_blocks):
+    def _occupied_slots(self, slots: tuple[int, ...]) -> IntArray:
+        """The slots as an array. Raises ProtocolError if one is out of range or vacant."""
+        array = _as_array(slots)
+        self._check_range(array)
+        vacant = np.flatnonzero(~self.occupied[array])
+        if len(vacant):
+            raise ProtocolError(f"slot {array[vacant[0]]} is vacant")
+        return array
+
+    def _check_range(self, slots: IntArray) -> None:
+        beyond = np.flatnonzero((slots < 0) | (slots >= self.limits.max_num_seqs))
+        if len(beyond):
+            raise ProtocolError(f"slot {slots[beyond[0]]} is out of range: there are {self.limits.max_num_seqs}")
+
+    def _check_block_ids(self, slots: ArrayLike, block_ids: IntArray) -> None:
+        """`slots`: one for each block, or one for all."""
+        beyond = np.flatnonzero((block_ids < 1) | (block_ids > self.limits.num_device_blocks))
+        if len(beyond):
+            slot = np.broadcast_to(slots, block_ids.shape)[beyond[0]]
             raise ProtocolError(
-                f"slot {slot} gets blocks {block_ids.min()} to {block_ids.max()}; ids are 1 to "
-                f"{self.limits.num_device_blocks}"
+                f"slot {slot} gets block {block_ids[beyond[0]]}; ids are 1 to {self.limits.num_device_blocks}"
             )
+
+    def _check_opened_blocks(self, slot: int, block_ids: IntArray, num_computed_tokens: int) -> None:
+        """Blocks that have fallen out of the window may be holes: they are neither read nor written any more."""
+        first = self.limits.first_block(num_computed_tokens)
+        before = block_ids[:first]
+        self._check_block_ids(slot, before[before != 0])
+        self._check_block_ids(slot, block_ids[first:])
 
     def _release(self, slot: int) -> None:
         self._check_slot(slot, occupied=True)
@@ -119,7 +162,7 @@ class SequenceTable:
         token_ids = _as_array(opening.token_ids)
         block_ids = _as_array(opening.block_ids)
         _check_opening(opening, token_ids, self.limits)
-        self._check_block_ids(slot, block_ids)
+        self._check_opened_blocks(slot, block_ids, opening.num_computed_tokens)
         _check_sampling(slot, opening.sampling, self.limits.vocab_size)
         self.occupied[slot] = True
         self.token_ids[slot, : len(token_ids)] = token_ids
@@ -134,33 +177,95 @@ class SequenceTable:
         self.is_special[slot] = _is_special(opening.sampling)
         num_prompt_logprobs = opening.sampling.num_prompt_logprobs
         self.num_prompt_logprobs[slot] = -1 if num_prompt_logprobs is None else num_prompt_logprobs
+        self.is_beam[slot] = opening.sampling.num_candidates is not None
+
+    def _fork(self, plan: StepPlan) -> None:
+        _check_lengths("forks", plan.fork_source_slots, plan.fork_target_slots)
+        sources = self._occupied_slots(plan.fork_source_slots)
+        targets = _as_array(plan.fork_target_slots)
+        self._check_range(targets)
+        _check_distinct("forks have the same target", targets)
+        # An array that is indexed by an array is copied: every source is read before a target is written.
+        num_tokens = self.num_tokens[sources].max()
+        self.token_ids[targets, :num_tokens] = self.token_ids[sources, :num_tokens]
+        num_blocks = max(self.num_blocks[sources].max(), self.num_blocks[targets].max())
+        self.block_tables[targets, :num_blocks] = self.block_tables[sources, :num_blocks]
+        for column in self._row_columns:
+            column[targets] = column[sources]
+        copied = [self.sampling[source] for source in sources]
+        for target, sampling in zip(targets, copied, strict=True):
+            self.sampling[target] = sampling
+        self.work[targets] = 0
 
     def _append_blocks(self, plan: StepPlan) -> None:
-        if len(plan.append_slots) != len(plan.append_block_ids):
-            raise ProtocolError(f"{len(plan.append_slots)} slots get {len(plan.append_block_ids)} blocks appended")
-        for slot, block_id in zip(plan.append_slots, plan.append_block_ids, strict=True):
-            self._check_slot(slot, occupied=True)
-            if not 1 <= block_id <= self.limits.num_device_blocks:
-                raise ProtocolError(f"slot {slot} gets block {block_id}; ids are 1 to {self.limits.num_device_blocks}")
-            num_blocks = self.num_blocks[slot]
-            if num_blocks >= self.limits.max_num_blocks:
-                raise ProtocolError(f"slot {slot} has {num_blocks} blocks already, enough for max_model_len")
-            self.block_tables[slot, num_blocks] = block_id
-            self.num_blocks[slot] = num_blocks + 1
+        _check_lengths("appended blocks", plan.append_slots, plan.append_block_ids)
+        slots, block_ids = self._occupied_slots(plan.append_slots), _as_array(plan.append_block_ids)
+        self._check_block_ids(slots, block_ids)
+        indexes = self.num_blocks[slots] + _earlier_equals(slots)
+        beyond = np.flatnonzero(indexes >= self.limits.max_num_blocks)
+        if len(beyond):
+            raise ProtocolError(
+                f"slot {slots[beyond[0]]} has {indexes[beyond[0]]} blocks already, enough for max_model_len"
+            )
+        self.block_tables[slots, indexes] = block_ids
+        np.add.at(self.num_blocks, slots, 1)
+
+    def _set_blocks(self, plan: StepPlan) -> None:
+        _check_lengths("set blocks", plan.set_block_slots, plan.set_block_indexes, plan.set_block_ids)
+        slots, indexes = self._occupied_slots(plan.set_block_slots), _as_array(plan.set_block_indexes)
+        block_ids = _as_array(plan.set_block_ids)
+        self._check_block_ids(slots, block_ids)
+        beyond = np.flatnonzero((indexes < 0) | (indexes >= self.num_blocks[slots]))
+        if len(beyond):
+            slot = slots[beyond[0]]
+            raise ProtocolError(f"slot {slot} gets block {indexes[beyond[0]]} set; it has {self.num_blocks[slot]}")
+        self.block_tables[slots, indexes] = block_ids
+
+    def _append_tokens(self, plan: StepPlan) -> None:
+        _check_lengths("appended tokens", plan.append_token_slots, plan.append_token_ids)
+        slots, token_ids = self._occupied_slots(plan.append_token_slots), _as_array(plan.append_token_ids)
+        _check_distinct("tokens are appended to the same slot", slots)
+        beyond = np.flatnonzero((token_ids < 0) | (token_ids >= self.limits.vocab_size))
+        if len(beyond):
+            raise ProtocolError(
+                f"slot {slots[beyond[0]]} gets token {token_ids[beyond[0]]}; ids are below {self.limits.vocab_size}"
+            )
+        num_tokens = self.num_tokens[slots]
+        full = np.flatnonzero(num_tokens >= self.limits.max_model_len)
+        if len(full):
+            raise ProtocolError(
+                f"slot {slots[full[0]]} gets a token and has {num_tokens[full[0]]}, as many as max_model_len allows"
+            )
+        self.token_ids[slots, num_tokens] = token_ids
+        self.num_tokens[slots] = num_tokens + 1
 
     def _patch_work(self, plan: StepPlan) -> None:
-        if len(plan.work_slots) != len(plan.work_num_tokens):
-            raise ProtocolError(f"{len(plan.work_slots)} slots are patched with {len(plan.work_num_tokens)} counts")
-        if len(set(plan.work_slots)) != len(plan.work_slots):
-            raise ProtocolError("a slot is patched twice in one plan")
-        for slot, num_tokens in zip(plan.work_slots, plan.work_num_tokens, strict=True):
-            self._check_slot(slot, occupied=True)
-            if not 0 <= num_tokens <= self.limits.max_num_batched_tokens:
-                raise ProtocolError(
-                    f"slot {slot} is to compute {num_tokens} tokens; a step computes at most "
-                    f"{self.limits.max_num_batched_tokens}"
-                )
-            self.work[slot] = num_tokens
+        _check_lengths("patches of work", plan.work_slots, plan.work_num_tokens)
+        slots, num_tokens = self._occupied_slots(plan.work_slots), _as_array(plan.work_num_tokens)
+        _check_distinct("patches of work name the same slot", slots)
+        beyond = np.flatnonzero((num_tokens < 0) | (num_tokens > self.limits.max_num_batched_tokens))
+        if len(beyond):
+            raise ProtocolError(
+                f"slot {slots[beyond[0]]} is to compute {num_tokens[beyond[0]]} tokens; a step computes at most "
+                f"{self.limits.max_num_batched_tokens}"
+            )
+        self.work[slots] = num_tokens
+
+    @property
+    def _row_columns(self) -> tuple[NDArray, ...]:
+        """Every column that holds one value of a row, `work` apart."""
+        return (
+            self.occupied,
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            self.num_blocks,
+            self.seeds,
+            self.sample_indexes,
+            self.is_special,
+            self.num_prompt_logprobs,
+            self.is_beam,
+        )
 
     def _working_rows(self) -> WorkingRows:
         limits = self.limits
@@ -182,6 +287,28 @@ class SequenceTable:
 
 def _as_array(values: tuple[int, ...]) -> IntArray:
     return np.array(values, dtype=np.int64)
+
+
+def _check_lengths(what: str, *columns: tuple[int, ...]) -> None:
+    if len({len(column) for column in columns}) > 1:
+        raise ProtocolError(f"{what}: the columns have {', '.join(str(len(column)) for column in columns)} entries")
+
+
+def _check_distinct(what: str, values: IntArray) -> None:
+    if len(np.unique(values)) != len(values):
+        raise ProtocolError(f"two {what}")
+
+
+def _earlier_equals(values: IntArray) -> IntArray:
+    """How many equal values stand before each: [0, 0, 1] for [7, 3, 7]."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    places = np.arange(len(values))
+    is_first = np.ones(len(values), np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    counts = np.empty(len(values), np.int64)
+    counts[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    return counts
 
 
 def _check_ends(slots: IntArray, ends: IntArray, limits: IntArray, what: str) -> None:
@@ -232,6 +359,7 @@ def _check_sampling(slot: int, sampling: SamplingParams, vocab_size: int) -> Non
         ("min_tokens", sampling.min_tokens >= 0),
         ("num_logprobs", sampling.num_logprobs is None or sampling.num_logprobs >= 0),
         ("num_prompt_logprobs", sampling.num_prompt_logprobs is None or sampling.num_prompt_logprobs >= 0),
+        ("num_candidates", sampling.num_candidates is None or sampling.num_candidates >= 1),
     )
     for name, is_valid in ranges:
         if not is_valid:
@@ -250,4 +378,5 @@ def _is_special(sampling: SamplingParams) -> bool:
         or bool(sampling.min_tokens and sampling.stop_token_ids)
         or (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
         or sampling.num_logprobs is not None
+        or sampling.num_candidates is not None
     )

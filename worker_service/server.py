@@ -88,10 +88,10 @@ class _Server:
                 await self._stop.wait()
                 logger.info("stopping")
                 await health.set_ready(False)
-                servicer.close()
+                await servicer.close()
                 await self._stop_engine()
         finally:
-            servicer.close()
+            await servicer.close()
             await server.stop(_STOP_GRACE_S)
         return 0
 

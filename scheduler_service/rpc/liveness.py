@@ -17,13 +17,18 @@ class Liveness:
         self._progress_at = now  # when the oldest unacknowledged step became that
         self._longest_step = 0.0
         self._biggest_shape = 0
+        self._unfinished_moves: deque[int] = deque()  # steps
+        self._moves_progress_at = now  # when the oldest unfinished moves became that, or could begin
+        self._last_finished_step = 0
         self._is_suspected = False
 
     def heard(self, now: float) -> None:
         self._heard_at = now
 
-    def sent(self, step: int, num_tokens: int, now: float) -> None:
+    def sent(self, step: int, num_tokens: int, now: float, *, has_moves: bool = False) -> None:
         """A plan went out. `num_tokens` are those its patches of the working set ask for."""
+        if has_moves:
+            self._unfinished_moves.append(step)
         if not self._unacknowledged:
             self._progress_at = now
         self._unacknowledged.append((step, num_tokens.bit_length()))
@@ -34,6 +39,15 @@ class Liveness:
             self._biggest_shape = max(self._biggest_shape, self._unacknowledged.popleft()[1])
         self._longest_step = max(self._longest_step, duration)
         self._progress_at = now
+        if self._unfinished_moves and self._last_finished_step < self._unfinished_moves[0] <= step:
+            self._moves_progress_at = now
+        self._last_finished_step = step
+
+    def moved(self, step: int, now: float) -> None:
+        """The moves of all plans up to this step are done."""
+        while self._unfinished_moves and self._unfinished_moves[0] <= step:
+            self._unfinished_moves.popleft()
+        self._moves_progress_at = now
 
     def judge(self, now: float) -> str:
         """Why the worker must be given up, or nothing. Call it several times a second.
@@ -43,7 +57,7 @@ class Liveness:
         gap = now - self._judged_at
         self._judged_at = now
         if gap > MAX_OWN_GAP:
-            self._heard_at = self._progress_at = now
+            self._heard_at = self._progress_at = self._moves_progress_at = now
         verdict = self._verdict(now)
         confirmed = verdict if self._is_suspected else ""
         self._is_suspected = bool(verdict)
@@ -53,10 +67,14 @@ class Liveness:
         silence = now - self._heard_at
         if silence > MAX_SILENCE:
             return f"the worker has been silent for {silence:.1f} s, the limit is {MAX_SILENCE} s"
+        limit = max(MIN_STEP_LIMIT, PREDICTION_FACTOR * self._longest_step)
+        # Moves begin with their step, so until that has finished it alone is judged.
+        can_move = bool(self._unfinished_moves) and self._unfinished_moves[0] <= self._last_finished_step
+        if can_move and now - self._moves_progress_at > limit:
+            return f"the worker has not finished the moves of step {self._unfinished_moves[0]} in {limit:.0f} s"
         if not self._unacknowledged:
             return ""
         step, shape = self._unacknowledged[0]
-        limit = max(MIN_STEP_LIMIT, PREDICTION_FACTOR * self._longest_step)
         if shape > self._biggest_shape:
             limit *= NEW_SHAPE_FACTOR
         if now - self._progress_at > limit:

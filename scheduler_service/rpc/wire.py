@@ -1,5 +1,6 @@
 """The core's data to and from `pagewire.worker.v1`: pure translation."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -9,6 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.plan import (
+    Candidates,
     Logprobs,
     PromptLogprobs,
     RowOpening,
@@ -20,7 +22,7 @@ from scheduler_service.core.plan import (
 )
 from scheduler_service.core.scheduler import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class RefusalReason(Enum):
@@ -43,6 +45,7 @@ class Heartbeat:
     epoch: int
     last_started_step: int
     last_finished_step: int
+    last_moved_step: int = 0
 
 
 WorkerMessage = WorkerCapacity | Refusal | StepResult | Heartbeat
@@ -61,9 +64,22 @@ def encode_plan(plan: StepPlan) -> worker_pb2.ExecuteRequest:
             epoch=plan.epoch,
             step=plan.step,
             released_slots=plan.released_slots,
+            swap_out_device_blocks=plan.swap_out_device_blocks,
+            swap_out_host_blocks=plan.swap_out_host_blocks,
+            swap_in_host_blocks=plan.swap_in_host_blocks,
+            swap_in_device_blocks=plan.swap_in_device_blocks,
+            copy_source_blocks=plan.copy_source_blocks,
+            copy_target_blocks=plan.copy_target_blocks,
             openings=[_encode_opening(opening) for opening in plan.openings],
+            fork_source_slots=plan.fork_source_slots,
+            fork_target_slots=plan.fork_target_slots,
             append_slots=plan.append_slots,
             append_block_ids=plan.append_block_ids,
+            set_block_slots=plan.set_block_slots,
+            set_block_indexes=plan.set_block_indexes,
+            set_block_ids=plan.set_block_ids,
+            append_token_slots=plan.append_token_slots,
+            append_token_ids=plan.append_token_ids,
             work_slots=plan.work_slots,
             work_num_tokens=plan.work_num_tokens,
         )
@@ -78,7 +94,9 @@ def decode_worker_message(message: worker_pb2.ExecuteResponse) -> WorkerMessage:
         return _decode_result(message.result)
     if body == "heartbeat":
         heartbeat = message.heartbeat
-        return Heartbeat(heartbeat.epoch, heartbeat.last_started_step, heartbeat.last_finished_step)
+        return Heartbeat(
+            heartbeat.epoch, heartbeat.last_started_step, heartbeat.last_finished_step, heartbeat.last_moved_step
+        )
     if body == "ready":
         return _decode_ready(message.ready)
     if body == "refusal":
@@ -115,6 +133,7 @@ def _encode_sampling(sampling: SamplingParams) -> worker_pb2.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         num_logprobs=sampling.num_logprobs,
         num_prompt_logprobs=sampling.num_prompt_logprobs,
+        num_candidates=sampling.num_candidates,
     )
 
 
@@ -132,10 +151,15 @@ def _decode_ready(ready: worker_pb2.Ready) -> WorkerCapacity:
         device=ready.device,
         dtype=ready.dtype,
         attention_backend=ready.attention_backend,
+        num_host_blocks=ready.num_host_blocks,
+        swap_bandwidth=ready.swap_bandwidth,
+        sliding_window=ready.sliding_window,
     )
     for name in _CAPACITY_COUNTS:
         if getattr(capacity, name) < 1:
             raise ProtocolError(f"the worker is ready with {name} 0")
+    if capacity.num_host_blocks and not 0 < capacity.swap_bandwidth < math.inf:
+        raise ProtocolError(f"the worker is ready with host blocks and swap_bandwidth {capacity.swap_bandwidth}")
     return capacity
 
 
@@ -168,11 +192,13 @@ def _decode_result(result: worker_pb2.StepResult) -> StepResult:
         statuses=statuses,
         token_ids=tuple(result.token_ids),
         logprobs=_decode_logprobs(result.logprobs),
+        candidates=Candidates(tuple(result.candidates.token_ids), tuple(result.candidates.logprobs)),
         prompt_logprobs=tuple(
             PromptLogprobs(entry.slot, entry.first_position, _decode_logprobs(entry.logprobs))
             for entry in result.prompt_logprobs
         ),
         duration_us=result.duration_us,
+        last_moved_step=result.last_moved_step,
     )
 
 

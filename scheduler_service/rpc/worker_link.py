@@ -47,6 +47,9 @@ class LinkEvents(Protocol):
 
     def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: "Session") -> None: ...
 
+    def moved(self, step: int) -> None:
+        """The moves of all plans up to this step are done. Comes before the result that told so."""
+
     def result(self, result: StepResult) -> None: ...
 
     def worker_lost(self, reason: str) -> None: ...
@@ -174,11 +177,13 @@ class Session:
         self._outbox: asyncio.Queue[worker_pb2.ExecuteRequest] = asyncio.Queue()
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._liveness = Liveness(time.monotonic())
+        self._last_moved_step = 0
 
     def send(self, plan: StepPlan) -> None:
         message = wire.encode_plan(plan)
         self._on_plan_sent(message.ByteSize())
-        self._liveness.sent(plan.step, sum(plan.work_num_tokens), time.monotonic())
+        has_moves = bool(plan.swap_out_device_blocks or plan.swap_in_host_blocks)
+        self._liveness.sent(plan.step, sum(plan.work_num_tokens), time.monotonic(), has_moves=has_moves)
         self._outbox.put_nowait(message)
 
     def close(self, reason: str) -> None:
@@ -208,13 +213,17 @@ class Session:
             message = await _read(call)
             now = time.monotonic()
             self._liveness.heard(now)
+            if not isinstance(message, StepResult | wire.Heartbeat):
+                raise ProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
+            if message.epoch != self.epoch:
+                raise ProtocolError(f"a {type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
+            if message.last_moved_step > self._last_moved_step:
+                self._last_moved_step = message.last_moved_step
+                self._liveness.moved(message.last_moved_step, now)
+                self._events.moved(message.last_moved_step)
             if isinstance(message, StepResult):
                 self._liveness.finished(message.step, message.duration_us / 1e6, now)
                 self._events.result(message)
-            elif not isinstance(message, wire.Heartbeat):
-                raise ProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
-            elif message.epoch != self.epoch:
-                raise ProtocolError(f"a heartbeat of epoch {message.epoch} in epoch {self.epoch}")
 
     async def _transmit(self, call: grpc.aio.StreamStreamCall) -> NoReturn:
         while True:

@@ -34,10 +34,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             "device": "cpu",
             "dtype": "float32",
             "attention_backend": "fake",
+            "num_host_blocks": 0,
+            "swap_bandwidth": 1e9,
+            "sliding_window": 0,
         } | capacity
         self.port = 0
         self.step_seconds = 0.0
         self.is_silent = False  # sends nothing any more, like a stopped process
+        self.holds_moves = False  # until the next heartbeat, which tells of them
         self.epochs: list[int] = []  # that it accepted
         self.holder = ""
         self.last_epoch = 0
@@ -76,27 +80,32 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.last_epoch, self.holder = hello.epoch, hello.instance_id
         self.epochs.append(hello.epoch)
         await context.write(worker_pb2.ExecuteResponse(ready=worker_pb2.Ready(**self.capacity)))
-        heartbeats = asyncio.create_task(self._beat(hello.epoch, context))
+        worker = self._simulated_worker()
+        heartbeats = asyncio.create_task(self._beat(hello.epoch, worker, context))
         try:
-            await self._serve(hello.epoch, context)
+            await self._serve(hello.epoch, worker, context)
         finally:
             heartbeats.cancel()
 
-    async def _serve(self, epoch: int, context: grpc.aio.ServicerContext) -> None:
-        worker = SimulatedWorker(
+    def _simulated_worker(self) -> SimulatedWorker:
+        return SimulatedWorker(
             num_blocks=self.capacity["num_device_blocks"],
             block_size=self.capacity["block_size"],
             vocab_size=self.capacity["vocab_size"],
             max_num_seqs=self.capacity["max_num_seqs"],
             max_num_batched_tokens=self.capacity["max_num_batched_tokens"],
+            num_host_blocks=self.capacity["num_host_blocks"],
+            sliding_window=self.capacity["sliding_window"],
             poisoned=frozenset({self.capacity["vocab_size"] - 1}),
         )
+
+    async def _serve(self, epoch: int, worker: SimulatedWorker, context: grpc.aio.ServicerContext) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
             plan = worker_wire.decode_request(request)
             await asyncio.sleep(self.step_seconds)
             if self.last_epoch != epoch:
                 await context.abort(grpc.StatusCode.ABORTED, "another scheduler took over")
-            result = execute(worker, plan)
+            result = execute(worker, plan, apply_moves=not self.holds_moves)
             self.num_steps += 1
             if self.is_silent:
                 await asyncio.Event().wait()
@@ -109,20 +118,25 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         async with self._writing:
             await context.write(response)
 
-    async def _beat(self, epoch: int, context: grpc.aio.ServicerContext) -> None:
+    async def _beat(self, epoch: int, worker: SimulatedWorker, context: grpc.aio.ServicerContext) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL)
             if not self.is_silent:
-                heartbeat = worker_pb2.ExecuteResponse(heartbeat=worker_pb2.Heartbeat(epoch=epoch))
+                step = worker.finish_moves(len(worker.pending))
+                heartbeat = worker_pb2.Heartbeat(epoch=epoch, last_moved_step=step)
                 async with self._writing:
-                    await context.write(heartbeat)
+                    await context.write(worker_pb2.ExecuteResponse(heartbeat=heartbeat))
 
 
-def execute(worker: SimulatedWorker, plan: StepPlan) -> StepResult:
+def execute(worker: SimulatedWorker, plan: StepPlan, *, apply_moves: bool = True) -> StepResult:
     """The simulated step, with the most likely tokens that it leaves out."""
     lengths = {slot: len(row.token_ids) for slot, row in worker.rows.items()}
     lengths |= {opening.slot: len(opening.token_ids) for opening in plan.openings}
-    result = worker.execute(plan)  # the two services' plans have the same fields
+    forked = [lengths[slot] for slot in plan.fork_source_slots]
+    lengths |= dict(zip(plan.fork_target_slots, forked, strict=True))
+    for slot in plan.append_token_slots:
+        lengths[slot] += 1
+    result = worker.execute(plan, apply_moves)  # the two services' plans have the same fields
     sampled = [row for slot, row in sorted(worker.rows.items()) if len(row.token_ids) > lengths[slot]]
     num_tops = [row.opening.sampling.num_logprobs for row in sampled if row.opening.sampling.num_logprobs is not None]
     prompts = []

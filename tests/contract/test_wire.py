@@ -1,6 +1,7 @@
 """Plans and results survive the wire: core dataclass -> proto bytes -> worker dataclass, and back."""
 
-from dataclasses import asdict
+import math
+from dataclasses import asdict, fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -38,6 +39,7 @@ SAMPLING = st.builds(
     stop_token_ids=columns(UINT32),
     num_logprobs=st.none() | st.integers(0, 20),
     num_prompt_logprobs=st.none() | st.integers(0, 20),
+    num_candidates=st.none() | st.integers(1, 40),
 )
 OPENINGS = st.builds(
     core.RowOpening,
@@ -55,12 +57,12 @@ PLANS = st.builds(
     core.StepPlan,
     epoch=UINT64,
     step=UINT64,
-    released_slots=columns(UINT32),
     openings=columns(OPENINGS, 3),
-    append_slots=columns(UINT32),
-    append_block_ids=columns(UINT32),
-    work_slots=columns(UINT32),
-    work_num_tokens=columns(UINT32),
+    **{
+        field.name: columns(UINT32)
+        for field in fields(core.StepPlan)
+        if field.name not in ("epoch", "step", "openings")
+    },
 )
 LOGPROBS = st.just(step.Logprobs()) | st.builds(
     step.Logprobs,
@@ -76,8 +78,13 @@ RESULTS = st.builds(
     statuses=columns(st.sampled_from(step.RowStatus)),
     token_ids=columns(UINT32, 40),
     logprobs=LOGPROBS,
+    candidates=st.just(step.Candidates())
+    | st.builds(
+        step.Candidates, token_ids=st.lists(UINT32, min_size=1, max_size=8).map(tuple), logprobs=columns(FLOATS)
+    ),
     prompt_logprobs=columns(st.builds(step.PromptLogprobs, slot=COUNTS, first_position=COUNTS, logprobs=LOGPROBS), 3),
     duration_us=UINT64,
+    last_moved_step=UINT64,
 )
 READY = st.builds(
     step.Ready,
@@ -93,15 +100,18 @@ READY = st.builds(
     device=st.text(max_size=5),
     dtype=st.text(max_size=5),
     attention_backend=st.text(max_size=5),
+    num_host_blocks=UINT32,
+    swap_bandwidth=st.floats(1e-3, 1e15),
+    sliding_window=UINT32,
 )
 
 
 def plain(value: object) -> object:
     """Both services' dataclasses as dictionaries; each has an enum of its own, so that the numbers are compared."""
-    fields = asdict(value)  # type: ignore[call-overload]
-    if "statuses" in fields:
-        fields["statuses"] = tuple(status.value for status in fields["statuses"])
-    return fields
+    plain_fields = asdict(value)  # type: ignore[call-overload]
+    if "statuses" in plain_fields:
+        plain_fields["statuses"] = tuple(status.value for status in plain_fields["statuses"])
+    return plain_fields
 
 
 def to_scheduler(message: object) -> object:
@@ -145,7 +155,7 @@ def test_hello(counter: int, instance_id: str, epoch: int, depth: int) -> None:
 def test_refusal_and_heartbeat() -> None:
     refusal = to_scheduler(step.Refusal(step.RefusalReason.STALE_EPOCH, 7, "other", "no"))
     assert refusal == scheduler_wire.Refusal(scheduler_wire.RefusalReason.STALE_EPOCH, 7, "other", "no")
-    assert to_scheduler(step.Heartbeat(7, 2, 1)) == scheduler_wire.Heartbeat(7, 2, 1)
+    assert to_scheduler(step.Heartbeat(7, 4, 3, 2)) == scheduler_wire.Heartbeat(7, 4, 3, 2)
 
 
 UNKNOWN = b"\x98\x06\x01"  # field 99
@@ -175,6 +185,19 @@ UNKNOWN = b"\x98\x06\x01"  # field 99
 def test_what_the_protocol_does_not_know_is_an_error(message: worker_pb2.ExecuteResponse) -> None:
     with pytest.raises(ProtocolError):
         scheduler_wire.decode_worker_message(worker_pb2.ExecuteResponse.FromString(message.SerializeToString()))
+
+
+@pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.inf, math.nan])
+def test_host_blocks_need_a_bandwidth(bandwidth: float) -> None:
+    ready = step.Ready("w", b"d", 1, 1, 1, 1, 1, 1, 1, "", "", "", num_host_blocks=1, swap_bandwidth=bandwidth)
+    with pytest.raises(ProtocolError, match="swap_bandwidth"):
+        to_scheduler(ready)
+    assert to_scheduler(replace(ready, num_host_blocks=0, swap_bandwidth=0.0))
+
+
+def test_absent_columns_cost_no_byte() -> None:
+    assert scheduler_wire.encode_plan(core.StepPlan(1, 1)).plan.ByteSize() == 4
+    assert worker_wire.encode_response(step.StepResult(1, 1)).result.ByteSize() == 4
 
 
 def test_a_plan_of_256_decoding_rows_is_small() -> None:

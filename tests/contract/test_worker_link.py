@@ -12,6 +12,7 @@ from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.liveness import Liveness
+from scheduler_service.rpc.wire import PROTOCOL_VERSION
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
 
@@ -90,7 +91,9 @@ async def test_a_fenced_scheduler_exits(checkpoint: Path) -> None:
         await stack.until(lambda loads: loads.num_generation_tokens > 3)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.worker.port}") as channel:
             call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
-            hello = worker_pb2.Hello(protocol_version=1, instance_id="usurper", epoch=2**63, pipeline_depth=1)
+            hello = worker_pb2.Hello(
+                protocol_version=PROTOCOL_VERSION, instance_id="usurper", epoch=2**63, pipeline_depth=1
+            )
             await call.write(worker_pb2.ExecuteRequest(hello=hello))
             assert (await call.read()).WhichOneof("body") == "ready"
             assert await asyncio.wait_for(stack.running, 5) == 3

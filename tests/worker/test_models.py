@@ -211,7 +211,7 @@ def test_positions_served(tmp_path):
         ("llama", {"architectures": None}, r"architecture none \(model_type 'llama'\) is not supported"),
         ("llama", {"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, r"own code \(auto_map\).*supported: GP"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is gptq, but must be unset"),
-        ("qwen2", {"use_sliding_window": True}, r"use_sliding_window is True, but must be false"),
+        ("llama", {"use_sliding_window": True}, r"use_sliding_window is True, but must be false for LlamaForCausalLM"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types is sliding_attention"),
         ("llama", rope("longrope", factor=2.0), r"rope_type is longrope, but must be one of default, linear"),
         ("llama", rope("linear"), r"factor is None, but must be a number above 0"),

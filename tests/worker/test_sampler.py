@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
-from worker_service.step import SamplingParams
+from worker_service.step import Candidates, Logprobs, SamplingParams
 
 VOCAB_SIZE = 60
 
@@ -37,7 +37,7 @@ def test_greedy_takes_the_highest_and_the_lowest_id_of_a_tie() -> None:
     logits = torch.zeros(3, 9)
     logits[0, 4] = logits[0, 7] = 1.0
     logits[2, 8] = 0.5
-    assert draw(logits) == Samples([4, 0, 8], [False] * 3, draw(logits).logprobs)
+    assert draw(logits) == Samples([4, 0, 8], [False] * 3, Logprobs(), Candidates())
 
 
 def test_nan_fails_its_row_only() -> None:

@@ -27,6 +27,7 @@ from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker
 from worker_service.loader import load_worker
 from worker_service.rpc.servicer import WorkerServicer
+from worker_service.session import PROTOCOL_VERSION
 from worker_service.step import Ready, RowOpening, StepPlan, StepResult
 
 READY = Ready("w", b"d", 100, 64, 16, 8, 1024, 4, 32, "cpu", "float32", "torch")
@@ -38,18 +39,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def encode_plan(plan: StepPlan) -> pb.ExecuteRequest:
-    return pb.ExecuteRequest(
-        plan=pb.StepPlan(
-            epoch=plan.epoch,
-            step=plan.step,
-            released_slots=plan.released_slots,
-            openings=[encode_opening(opening) for opening in plan.openings],
-            append_slots=plan.append_slots,
-            append_block_ids=plan.append_block_ids,
-            work_slots=plan.work_slots,
-            work_num_tokens=plan.work_num_tokens,
-        )
-    )
+    columns = {name: getattr(plan, name) for name in plan.__slots__}
+    columns["openings"] = [encode_opening(opening) for opening in plan.openings]
+    return pb.ExecuteRequest(plan=pb.StepPlan(**columns))
 
 
 def encode_opening(opening: RowOpening) -> pb.RowOpening:
@@ -62,16 +54,21 @@ def encode_opening(opening: RowOpening) -> pb.RowOpening:
     )
 
 
-def hello(epoch: int, *, version: int = 1, instance: str = "a", depth: int = 2) -> pb.ExecuteRequest:
+def hello(epoch: int, *, version: int = PROTOCOL_VERSION, instance: str = "a", depth: int = 2) -> pb.ExecuteRequest:
     return pb.ExecuteRequest(
         hello=pb.Hello(protocol_version=version, instance_id=instance, epoch=epoch, pipeline_depth=depth)
     )
 
 
 class FakeRunner:
-    """Counts tokens; steps named in `blocked` wait for `released`, those in `failing` raise."""
+    """Counts tokens; steps named in `blocked` wait for `released`, those in `failing` raise.
+
+    Moves are done when `num_moved` says so, if that is set.
+    """
 
     def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_moved: int | None = None
         self.blocked: set[int] = set()
         self.failing: set[int] = set()
         self.started = threading.Event()
@@ -80,6 +77,7 @@ class FakeRunner:
 
     def reset(self) -> None:
         self.log.append("reset")
+        self.num_steps = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.log.append(f"{plan.epoch}:{plan.step}")
@@ -88,7 +86,15 @@ class FakeRunner:
             assert self.released.wait(20)
         if plan.step in self.failing:
             raise RuntimeError("boom")
-        return StepResult(plan.epoch, plan.step, token_ids=(plan.step,))
+        self.num_steps = plan.step
+        return StepResult(plan.epoch, plan.step, token_ids=(plan.step,), last_moved_step=self.last_moved_step())
+
+    def last_moved_step(self) -> int:
+        return self.num_steps if self.num_moved is None else self.num_moved
+
+    @property
+    def is_moving(self) -> bool:
+        return self.last_moved_step() < self.num_steps
 
     def is_fatal(self, error: Exception) -> bool:
         return False
@@ -144,7 +150,7 @@ async def served(load: Callable[[], LoadedWorker], **options: Any) -> AsyncItera
     engine.start(lambda error: loop.call_soon_threadsafe(servicer.set_loaded))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield worker_pb2_grpc.WorkerServiceStub(channel)
-    servicer.close()
+    await servicer.close()
     assert await loop.run_in_executor(None, engine.stop, 20)
     await server.stop(0)
 
@@ -195,7 +201,7 @@ async def test_refusals_end_the_stream_with_ok() -> None:
             assert (refusal.epoch, refusal.instance_id) == (7, "holder")
             assert await late.status() == (grpc.StatusCode.OK, "")
         foreign = Stream(stub)
-        await foreign.call.write(hello(8, version=2))
+        await foreign.call.write(hello(8, version=PROTOCOL_VERSION + 1))
         assert (await foreign.read()).refusal.reason == pb.Refusal.REASON_PROTOCOL_VERSION
         await holder.send(StepPlan(7, 1))
         assert (await holder.result()).step == 1
@@ -260,6 +266,24 @@ async def test_heartbeats_while_a_step_runs() -> None:
         assert (await stream.result()).step == 2
 
 
+async def test_moves_are_told_of_in_results_and_when_idle() -> None:
+    runner = FakeRunner()
+    runner.num_moved = 0
+    async with served(lambda: LoadedWorker(runner, READY), heartbeat_interval_s=1000) as stub:
+        stream = Stream(stub)
+        await stream.open(3)
+        for step in (1, 2):
+            await stream.send(StepPlan(3, step))
+            assert (await stream.result()).last_moved_step == 0
+        runner.num_moved = 1
+        beat = (await stream.read()).heartbeat
+        assert (beat.last_finished_step, beat.last_moved_step) == (2, 1)
+        runner.num_moved = None
+        assert (await stream.read()).heartbeat.last_moved_step == 2
+        await stream.send(StepPlan(3, 3))
+        assert (await stream.read()).result.last_moved_step == 3
+
+
 async def test_hello_waits_for_the_model() -> None:
     may_load = threading.Event()
 
@@ -285,6 +309,7 @@ async def test_failed_step_ends_its_session_only(caplog: pytest.LogCaptureFixtur
         await stream.send(StepPlan(1, 2))
         assert await stream.status() == (grpc.StatusCode.INTERNAL, "a step failed: boom")
         assert "step 2 of epoch 1 failed" in caplog.text
+        assert "RuntimeError: boom" in caplog.text
         again = Stream(stub)
         await again.open(2)
         await again.send(StepPlan(2, 1))
@@ -428,8 +453,7 @@ def test_process_ends_its_session_at_sigterm(checkpoint: Path, start: Callable[.
         worker.process.send_signal(signal.SIGTERM)
         with pytest.raises(grpc.RpcError):
             list(call)
-        # The text gets lost where the connection closes before the status is read.
-        assert call.code() is grpc.StatusCode.UNAVAILABLE
+        assert (call.code(), call.details()) == (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
         stop.set()
     assert worker.finish()[0] == 0
 
@@ -470,7 +494,8 @@ def test_mutual_tls(checkpoint: Path, start: Callable[..., Process], tmp_path: P
     [
         ({"model": "/nowhere"}, "config.json"),
         ({"max_model_len": 100_000}, "--max-model-len is 100000; the checkpoint has 1024 positions"),
-        ({"num_host_blocks": 4}, "--num-host-blocks is 4"),
+        ({"num_host_blocks": 1 << 30}, "--num-host-blocks is 1073741824, which takes"),
+        ({"swap_space": "1KiB"}, "--swap-space is 1KiB; two blocks take"),
         ({"kv_cache_memory": "1KiB"}, "raise --kv-cache-memory"),
     ],
 )

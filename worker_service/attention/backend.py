@@ -44,4 +44,8 @@ class AttentionBackend(Protocol):
     name: str
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
-        """Prepares a step over `kv_cache`, one entry per layer. Cache positions outside the rows' own may hold NaN."""
+        """Prepares a step over `kv_cache`, one entry per layer.
+
+        Cache positions outside the rows' own, and those before the window of a row's first query in every layer, may
+        hold NaN; their blocks may be anyone's.
+        """

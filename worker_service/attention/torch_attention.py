@@ -6,6 +6,9 @@ A step's rows fall into three kinds, and each kind is attended in the cheapest w
 - a later chunk gathers its context once a layer and attends under a mask;
 - decoding rows of similar length are padded to one group, gathered and attended at once.
 
+Where a layer has a window, a row's positions begin with that of its first query: to such a layer the row is no longer,
+and what is left in front is neither gathered nor scored. Layers of one window share everything.
+
 Gathers pick exactly the positions a row owns, so whatever lies elsewhere in the cache, NaN included, is never read.
 Grouped query heads are packed or expanded by strides: `enable_gqa` is many times slower on a CPU.
 """
@@ -34,19 +37,25 @@ class TorchAttention:
 
     name = "torch"
 
+    def __init__(self, windows: Sequence[int] = ()) -> None:
+        """`windows`: see `create_backend`."""
+        self._windows = windows
+
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Sorts the rows into kinds and computes their cache indices and masks. See `AttentionBackend.prepare`."""
         caches = [(_token_rows(keys), _token_rows(values)) for keys, values in kv_cache]
-        step = _Step.of(batch, kv_cache[0][0])
-        parts = [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)]
-        written = step.cache_rows(batch.slot_mapping // step.block_size, batch.slot_mapping % step.block_size)
+        windows = self._windows or (0,) * len(kv_cache)
+        steps = [_Step.of(batch, kv_cache[0][0], window) for window in sorted(set(windows))]
+        parts = {step.window: [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)] for step in steps}
+        block_size = steps[0].block_size
+        written = steps[0].cache_rows(batch.slot_mapping // block_size, batch.slot_mapping % block_size)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             key_rows, value_rows = caches[layer]
             key_rows.index_copy_(0, written, key.flatten(1))
             value_rows.index_copy_(0, written, value.flatten(1))
             output = query.new_empty(query.shape)
-            for part in parts:
+            for part in parts[windows[layer]]:
                 output[part.tokens] = part.attend(query, key, value, key_rows, value_rows)
             return output
 
@@ -66,7 +75,7 @@ class _Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _FirstChunk:
-    """A row's tokens from its position 0 on."""
+    """A row's tokens from its position 0 on, no more than the window."""
 
     tokens: slice
 
@@ -76,22 +85,24 @@ class _FirstChunk:
 
 @dataclass(frozen=True, slots=True)
 class _LaterChunk:
-    """A row's tokens behind some context."""
+    """A row's tokens behind some context, or more of them than the window."""
 
     tokens: slice
-    positions: Tensor  # [N] cache rows of all the row's positions
-    mask: Tensor  # additive, shared by the step's chunks; see `_causal_mask`
+    positions: Tensor  # [N] cache rows of the row's positions
+    mask: Tensor  # additive, shared by the step's chunks; see `_mask`
+    window: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> Tensor:
         keys = key_rows.index_select(0, self.positions).unflatten(1, key.shape[1:])
         values = value_rows.index_select(0, self.positions).unflatten(1, value.shape[1:])
         queries = query[self.tokens]
-        num_context = len(keys) - len(queries)
+        end = len(keys) - len(queries)
         outputs = []
         for chunk in queries.split(MAX_CHUNK_QUERIES):
-            num_context += len(chunk)
-            mask = self.mask[-len(chunk) :, -num_context:]
-            outputs.append(_attend_chunk(chunk, keys[:num_context], values[:num_context], mask))
+            first = max(0, end - self.window + 1) if self.window else 0
+            end += len(chunk)
+            mask = self.mask[-len(chunk) :, first - end :]
+            outputs.append(_attend_chunk(chunk, keys[first:end], values[first:end], mask))
         return torch.cat(outputs)
 
 
@@ -114,23 +125,30 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch, and how its cache is laid out."""
+    """A batch as layers of one window see it, and how its cache is laid out."""
 
     num_queries: list[int]  # [S]
     query_start_loc: list[int]  # [S + 1]
-    seq_lens: list[int]  # [S]
+    starts: list[int]  # [S] the first position that the row's queries attend to
+    lengths: list[int]  # [S] positions from there to the row's end
+    window: int
     block_tables: Tensor  # [S, max_blocks] int64
     block_size: int
     block_stride: int  # from block to block, in cache rows
     dtype: torch.dtype
 
     @staticmethod
-    def of(batch: AttentionBatch, cache: Tensor) -> "_Step":
-        starts = batch.query_start_loc
+    def of(batch: AttentionBatch, cache: Tensor, window: int) -> "_Step":
+        num_queries = [end - start for start, end in pairwise(batch.query_start_loc)]
+        starts = [0] * len(num_queries)
+        if window:
+            starts = [max(0, end - num - window + 1) for end, num in zip(batch.seq_lens, num_queries, strict=True)]
         return _Step(
-            num_queries=[end - start for start, end in pairwise(starts)],
-            query_start_loc=starts,
-            seq_lens=batch.seq_lens,
+            num_queries=num_queries,
+            query_start_loc=batch.query_start_loc,
+            starts=starts,
+            lengths=[end - start for end, start in zip(batch.seq_lens, starts, strict=True)],
+            window=window,
             block_tables=batch.block_tables.long(),
             block_size=cache.shape[1],
             block_stride=cache.stride(0) // cache.stride(1),
@@ -144,53 +162,67 @@ class _Step:
         return blocks * self.block_stride + offsets
 
     def positions(self, rows: list[int], num_positions: int) -> Tensor:
-        """Cache rows of the first `num_positions` of each row, flat; past a row's end, its last position again."""
+        """Cache rows of `num_positions` of each row, flat; past a row's end, its last position again."""
         device = self.block_tables.device
-        lengths = torch.tensor([self.seq_lens[row] for row in rows], device=device)
-        positions = torch.arange(num_positions, device=device).minimum(lengths[:, None] - 1)
+        ends = [[self.starts[row], self.starts[row] + self.lengths[row] - 1] for row in rows]
+        first, last = torch.tensor(ends, device=device).split(1, dim=1)  # [rows, 1] each
+        positions = (first + torch.arange(num_positions, device=device)).minimum(last)
         blocks = self.block_tables[torch.tensor(rows, device=device)].gather(1, positions // self.block_size)
         return self.cache_rows(blocks, positions % self.block_size).flatten()
 
 
 def _first_chunks(step: _Step) -> list[_Part]:
-    rows = range(len(step.seq_lens))
-    return [_FirstChunk(step.tokens(row)) for row in rows if step.num_queries[row] == step.seq_lens[row]]
+    return [_FirstChunk(step.tokens(row)) for row in range(len(step.lengths)) if _is_first_chunk(step, row)]
+
+
+def _is_first_chunk(step: _Step, row: int) -> bool:
+    """Whether plain causal attention over the fresh tokens is all."""
+    num_queries = step.num_queries[row]
+    return num_queries == step.lengths[row] and (not step.window or num_queries <= step.window)
 
 
 def _later_chunks(step: _Step) -> list[_Part]:
-    rows = [row for row, num_queries in enumerate(step.num_queries) if 1 < num_queries < step.seq_lens[row]]
+    rows = [
+        row for row, num_queries in enumerate(step.num_queries) if num_queries > 1 and not _is_first_chunk(step, row)
+    ]
     if not rows:
         return []
-    mask = _causal_mask(step, max(step.num_queries[row] for row in rows), max(step.seq_lens[row] for row in rows))
-    return [_LaterChunk(step.tokens(row), step.positions([row], step.seq_lens[row]), mask) for row in rows]
+    mask = _mask(step, max(step.num_queries[row] for row in rows), max(step.lengths[row] for row in rows))
+    return [_LaterChunk(step.tokens(row), step.positions([row], step.lengths[row]), mask, step.window) for row in rows]
 
 
-def _causal_mask(step: _Step, num_queries: int, num_positions: int) -> Tensor:
-    """[queries, num_positions], causal from the bottom right: its last q rows and last n columns fit any q queries
-    that are the last of n positions."""
+def _mask(step: _Step, num_queries: int, num_positions: int) -> Tensor:
+    """[queries, positions], causal and of the step's window from the bottom right: its last q rows and last n columns
+    fit any q queries that are the last of n positions."""
     num_queries = min(num_queries, MAX_CHUNK_QUERIES)
+    if step.window:
+        num_positions = min(num_positions, num_queries + step.window - 1)
     shape = (num_queries, num_positions)
-    mask = torch.full(shape, float("-inf"), dtype=step.dtype, device=step.block_tables.device)
-    return mask.triu_(num_positions - num_queries + 1)
+    device = step.block_tables.device
+    mask = torch.full(shape, float("-inf"), dtype=step.dtype, device=device).triu_(num_positions - num_queries + 1)
+    if step.window:
+        is_past = torch.ones(shape, dtype=torch.bool, device=device).tril_(num_positions - num_queries - step.window)
+        mask.masked_fill_(is_past, float("-inf"))
+    return mask
 
 
 def _decode_groups(step: _Step) -> list[_Part]:
-    rows = [row for row, num_queries in enumerate(step.num_queries) if num_queries == 1 < step.seq_lens[row]]
+    rows = [row for row, num_queries in enumerate(step.num_queries) if num_queries == 1 < step.lengths[row]]
     groups: list[list[int]] = []
-    min_len = 0
-    for row in sorted(rows, key=lambda row: -step.seq_lens[row]):
-        seq_len = step.seq_lens[row]
-        if groups and seq_len >= min_len:
+    min_length = 0
+    for row in sorted(rows, key=lambda row: -step.lengths[row]):
+        length = step.lengths[row]
+        if groups and length >= min_length:
             groups[-1].append(row)
         else:
             groups.append([row])
-            min_len = min(int(seq_len * MIN_GROUP_FILL), seq_len - MAX_FREE_PADDING)
+            min_length = min(int(length * MIN_GROUP_FILL), length - MAX_FREE_PADDING)
     return [_decode_group(step, group) for group in groups]
 
 
 def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
     device = step.block_tables.device
-    lengths = [step.seq_lens[row] for row in rows]  # longest first
+    lengths = [step.lengths[row] for row in rows]  # longest first
     mask = None
     if lengths[-1] < lengths[0]:
         is_padding = torch.arange(lengths[0], device=device) >= torch.tensor(lengths, device=device)[:, None]

@@ -12,7 +12,8 @@ from typing import Any
 
 from worker_service.checkpoint import CONFIG_FILE, CheckpointError, read_json
 
-ARCHITECTURES = ("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WINDOWED = ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # may have a sliding window
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -58,7 +59,13 @@ class ModelConfig:
     output_bias: bool  # of attention's output projection
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over each head of queries and keys
+    windows: tuple[int, ...]  # [num_layers] positions a query attends to, its own included; 0: all up to its own
     dtype: str  # the checkpoint's own; float32 where it names none
+
+    @property
+    def sliding_window(self) -> int:
+        """Positions that any layer attends to from a query, its own included; 0: all up to its own."""
+        return max(self.windows) if all(self.windows) else 0
 
     @staticmethod
     def load(path: Path) -> "ModelConfig":
@@ -73,7 +80,7 @@ class ModelConfig:
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """The model that the contents of a config.json describe. See `ModelConfig.load`."""
     architecture = _architecture(config)
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, architecture)
     model = _parse_gpt2(config) if architecture == "GPT2LMHeadModel" else _parse_decoder(config, architecture)
     if model.num_heads % model.num_kv_heads:
         raise _error("num_key_value_heads", model.num_kv_heads, f"a divisor of {model.num_heads} attention heads")
@@ -84,12 +91,14 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     hidden_size, num_heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    attention_bias = bool(config.get("attention_bias", False))
+    num_layers = _positive(config, "num_hidden_layers")
+    # Mistral's layers have no biases, whatever its config.json says.
+    attention_bias = architecture != "MistralForCausalLM" and bool(config.get("attention_bias", False))
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     rope, max_position_embeddings = _parse_rope(config, _positive(config, "max_position_embeddings"))
     return ModelConfig(
         architecture=architecture,
-        num_layers=_positive(config, "num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=_positive(config, "intermediate_size"),
         num_heads=num_heads,
@@ -105,6 +114,7 @@ def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         output_bias=attention_bias and not is_qwen2,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
+        windows=_parse_windows(config, architecture, num_layers),
         dtype=_dtype(config),
     )
 
@@ -118,9 +128,10 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelConfig:
         if config.get(key, expected) is not expected:
             raise _error(key, config[key], f"{expected}")
     hidden_size, num_heads = _positive(config, "n_embd"), _positive(config, "n_head")
+    num_layers = _positive(config, "n_layer")
     return ModelConfig(
         architecture="GPT2LMHeadModel",
-        num_layers=_positive(config, "n_layer"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=_positive(config, "n_inner", 4 * hidden_size),
         num_heads=num_heads,
@@ -136,8 +147,38 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelConfig:
         output_bias=True,
         mlp_bias=True,
         qk_norm=False,
+        windows=(0,) * num_layers,
         dtype=_dtype(config),
     )
+
+
+def _parse_windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int, ...]:
+    """Each layer's sliding window. Defaults are those of transformers."""
+    layer_types = config.get("layer_types")
+    if architecture == "MistralForCausalLM":
+        if layer_types:
+            raise _error("layer_types", layer_types, "unset: every layer of this architecture is of one type")
+        return (_sliding_window(config),) * num_layers
+    window = _sliding_window(config) if config.get("use_sliding_window") else 0
+    if not layer_types:
+        max_window_layers = config.get("max_window_layers", 28)
+        if not isinstance(max_window_layers, int) or max_window_layers < 0:
+            raise _error("max_window_layers", max_window_layers, "a whole number from 0")
+        return tuple(window if layer >= max_window_layers else 0 for layer in range(num_layers))
+    if len(layer_types) != num_layers:
+        raise _error("layer_types", f"a list of {len(layer_types)}", f"as long as num_hidden_layers, {num_layers}")
+    windows = {"full_attention": 0, "sliding_attention": window} if window else {"full_attention": 0}
+    for layer_type in layer_types:
+        if layer_type not in windows:
+            raise _error("layer_types", layer_type, f"{' or '.join(windows)} throughout")
+    return tuple(windows[layer_type] for layer_type in layer_types)
+
+
+def _sliding_window(config: Mapping[str, Any]) -> int:
+    """0 where it is null, which stands for none."""
+    if config.get("sliding_window", 4096) is None:
+        return 0
+    return _positive(config, "sliding_window", 4096)
 
 
 def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[RopeConfig, int]:
@@ -205,15 +246,12 @@ def _architecture(config: Mapping[str, Any]) -> str:
     raise CheckpointError(f"architecture {named} is not supported; supported: {supported}")
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise _error("quantization_config", method, "unset: take a checkpoint in float32, bfloat16 or float16")
-    if config.get("use_sliding_window"):
-        raise _error("use_sliding_window", True, "false: every layer attends to the whole context")
-    windowed = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if windowed:
-        raise _error("layer_types", ", ".join(windowed), "full_attention throughout")
+    if architecture not in WINDOWED and config.get("use_sliding_window"):
+        raise _error("use_sliding_window", True, f"false for {architecture}")
 
 
 def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

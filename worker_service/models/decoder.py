@@ -1,8 +1,9 @@
-"""Llama, Qwen2 and Qwen3: one decoder, with flags for what differs.
+"""Llama, Mistral, Qwen2 and Qwen3: one decoder, with flags for what differs.
 
 Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971) with grouped-query attention (Ainslie et al., 2023,
-https://arxiv.org/abs/2305.13245). Qwen2 adds biases to queries, keys and values; Qwen3 normalizes each head of queries
-and keys instead (https://arxiv.org/abs/2505.09388).
+https://arxiv.org/abs/2305.13245). Mistral (Jiang et al., 2023, https://arxiv.org/abs/2310.06825) differs by its sliding
+window, which is the attention's business. Qwen2 adds biases to queries, keys and values; Qwen3 normalizes each head of
+queries and keys instead (https://arxiv.org/abs/2505.09388).
 """
 
 import torch

@@ -29,6 +29,7 @@ DECODER = Family(decoder.Decoder, decoder.WEIGHTS, decoder.IGNORED)
 GPT2 = Family(gpt2.GPT2, gpt2.WEIGHTS, gpt2.IGNORED, optional_prefix="transformer.")
 FAMILIES = {
     "LlamaForCausalLM": DECODER,
+    "MistralForCausalLM": DECODER,
     "Qwen2ForCausalLM": DECODER,
     "Qwen3ForCausalLM": DECODER,
     "GPT2LMHeadModel": GPT2,

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -13,13 +14,16 @@ from protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
 from worker_service.rpc.wire import decode_request, encode_response
 from worker_service.session import ProtocolError, Session, SessionRegister
-from worker_service.step import Heartbeat, Hello, Refusal, StepPlan, StepResult
+from worker_service.step import Heartbeat, Hello, Ready, Refusal, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 # A hello that arrives while the model loads is answered as soon as that is done, or told to come back.
 _LOAD_PATIENCE_S = 30.0
+_WRITE_TIMEOUT_S = 5.0  # for a peer that does not read
+_CLOSE_TIMEOUT_S = 2 * _WRITE_TIMEOUT_S
+_SHUTTING_DOWN = (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
 
 
 class _SessionEnded(Exception):
@@ -49,6 +53,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._register = SessionRegister()
         self._loaded = asyncio.Event()
         self._holder: _Stream | None = None
+        self._is_closing = False
 
     def add_to(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
@@ -57,10 +62,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """The engine has loaded: sessions may begin."""
         self._loaded.set()
 
-    def close(self) -> None:
-        """End the session there is."""
+    async def close(self) -> None:
+        """End the session there is, take no more, and return when the scheduler has been told why."""
+        self._is_closing = True
         if self._holder:
-            self._holder.end(grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
+            self._holder.end(*_SHUTTING_DOWN)
+            await asyncio.wait([self._holder.handler], timeout=_CLOSE_TIMEOUT_S)
 
     async def Execute(
         self, request_iterator: AsyncIterator[pb.ExecuteRequest], context: grpc.aio.ServicerContext
@@ -82,6 +89,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         hello = decode_request(request)
         if not isinstance(hello, Hello):
             raise ProtocolError("the first message is a plan, not hello")
+        if self._is_closing:
+            raise _SessionEnded(*_SHUTTING_DOWN)
         session = self._register.hello(hello)
         if isinstance(session, Refusal):
             logger.warning("refused instance %s: %s", hello.instance_id, session.message)
@@ -116,7 +125,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         except TimeoutError:
             self._on_stuck(f"a step of an earlier session has not finished in {self._begin_timeout_s:.0f} s")
         assert self._engine.ready is not None
-        await stream.context.write(encode_response(self._engine.ready))
+        await stream.write(self._engine.ready)
 
 
 class _Stream:
@@ -125,11 +134,17 @@ class _Stream:
     def __init__(self, context: grpc.aio.ServicerContext, session: Session, engine: Engine) -> None:
         self.context = context
         self.loop = asyncio.get_running_loop()
-        self.engine_session = EngineSession(self._deliver)
+        handler = asyncio.current_task()
+        assert handler is not None
+        self.handler = handler  # over when the peer has been told how the session ended
+        self.engine_session = EngineSession(self._deliver, self._on_moved)
         self._session = session
         self._engine = engine
         self._outgoing: asyncio.Queue[StepResult | Heartbeat] = asyncio.Queue()
         self._end: asyncio.Future[_SessionEnded | ProtocolError] = self.loop.create_future()
+        self._may_write = True
+        self._written = asyncio.Event()  # no write is under way
+        self._written.set()
 
     def end(self, code: grpc.StatusCode, message: str) -> None:
         """End the session from outside. Its queued steps are dropped."""
@@ -150,9 +165,27 @@ class _Stream:
                 if task.done():
                     task.result()
         finally:
+            await self._finish_writing()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._may_write = True
+
+    async def write(self, message: Ready | StepResult | Heartbeat) -> None:
+        """Nothing is written once the parts are being ended."""
+        if not self._may_write:
+            return
+        self._written.clear()
+        try:
+            await self.context.write(encode_response(message))
+        finally:
+            self._written.set()
+
+    async def _finish_writing(self) -> None:
+        """gRPC cannot take a write back: while one is under way, no status can be sent."""
+        self._may_write = False
+        with suppress(TimeoutError):  # the peer does not read: it will not read a status either
+            await asyncio.wait_for(self._written.wait(), _WRITE_TIMEOUT_S)
 
     async def _receive(self) -> None:
         while (request := await self.context.read()) is not grpc.aio.EOF:
@@ -168,20 +201,32 @@ class _Stream:
             if isinstance(message, StepResult):
                 # Before the write: its answer, the next plan, may arrive before the write returns here.
                 self._session.answer(message.step)
-            await self.context.write(encode_response(message))
+            await self.write(message)
 
     async def _beat(self, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
             if self._outgoing.empty():  # else the peer does not read, and heartbeats must not pile up
-                progress = self.engine_session
-                self._outgoing.put_nowait(
-                    Heartbeat(self._session.epoch, progress.last_started_step, progress.last_finished_step)
-                )
+                self._put_heartbeat()
+
+    def _put_heartbeat(self) -> None:
+        progress = self.engine_session
+        self._outgoing.put_nowait(
+            Heartbeat(
+                self._session.epoch,
+                progress.last_started_step,
+                progress.last_finished_step,
+                progress.last_moved_step,
+            )
+        )
 
     def _deliver(self, outcome: Outcome) -> None:
         """Called on the engine's thread."""
         self.loop.call_soon_threadsafe(self._take, outcome)
+
+    def _on_moved(self) -> None:
+        """Called on the engine's thread."""
+        self.loop.call_soon_threadsafe(self._put_heartbeat)
 
     def _take(self, outcome: Outcome) -> None:
         if isinstance(outcome, StepResult):

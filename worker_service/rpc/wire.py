@@ -6,6 +6,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from worker_service.session import ProtocolError
 from worker_service.step import (
+    Candidates,
     Heartbeat,
     Hello,
     Logprobs,
@@ -68,9 +69,22 @@ def _decode_plan(plan: pb.StepPlan) -> StepPlan:
         epoch=plan.epoch,
         step=plan.step,
         released_slots=tuple(plan.released_slots),
+        swap_out_device_blocks=tuple(plan.swap_out_device_blocks),
+        swap_out_host_blocks=tuple(plan.swap_out_host_blocks),
+        swap_in_host_blocks=tuple(plan.swap_in_host_blocks),
+        swap_in_device_blocks=tuple(plan.swap_in_device_blocks),
+        copy_source_blocks=tuple(plan.copy_source_blocks),
+        copy_target_blocks=tuple(plan.copy_target_blocks),
         openings=tuple(_decode_opening(opening) for opening in plan.openings),
+        fork_source_slots=tuple(plan.fork_source_slots),
+        fork_target_slots=tuple(plan.fork_target_slots),
         append_slots=tuple(plan.append_slots),
         append_block_ids=tuple(plan.append_block_ids),
+        set_block_slots=tuple(plan.set_block_slots),
+        set_block_indexes=tuple(plan.set_block_indexes),
+        set_block_ids=tuple(plan.set_block_ids),
+        append_token_slots=tuple(plan.append_token_slots),
+        append_token_ids=tuple(plan.append_token_ids),
         work_slots=tuple(plan.work_slots),
         work_num_tokens=tuple(plan.work_num_tokens),
     )
@@ -105,6 +119,7 @@ def _decode_sampling(sampling: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(sampling.stop_token_ids),
         num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
         num_prompt_logprobs=sampling.num_prompt_logprobs if sampling.HasField("num_prompt_logprobs") else None,
+        num_candidates=sampling.num_candidates if sampling.HasField("num_candidates") else None,
     )
 
 
@@ -115,8 +130,10 @@ def _encode_result(result: StepResult) -> pb.StepResult:
         statuses=[_ROW_STATUSES[status] for status in result.statuses],
         token_ids=result.token_ids,
         logprobs=_encode_logprobs(result.logprobs) if result.logprobs.chosen else None,
+        candidates=_encode_candidates(result.candidates) if result.candidates.token_ids else None,
         prompt_logprobs=[_encode_prompt_logprobs(chunk) for chunk in result.prompt_logprobs],
         duration_us=result.duration_us,
+        last_moved_step=result.last_moved_step,
     )
 
 
@@ -127,6 +144,10 @@ def _encode_logprobs(logprobs: Logprobs) -> pb.Logprobs:
         top_token_ids=logprobs.top_token_ids,
         top_logprobs=logprobs.top_logprobs,
     )
+
+
+def _encode_candidates(candidates: Candidates) -> pb.Candidates:
+    return pb.Candidates(token_ids=candidates.token_ids, logprobs=candidates.logprobs)
 
 
 def _encode_prompt_logprobs(chunk: PromptLogprobs) -> pb.PromptLogprobs:
@@ -140,6 +161,7 @@ def _encode_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
         epoch=heartbeat.epoch,
         last_started_step=heartbeat.last_started_step,
         last_finished_step=heartbeat.last_finished_step,
+        last_moved_step=heartbeat.last_moved_step,
     )
 
 
@@ -157,6 +179,9 @@ def _encode_ready(ready: Ready) -> pb.Ready:
         device=ready.device,
         dtype=ready.dtype,
         attention_backend=ready.attention_backend,
+        num_host_blocks=ready.num_host_blocks,
+        swap_bandwidth=ready.swap_bandwidth,
+        sliding_window=ready.sliding_window,
     )
 
 

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*protos/gen/pagewire/worker/v1/worker.proto\x12\x12pagewire.worker.v1\"r\n\x0e\x45xecuteRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pagewire.worker.v1.HelloH\x00\x12,\n\x04plan\x18\x02 \x01(\x0b\x32\x1c.pagewire.worker.v1.StepPlanH\x00\x42\x06\n\x04\x62ody\"\xdb\x01\n\x0f\x45xecuteResponse\x12*\n\x05ready\x18\x01 \x01(\x0b\x32\x19.pagewire.worker.v1.ReadyH\x00\x12.\n\x07refusal\x18\x02 \x01(\x0b\x32\x1b.pagewire.worker.v1.RefusalH\x00\x12\x30\n\x06result\x18\x03 \x01(\x0b\x32\x1e.pagewire.worker.v1.StepResultH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.pagewire.worker.v1.HeartbeatH\x00\x42\x06\n\x04\x62ody\"]\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x16\n\x0epipeline_depth\x18\x04 \x01(\r\"\x8f\x02\n\x05Ready\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\x0c\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x19\n\x11num_device_blocks\x18\x06 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0c \x01(\t\"\xc9\x01\n\x07Refusal\x12\x32\n\x06reason\x18\x01 \x01(\x0e\x32\".pagewire.worker.v1.Refusal.Reason\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"U\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REASON_STALE_EPOCH\x10\x01\x12\x1b\n\x17REASON_PROTOCOL_VERSION\x10\x02\"\xd4\x01\n\x08StepPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x03 \x03(\r\x12\x30\n\x08openings\x18\x08 \x03(\x0b\x32\x1e.pagewire.worker.v1.RowOpening\x12\x14\n\x0c\x61ppend_slots\x18\t \x03(\r\x12\x18\n\x10\x61ppend_block_ids\x18\n \x03(\r\x12\x12\n\nwork_slots\x18\x0b \x03(\r\x12\x17\n\x0fwork_num_tokens\x18\x0c \x03(\rJ\x04\x08\x04\x10\x08\"\xe7\x01\n\nRowOpening\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x34\n\x08sampling\x18\x07 \x01(\x0b\x32\".pagewire.worker.v1.SamplingParams\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x14\n\x0csample_index\x18\t \x01(\r\"\xee\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1c\n\x14logit_bias_token_ids\x18\x08 \x03(\r\x12\x19\n\x11logit_bias_values\x18\t \x03(\x02\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\xef\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12/\n\x08statuses\x18\x03 \x03(\x0e\x32\x1d.pagewire.worker.v1.RowStatus\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1c.pagewire.worker.v1.Logprobs\x12;\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\".pagewire.worker.v1.PromptLogprobs\x12\x13\n\x0b\x64uration_us\x18\x07 \x01(\x04\"V\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"f\n\x0ePromptLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12.\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1c.pagewire.worker.v1.Logprobs\"Q\n\tHeartbeat\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x19\n\x11last_started_step\x18\x02 \x01(\x04\x12\x1a\n\x12last_finished_step\x18\x03 \x01(\x04*U\n\tRowStatus\x12\x1a\n\x16ROW_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rROW_STATUS_OK\x10\x01\x12\x19\n\x15ROW_STATUS_NAN_LOGITS\x10\x02\x32g\n\rWorkerService\x12V\n\x07\x45xecute\x12\".pagewire.worker.v1.ExecuteRequest\x1a#.pagewire.worker.v1.ExecuteResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*protos/gen/pagewire/worker/v1/worker.proto\x12\x12pagewire.worker.v1\"r\n\x0e\x45xecuteRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pagewire.worker.v1.HelloH\x00\x12,\n\x04plan\x18\x02 \x01(\x0b\x32\x1c.pagewire.worker.v1.StepPlanH\x00\x42\x06\n\x04\x62ody\"\xdb\x01\n\x0f\x45xecuteResponse\x12*\n\x05ready\x18\x01 \x01(\x0b\x32\x19.pagewire.worker.v1.ReadyH\x00\x12.\n\x07refusal\x18\x02 \x01(\x0b\x32\x1b.pagewire.worker.v1.RefusalH\x00\x12\x30\n\x06result\x18\x03 \x01(\x0b\x32\x1e.pagewire.worker.v1.StepResultH\x00\x12\x32\n\theartbeat\x18\x04 \x01(\x0b\x32\x1d.pagewire.worker.v1.HeartbeatH\x00\x42\x06\n\x04\x62ody\"]\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x16\n\x0epipeline_depth\x18\x04 \x01(\r\"\xd8\x02\n\x05Ready\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\x0c\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x19\n\x11num_device_blocks\x18\x06 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x0c \x01(\t\x12\x17\n\x0fnum_host_blocks\x18\r \x01(\r\x12\x16\n\x0eswap_bandwidth\x18\x0e \x01(\x01\x12\x16\n\x0esliding_window\x18\x0f \x01(\r\"\xc9\x01\n\x07Refusal\x12\x32\n\x06reason\x18\x01 \x01(\x0e\x32\".pagewire.worker.v1.Refusal.Reason\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"U\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REASON_STALE_EPOCH\x10\x01\x12\x1b\n\x17REASON_PROTOCOL_VERSION\x10\x02\"\xb7\x04\n\x08StepPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x03 \x03(\r\x12\x1e\n\x16swap_out_device_blocks\x18\x04 \x03(\r\x12\x1c\n\x14swap_out_host_blocks\x18\x05 \x03(\r\x12\x1b\n\x13swap_in_host_blocks\x18\x06 \x03(\r\x12\x1d\n\x15swap_in_device_blocks\x18\x07 \x03(\r\x12\x30\n\x08openings\x18\x08 \x03(\x0b\x32\x1e.pagewire.worker.v1.RowOpening\x12\x14\n\x0c\x61ppend_slots\x18\t \x03(\r\x12\x18\n\x10\x61ppend_block_ids\x18\n \x03(\r\x12\x12\n\nwork_slots\x18\x0b \x03(\r\x12\x17\n\x0fwork_num_tokens\x18\x0c \x03(\r\x12\x1a\n\x12\x63opy_source_blocks\x18\r \x03(\r\x12\x1a\n\x12\x63opy_target_blocks\x18\x0e \x03(\r\x12\x19\n\x11\x66ork_source_slots\x18\x0f \x03(\r\x12\x19\n\x11\x66ork_target_slots\x18\x10 \x03(\r\x12\x17\n\x0fset_block_slots\x18\x11 \x03(\r\x12\x19\n\x11set_block_indexes\x18\x12 \x03(\r\x12\x15\n\rset_block_ids\x18\x13 \x03(\r\x12\x1a\n\x12\x61ppend_token_slots\x18\x14 \x03(\r\x12\x18\n\x10\x61ppend_token_ids\x18\x15 \x03(\r\"\xe7\x01\n\nRowOpening\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x34\n\x08sampling\x18\x07 \x01(\x0b\x32\".pagewire.worker.v1.SamplingParams\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x14\n\x0csample_index\x18\t \x01(\r\"\x9e\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x1c\n\x14logit_bias_token_ids\x18\x08 \x03(\r\x12\x19\n\x11logit_bias_values\x18\t \x03(\x02\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0enum_candidates\x18\x0e \x01(\rH\x02\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobsB\x11\n\x0f_num_candidates\"\xbc\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12/\n\x08statuses\x18\x03 \x03(\x0e\x32\x1d.pagewire.worker.v1.RowStatus\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1c.pagewire.worker.v1.Logprobs\x12;\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\".pagewire.worker.v1.PromptLogprobs\x12\x13\n\x0b\x64uration_us\x18\x07 \x01(\x04\x12\x32\n\ncandidates\x18\x08 \x01(\x0b\x32\x1e.pagewire.worker.v1.Candidates\x12\x17\n\x0flast_moved_step\x18\t \x01(\x04\"V\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"1\n\nCandidates\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"f\n\x0ePromptLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12.\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1c.pagewire.worker.v1.Logprobs\"j\n\tHeartbeat\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x19\n\x11last_started_step\x18\x02 \x01(\x04\x12\x1a\n\x12last_finished_step\x18\x03 \x01(\x04\x12\x17\n\x0flast_moved_step\x18\x04 \x01(\x04*U\n\tRowStatus\x12\x1a\n\x16ROW_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rROW_STATUS_OK\x10\x01\x12\x19\n\x15ROW_STATUS_NAN_LOGITS\x10\x02\x32g\n\rWorkerService\x12V\n\x07\x45xecute\x12\".pagewire.worker.v1.ExecuteRequest\x1a#.pagewire.worker.v1.ExecuteResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.gen.pagewire.worker.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROWSTATUS']._serialized_start=2312
-  _globals['_ROWSTATUS']._serialized_end=2397
+  _globals['_ROWSTATUS']._serialized_start=2941
+  _globals['_ROWSTATUS']._serialized_end=3026
   _globals['_EXECUTEREQUEST']._serialized_start=66
   _globals['_EXECUTEREQUEST']._serialized_end=180
   _globals['_EXECUTERESPONSE']._serialized_start=183
@@ -40,25 +40,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=404
   _globals['_HELLO']._serialized_end=497
   _globals['_READY']._serialized_start=500
-  _globals['_READY']._serialized_end=771
-  _globals['_REFUSAL']._serialized_start=774
-  _globals['_REFUSAL']._serialized_end=975
-  _globals['_REFUSAL_REASON']._serialized_start=890
-  _globals['_REFUSAL_REASON']._serialized_end=975
-  _globals['_STEPPLAN']._serialized_start=978
-  _globals['_STEPPLAN']._serialized_end=1190
-  _globals['_ROWOPENING']._serialized_start=1193
-  _globals['_ROWOPENING']._serialized_end=1424
-  _globals['_SAMPLINGPARAMS']._serialized_start=1427
-  _globals['_SAMPLINGPARAMS']._serialized_end=1793
-  _globals['_STEPRESULT']._serialized_start=1796
-  _globals['_STEPRESULT']._serialized_end=2035
-  _globals['_LOGPROBS']._serialized_start=2037
-  _globals['_LOGPROBS']._serialized_end=2123
-  _globals['_PROMPTLOGPROBS']._serialized_start=2125
-  _globals['_PROMPTLOGPROBS']._serialized_end=2227
-  _globals['_HEARTBEAT']._serialized_start=2229
-  _globals['_HEARTBEAT']._serialized_end=2310
-  _globals['_WORKERSERVICE']._serialized_start=2399
-  _globals['_WORKERSERVICE']._serialized_end=2502
+  _globals['_READY']._serialized_end=844
+  _globals['_REFUSAL']._serialized_start=847
+  _globals['_REFUSAL']._serialized_end=1048
+  _globals['_REFUSAL_REASON']._serialized_start=963
+  _globals['_REFUSAL_REASON']._serialized_end=1048
+  _globals['_STEPPLAN']._serialized_start=1051
+  _globals['_STEPPLAN']._serialized_end=1618
+  _globals['_ROWOPENING']._serialized_start=1621
+  _globals['_ROWOPENING']._serialized_end=1852
+  _globals['_SAMPLINGPARAMS']._serialized_start=1855
+  _globals['_SAMPLINGPARAMS']._serialized_end=2269
+  _globals['_STEPRESULT']._serialized_start=2272
+  _globals['_STEPRESULT']._serialized_end=2588
+  _globals['_LOGPROBS']._serialized_start=2590
+  _globals['_LOGPROBS']._serialized_end=2676
+  _globals['_CANDIDATES']._serialized_start=2678
+  _globals['_CANDIDATES']._serialized_end=2727
+  _globals['_PROMPTLOGPROBS']._serialized_start=2729
+  _globals['_PROMPTLOGPROBS']._serialized_end=2831
+  _globals['_HEARTBEAT']._serialized_start=2833
+  _globals['_HEARTBEAT']._serialized_end=2939
+  _globals['_WORKERSERVICE']._serialized_start=3028
+  _globals['_WORKERSERVICE']._serialized_end=3131
 # @@protoc_insertion_point(module_scope)
