@@ -242,23 +242,24 @@ class CacheManager:
         return len(self._computed_blocks(group))
 
     def num_swap_blocks(self, group: SequenceGroup) -> int:
-        """Host blocks that swapping the group out takes."""
-        return sum(self._host_copy(block) == 0 for block in self._computed_blocks(group))
+        """Blocks that swapping the group out takes off the host's free list. Copies that are there already may be
+        idle."""
+        copies = [self._host_copy(block) for block in self._computed_blocks(group)]
+        return sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
     def swap_out(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
         """Put what the group's rows have computed into host blocks, a shared block once. Returns the moves that the
         plan of `step` must order: (device block, host block)."""
-        host_blocks: dict[int, int] = {}
+        blocks = self._computed_blocks(group)
+        host_blocks = {block: self._host_copy(block) for block in blocks if self._host_copy(block)}
+        for host_block in host_blocks.values():  # before an allocation can take one that is idle
+            self.host_pool.share(host_block)
         swaps = []
-        for block in self._computed_blocks(group):
-            host_block = self._host_copy(block)
-            if host_block:
-                self.host_pool.share(host_block)
-            else:
-                host_block = self._allocate_host()
+        for block in blocks:
+            if block not in host_blocks:
+                host_block = host_blocks[block] = self._allocate_host()
                 self.moves.add(Move(step, block, host_block, True, None))
                 swaps.append((block, host_block))
-            host_blocks[block] = host_block
         for sequence in group.open_sequences:
             for block in sequence.block_table[: self.num_blocks_for(sequence.num_computed_tokens)]:
                 sequence.host_table.append(host_blocks[block] if block else 0)
@@ -348,10 +349,10 @@ class CacheManager:
             self.host_pool.expose(host_block)
 
     def stands_on(self, sequence: Sequence, other: Sequence) -> bool:
-        """Whether the sequence matched a block of the content that `other` wrote first."""
+        """Whether the sequence matched, or has published, a block of the content that `other` wrote first."""
         num_tokens = (other.num_matched_blocks + 1) * self.block_size
         return (
-            sequence.num_matched_blocks > other.num_matched_blocks
+            max(sequence.num_matched_blocks, sequence.num_published_blocks) > other.num_matched_blocks
             and sequence.root_key == other.root_key
             and sequence.token_ids[:num_tokens] == other.token_ids[:num_tokens]
         )

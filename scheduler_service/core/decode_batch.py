@@ -65,8 +65,8 @@ class DecodeBatch:
         self._columns = None
 
     def take_due(self, step: int) -> list[Sequence]:
-        """The rows that the plan of `step` must look at."""
-        return [sequence for sequence in self._due.pop(step, ()) if sequence.due_step == step]
+        """The rows that the plan of `step` must look at. One that left and joined again may have two entries."""
+        return [sequence for sequence in dict.fromkeys(self._due.pop(step, ())) if sequence.due_step == step]
 
     def columns(self) -> DecodeColumns:
         if self._columns is None:

@@ -55,7 +55,7 @@ class Epoch:
         group = sequence.group
         sequence.slot = group.reserved_slots.pop(0) if group.reserved_slots else self.slots.take()
         if sequence.num_computed_tokens >= sequence.num_prompt_tokens:
-            sequence.forkable_from = draft.step
+            sequence.forkable_from = draft.step + 1  # it may have matched what this very plan computes
         self.active[sequence] = None
         self.num_rows += 1
         draft.open(_opening(sequence))
@@ -169,7 +169,7 @@ class Epoch:
 
     def dispatch(self, draft: PlanDraft) -> StepPlan | None:
         """Make the plan final. None if there is nothing to do."""
-        if not draft.num_tokens and not draft.swaps_out and not draft.swaps_in:
+        if draft.is_empty:
             return None
         self.clock.num_steps += 1
         self.cache.copied(draft.copies)

@@ -37,6 +37,11 @@ class PlanDraft:
     def num_free_tokens(self) -> int:
         return self.max_tokens - self.num_tokens
 
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing that the worker must do. Rows that end can wait for another plan."""
+        return not (self.num_tokens or self.swaps_out or self.swaps_in or self.openings)
+
     def open(self, opening: RowOpening) -> None:
         self.openings.append(opening)
         self.num_opening_values += len(opening.token_ids) + len(opening.block_ids)

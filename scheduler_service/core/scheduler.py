@@ -159,7 +159,6 @@ class Scheduler:
         if not self._quarantine.is_empty and not self._isolate_trial(epoch):
             return None
         draft = PlanDraft(epoch.num_steps + 1, self.num_step_tokens, epoch.decoding)
-        self._open_loaded(epoch, draft)
         for group, rows in self._rows_to_plan(epoch, draft):
             if group.state is not GroupState.RUNNING:
                 continue
@@ -174,7 +173,9 @@ class Scheduler:
                     draft.extended.append(sequence)
                 else:
                     epoch.plan_row(sequence, num_tokens, draft)
-        if not draft.has_preempted and self._open_siblings(epoch, draft, now):
+        self._open_loaded(epoch, draft)  # only now: what a plan opens is never its victim
+        # What was preempted makes room for what runs, unless nothing does.
+        if (draft.is_empty or not draft.has_preempted) and self._open_siblings(epoch, draft, now):
             while self._admit(epoch, draft, now):
                 pass
         if draft.num_tokens:
@@ -754,11 +755,12 @@ class Scheduler:
         # Who wrote a shared block was planned before those who matched it: the cause is found before its consequences.
         planned = {row.sequence: i for i, row in enumerate(dispatch.rows)}
         for sequence in sorted(failed, key=lambda sequence: planned.get(sequence, -1)):
-            if sequence in dispatch.dropped and not sequence.is_finished:
+            if sequence.has_failed or (sequence in dispatch.dropped and not sequence.is_finished):
                 continue
             group, ends = sequence.group, not sequence.is_finished
             written = group.sequences if ends else [sequence]
             for bad in written:
+                bad.has_failed = True  # others may write the same content before its next row comes back
                 epoch.cache.unpublish(bad)
             for other in list(self._groups.values()):
                 if (other is not group or not ends) and any(

@@ -132,6 +132,7 @@ class Sequence:
     stop_token_ids: frozenset[int]
     num_prompt_logprobs: int | None
     is_finished: bool = False
+    has_failed: bool = False  # a row of it had bad logits, and what it wrote was unpublished
     slot: int = -1  # -1: no row on the worker
     block_table: list[int] = field(default_factory=list)  # device blocks; 0 where one fell out of the window
     host_table: list[int] = field(default_factory=list)  # host blocks, while it is swapped
