@@ -1,7 +1,7 @@
 """What users import: the client of a Pagewire scheduler. Needs grpc and protobuf, never torch or numpy."""
 
 from pagewire.client import Client
-from pagewire.completion import Completion, CompletionOutput, Output, TokenLogprobs, Usage
+from pagewire.completion import Completion, CompletionOutput, Output, Result, TokenLogprobs, Usage
 from pagewire.errors import (
     AlreadyExists,
     Cancelled,
@@ -10,15 +10,18 @@ from pagewire.errors import (
     InternalError,
     InvalidRequest,
     NotFound,
+    OutOfRange,
     PagewireError,
     ResourceExhausted,
     Unavailable,
 )
 from pagewire.sampling import SamplingParams
-from pagewire.server import Loads, ServerInfo, WorkerInfo
+from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
 
 __all__ = [
     "AlreadyExists",
+    "BlockHolder",
+    "BlockMap",
     "Cancelled",
     "Client",
     "Completion",
@@ -29,9 +32,12 @@ __all__ = [
     "InvalidRequest",
     "Loads",
     "NotFound",
+    "OutOfRange",
     "Output",
     "PagewireError",
+    "RequestReport",
     "ResourceExhausted",
+    "Result",
     "SamplingParams",
     "ServerInfo",
     "TokenLogprobs",

@@ -1,5 +1,6 @@
 """The client of a scheduler: one class, asynchronous inside `async with`, synchronous inside `with`."""
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
@@ -10,9 +11,10 @@ import grpc
 import grpc.aio
 
 from pagewire import wire
-from pagewire.completion import Completion, CompletionBuilder, Output
+from pagewire.attachment import Attachment
+from pagewire.completion import Completion, CompletionBuilder, Output, Result
 from pagewire.sampling import SamplingParams
-from pagewire.server import Loads, ServerInfo
+from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 
@@ -24,6 +26,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
 )
 UNARY_TIMEOUT_S = 10.0
+# Before the second, third ... attempt to connect in a row; the last goes on.
+RECONNECT_DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):")
 
 
@@ -34,7 +38,8 @@ class Client:
     TLS is used with "grpcs://" or any of the PEM files `tls_ca` (who signs the server; default: the system's),
     `tls_cert` and `tls_key` (this client, for mutual TLS). ValueError for a url or a set of files that cannot be.
 
-    Asynchronous, inside `async with`: `generate`, `acomplete`, `abort`, `server_info`, `loads`.
+    Asynchronous, inside `async with`: `generate`, `acomplete`, `submit`, `attach`, `result`, `abort`, `get_request`,
+    `blocks`, `server_info`, `loads`.
     Synchronous, inside `with`: `complete`, `stream`. The client may be used by any number of tasks or threads.
     Calls fail with a `PagewireError`. A lost worker is no error: the stream goes on where it was.
     """
@@ -160,6 +165,88 @@ class Client:
             builder.add(output, time.monotonic())
         return builder.finish(time.monotonic())
 
+    async def submit(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> str:
+        """Queues a detached request and returns its id: it runs whatever becomes of this client.
+
+        The arguments are those of `generate`.
+        """
+        request = wire.encode_request(
+            prompt,
+            sampling,
+            prompt_token_ids=prompt_token_ids,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+        )
+        # No timeout: until its first worker is there, a server that has just started lets requests wait.
+        response = await self._call(self._async_stub().Submit, pb.SubmitRequest(request=request), timeout=None)
+        return response.request_id
+
+    async def attach(
+        self, request_id: str, *, tenant: str = "", from_token: int = 0, max_reconnects: int = 5
+    ) -> AsyncGenerator[Output, None]:
+        """Yields the deltas of a detached request as `generate` does, of every sample from `from_token` on.
+
+        If the connection breaks, it is made again and the deltas go on with the next token; Unavailable after
+        `max_reconnects` attempts in a row that brought nothing. Closing the generator leaves the request alone.
+        NotFound for an unknown id, OutOfRange for a token beyond those there are; a request that failed ends with its
+        error.
+        """
+        attachment = Attachment(from_token)
+        num_failures = 0
+        while True:
+            call = self._async_stub().Attach(
+                pb.AttachRequest(
+                    request_id=request_id,
+                    tenant=tenant,
+                    from_token=from_token,
+                    from_tokens=attachment.reconnect(),
+                )
+            )
+            try:
+                async for response in call:
+                    num_failures = 0
+                    output = attachment.take(wire.decode_output(response))
+                    if output is not None:
+                        yield output
+                attachment.finish()
+                return
+            except grpc.RpcError as error:
+                failure = wire.decode_error(error, self.url)
+                # What comes with a retry delay is the server's own word, not a broken connection.
+                is_broken = failure.code is grpc.StatusCode.UNAVAILABLE and failure.retry_delay is None
+                if not is_broken or num_failures == max_reconnects:
+                    raise failure from None
+            finally:
+                call.cancel()
+            await asyncio.sleep(RECONNECT_DELAYS_S[min(num_failures, len(RECONNECT_DELAYS_S) - 1)])
+            num_failures += 1
+
+    async def result(self, request_id: str, *, tenant: str = "") -> Result:
+        """The state of a detached request and all of its output so far. NotFound for an unknown id."""
+        request = pb.GetResultRequest(request_id=request_id, tenant=tenant)
+        return wire.decode_result(await self._call(self._async_stub().GetResult, request))
+
+    async def get_request(self, request_id: str, *, tenant: str = "") -> RequestReport:
+        """What an unfinished request is doing and why it waits. NotFound if none of this id runs."""
+        request = pb.GetRequestRequest(request_id=request_id, tenant=tenant)
+        return wire.decode_report(await self._call(self._async_stub().GetRequest, request))
+
+    async def blocks(self) -> BlockMap:
+        """What every block of the KV cache is used for."""
+        return wire.decode_block_map(await self._call(self._async_stub().GetBlocks, pb.GetBlocksRequest()))
+
     async def abort(self, request_id: str, *, tenant: str = "") -> None:
         """Ends a running request of the tenant; its stream ends with finish_reason "abort". NotFound if none runs."""
         await self._call(self._async_stub().Abort, pb.AbortRequest(request_id=request_id, tenant=tenant))
@@ -172,9 +259,9 @@ class Client:
         """What the server is doing now."""
         return wire.decode_loads(await self._call(self._async_stub().GetLoads, pb.GetLoadsRequest()))
 
-    async def _call(self, method: Any, request: Any) -> Any:
+    async def _call(self, method: Any, request: Any, timeout: float | None = UNARY_TIMEOUT_S) -> Any:  # noqa: ASYNC109
         try:
-            return await method(request, timeout=UNARY_TIMEOUT_S)
+            return await method(request, timeout=timeout)
         except grpc.RpcError as error:
             raise wire.decode_error(error, self.url) from None
 
@@ -186,9 +273,7 @@ class Client:
 
     def _async_stub(self) -> pb_grpc.SchedulerServiceStub:
         if self._async_channel is None:
-            raise RuntimeError(
-                "open the client with `async with` for generate, acomplete, abort, server_info and loads"
-            )
+            raise RuntimeError("open the client with `async with` for everything but complete and stream")
         return pb_grpc.SchedulerServiceStub(self._async_channel)
 
     def _stub(self) -> pb_grpc.SchedulerServiceStub:

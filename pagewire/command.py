@@ -26,6 +26,9 @@ VERBS = {
     "scheduler": Verb("pagewire.services", "scheduler", "run a scheduler for a worker elsewhere"),
     "complete": Verb("pagewire.complete", "main", "complete a text"),
     "chat": Verb("pagewire.chat", "main", "talk with the model"),
+    "submit": Verb("pagewire.detached", "submit", "queue a request that needs no connection, and print its id"),
+    "attach": Verb("pagewire.detached", "attach", "stream a submitted request, from any token on"),
+    "result": Verb("pagewire.detached", "result", "show a submitted request's output so far"),
     "status": Verb("pagewire.status", "main", "show what a server does"),
     "demo": Verb("pagewire.demo", "main", "serve a model, stream one completion, and end"),
 }

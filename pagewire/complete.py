@@ -18,48 +18,55 @@ from pagewire.sampling import SamplingParams
 def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
-    if (parsed.text is None) == (parsed.prompt_token_ids is None):
-        parser.error("give either a text (or - for standard input) or --prompt-token-ids")
-    text = sys.stdin.read() if parsed.text == "-" else parsed.text
-    sampling = sampling_flags.sampling(parsed)
-    request = {name: getattr(parsed, name) for name in ("prompt_token_ids", "request_id", "priority", "timeout")}
-    request |= {"cache_salt": parsed.cache_salt, "tenant": parsed.tenant}
+    request = request_arguments(parser, parsed) | {"timeout": parsed.timeout}
     with connection.client(parser, parsed) as client:
         if parsed.json:
-            print(json.dumps(describe(client.complete(text, sampling, **request))), flush=True)
+            print(json.dumps(describe(client.complete(**request))), flush=True)
             return 0
-        completion = stream(client, text, sampling, sys.stdout, **request)
+        completion = stream(client, file=sys.stdout, **request)
     print(statistics(completion), file=sys.stderr)
     return 0
 
 
 def _parser() -> Parser:
     parser = Parser(prog="pagewire complete", description="Complete a text.")
-    parser.add_argument("text", nargs="?", help="the prompt; - reads it from standard input")
-    parser.add_argument("--prompt-token-ids", metavar="IDS", type=sampling_flags.token_ids, help="the prompt as 1,2,3")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
-    connection.add_flags(parser)
-    sampling_flags.add_flags(parser)
-    sampling_flags.add_sample_flags(parser)
-    add_request_flags(parser)
+    group = add_request_flags(parser)
+    group.add_argument("--timeout", type=float, metavar="SECONDS", help="fail after this time, waiting included")
     return parser
 
 
-def add_request_flags(parser: argparse.ArgumentParser) -> None:
+def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Adds the prompt and the flags of everything that belongs to a request; the group of the last of them."""
+    parser.add_argument("text", nargs="?", help="the prompt; - reads it from standard input")
+    parser.add_argument("--prompt-token-ids", metavar="IDS", type=sampling_flags.token_ids, help="the prompt as 1,2,3")
+    connection.add_flags(parser)
+    sampling_flags.add_flags(parser)
+    sampling_flags.add_sample_flags(parser)
     group = parser.add_argument_group("request")
     group.add_argument("--request-id", metavar="ID", help="unique among the running ones (drawn by the server)")
     group.add_argument("--priority", type=int, default=0, metavar="INT", help="lower runs first (default: 0)")
-    group.add_argument("--timeout", type=float, metavar="SECONDS", help="fail after this time, waiting included")
     group.add_argument("--tenant", default="", help="whose request it is")
     group.add_argument("--cache-salt", default="", metavar="SALT", help="share cached prefixes only under this salt")
+    return group
 
 
-def stream(client: Client, text: str | None, sampling: SamplingParams, file: TextIO, **request: Any) -> Completion:
+def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
+    """The prompt, the sampling parameters and the rest of a request as `Client` takes them, from these flags."""
+    if (parsed.text is None) == (parsed.prompt_token_ids is None):
+        parser.error("give either a text (or - for standard input) or --prompt-token-ids")
+    text = sys.stdin.read() if parsed.text == "-" else parsed.text
+    names = ("prompt_token_ids", "request_id", "priority", "cache_salt", "tenant")
+    request = {name: getattr(parsed, name) for name in names}
+    return request | {"prompt": text, "sampling": sampling_flags.sampling(parsed)}
+
+
+def stream(client: Client, prompt: str | None, sampling: SamplingParams, file: TextIO, **request: Any) -> Completion:
     """Streams one request to a file and returns the whole of it."""
     num_samples = sampling.n or 1
     builder = CompletionBuilder(num_samples, time.monotonic())
     printer = SamplePrinter(num_samples, file)
-    for output in client.stream(text, sampling, **request):
+    for output in client.stream(prompt, sampling, **request):
         builder.add(output, time.monotonic())
         printer.add(output)
     return builder.finish(time.monotonic())
@@ -110,7 +117,7 @@ def statistics(completion: Completion) -> str:
 
 
 def describe(completion: Completion) -> dict[str, Any]:
-    """What `--json` prints. Log-probabilities are there where they were asked for."""
+    """What `--json` prints. Log-probabilities are there where they were asked for, their sum for hypotheses too."""
     described: dict[str, Any] = {
         **asdict(completion.usage),
         "ttft_s": completion.ttft_s,
@@ -128,5 +135,6 @@ def _describe_output(output: CompletionOutput) -> dict[str, Any]:
     }
     if output.logprobs is not None:
         described["logprobs"] = [asdict(entry) for entry in output.logprobs]
+    if output.cumulative_logprob is not None:
         described["cumulative_logprob"] = output.cumulative_logprob
     return described

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from pagewire.errors import InternalError
+from pagewire.errors import InternalError, PagewireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class Output:
     text may trail the tokens by an unfinished character or a possible stop text. `finish_reason` is None until the last
     delta of a sample, then "stop", "length" or "abort"; with "stop", `stop_reason` is the token id or the text that
     ended it. `usage` is set with the finish reason. `prompt_logprobs` come in deltas of sample 0.
+    `cumulative_logprob` is that of the output so far, where log-probabilities were asked for; of a hypothesis it comes
+    with the finish reason.
     """
 
     request_id: str
@@ -79,6 +81,19 @@ class Completion:
     usage: Usage
     ttft_s: float | None
     total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A detached request: "running", "finished" or "failed", and all of its output so far.
+
+    `outputs` has a delta from token 0 on for each sample. `error` says why it failed.
+    """
+
+    request_id: str
+    state: str
+    outputs: tuple[Output, ...]
+    error: PagewireError | None
 
 
 @dataclass(slots=True)

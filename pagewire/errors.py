@@ -39,11 +39,15 @@ class InvalidRequest(PagewireError):
 
 
 class NotFound(PagewireError):
-    """NOT_FOUND: no running request of this tenant has that id."""
+    """NOT_FOUND: no running request, or none that is kept, of this tenant has that id."""
 
 
 class AlreadyExists(PagewireError):
-    """ALREADY_EXISTS: a running request of this tenant has that id."""
+    """ALREADY_EXISTS: a request of this tenant that runs or is kept has that id."""
+
+
+class OutOfRange(PagewireError):
+    """OUT_OF_RANGE: the output has fewer tokens than that."""
 
 
 class ResourceExhausted(PagewireError):

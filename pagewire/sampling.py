@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-INTEGER_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+INTEGER_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "beam_width")
 REAL_FIELDS = (
     "temperature",
     "top_p",
@@ -12,8 +12,15 @@ REAL_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "length_penalty",
 )
 BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+# Names of when a beam search ends, and transformers' values for the same.
+EARLY_STOPPING = ("heuristic", "first", "never", False, True)
+
+
+class Default(float):
+    """A number that stands where the user chose none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +30,18 @@ class SamplingParams:
     None leaves a field to the server: the checkpoint's generation_config.json, then the default that the public
     proto names, which for `max_tokens` is as many tokens as fit. `top_k` takes 0 and -1 for off. `logprobs=k` asks for
     the chosen token's log-probability and those of the k most likely tokens.
+
+    `beam_width` turns to beam search: the `n` best hypotheses come, best first, once the search has ended, each with
+    its `cumulative_logprob`. A hypothesis scores cumulative_logprob / tokens ** `length_penalty`. `early_stopping` is
+    "heuristic" (or False), "first" (or True) or "never", as in transformers. A temperature that was chosen and is not
+    0 is refused.
     """
 
     n: int | None = 1
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     repetition_penalty: float | None = 1.0
-    temperature: float | None = 1.0
+    temperature: float | None = Default(1.0)
     top_p: float | None = 1.0
     top_k: int | None = 0
     min_p: float | None = 0.0
@@ -44,6 +56,9 @@ class SamplingParams:
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
     logit_bias: Mapping[int, float] | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: str | bool | None = None
 
     def __post_init__(self) -> None:
         for name in INTEGER_FIELDS:
@@ -57,6 +72,8 @@ class SamplingParams:
         self._require("stop_token_ids", is_list(ids, is_integer), "a list of integers")
         is_bias = isinstance(bias, Mapping) and all(is_integer(i) and is_real(v) for i, v in bias.items())
         self._require("logit_bias", is_bias, "a mapping from token ids to numbers")
+        is_known = isinstance(self.early_stopping, str | bool) and self.early_stopping in EARLY_STOPPING
+        self._require("early_stopping", is_known, f"one of {', '.join(map(repr, EARLY_STOPPING))}")
 
     def _require(self, name: str, holds: bool, kind: str) -> None:
         value = getattr(self, name)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from pagewire.sampling import SamplingParams
+from pagewire.sampling import EARLY_STOPPING, SamplingParams
 
 FLAGS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("max_tokens", int, "output tokens at most (as many as fit)"),
@@ -39,11 +39,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_sample_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `add_flags` leaves out."""
-    parser.add_argument("--n", type=int, metavar="INT", help="samples of the prompt (default: 1)")
+    parser.add_argument("--n", type=int, metavar="INT", help="samples of the prompt, or hypotheses (default: 1)")
     parser.add_argument(
         "--logprobs", type=int, metavar="K", help="log-probabilities, with the K likeliest (with --json)"
     )
     parser.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt (with --json)")
+    group = parser.add_argument_group("beam search", "Finds the --n likeliest outputs instead of drawing them.")
+    group.add_argument("--beam-width", type=int, metavar="INT", help="beams, which turns to beam search")
+    text = "hypotheses score log-probability / tokens ** this (default: 1)"
+    group.add_argument("--length-penalty", type=float, metavar="FLOAT", help=text)
+    choices = [name for name in EARLY_STOPPING if isinstance(name, str)]
+    group.add_argument("--early-stopping", choices=choices, help="when the search ends (default: heuristic)")
 
 
 def sampling(arguments: argparse.Namespace) -> SamplingParams:

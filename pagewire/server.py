@@ -15,6 +15,9 @@ class WorkerInfo:
     block_size: int
     num_device_blocks: int
     block_bytes: int
+    num_host_blocks: int
+    swap_bandwidth: float
+    sliding_window: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +55,55 @@ class Loads:
     generation_throughput: float
     worker_connected: bool
     num_worker_losses: int
+    num_swapped: int
+    num_host_blocks: int
+    num_held_host_blocks: int
+    num_cached_host_blocks: int
+    num_swap_preemptions: int
+    num_moved_blocks_out: int
+    num_moved_blocks_in: int
+    num_host_cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHolder:
+    """Who holds device blocks. `request_id` is None for a request of another tenant."""
+
+    request_id: str | None
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReport:
+    """What a request is doing ("waiting", "running", "swapping out", "swapped", "swapping in") and why it waits."""
+
+    request_id: str
+    tenant: str
+    state: str
+    reason: str
+    queue_position: int | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_sequences: int
+    num_running_sequences: int
+    num_held_blocks: int
+    num_held_host_blocks: int
+    num_wanted_blocks: int
+    num_free_blocks: int
+    num_preemptions: int
+    holders: tuple[BlockHolder, ...]
+    age_seconds: float
+
+
+# What a block is used for. From HELD on it is held by request `owners[use - HELD]` of the map.
+FREE, CACHED, MOVING, SHARED, HELD = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """Every block of both pools. Entry i is about block i + 1."""
+
+    owners: tuple[str, ...]
+    device_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]

@@ -1,59 +1,131 @@
-"""`pagewire status`: what a server serves and does now."""
+"""`pagewire status`: what a server serves and does now, what a request waits for, and where the blocks are."""
 
 import asyncio
+import contextlib
 import json
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 
 from pagewire import connection
+from pagewire.block_view import BlockView
 from pagewire.client import Client
 from pagewire.errors import Unavailable
 from pagewire.options import Parser
-from pagewire.server import Loads, ServerInfo
+from pagewire.server import Loads, RequestReport, ServerInfo
 
-HOME_AND_CLEAR = "\033[H\033[J"
+# The other screen of the terminal, without a cursor; and back to how it was.
+ENTER_SCREEN, LEAVE_SCREEN = "\033[?1049h\033[?25l", "\033[?25h\033[?1049l"
+HOME, CLEAR_LINE, CLEAR_BELOW = "\033[H", "\033[K", "\033[J"
 BOLD, PLAIN = "\033[1m", "\033[0m"
 WATCH_INTERVAL_S = 1.0
+MIN_MAP_LINES = 4
+LEGEND_LINES = 8  # of the block map, with what stands around it
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="pagewire status", description="Show what a server serves and does now.")
-    parser.add_argument("--watch", action="store_true", help="show it again each second, until Ctrl-C")
+    parser.add_argument(
+        "--watch", action="store_true", help="show it again each second with a map of the blocks, until Ctrl-C"
+    )
+    parser.add_argument("--request", metavar="ID", help="show what this request is doing and why it waits instead")
+    parser.add_argument("--tenant", default="", help="whose request it is")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     connection.add_flags(parser)
     parsed = parser.parse_args(arguments)
-    asyncio.run(_show(connection.client(parser, parsed), watch=parsed.watch, as_json=parsed.json))
+    view = _View(connection.client(parser, parsed), parsed.request, parsed.tenant, with_map=parsed.watch)
+    with _screen() if parsed.watch and not parsed.json and sys.stdout.isatty() else contextlib.nullcontext():
+        asyncio.run(_watch(view, parsed.json) if parsed.watch else _print(view, parsed.json))
     return 0
 
 
-async def _show(client: Client, *, watch: bool, as_json: bool) -> None:
-    clear = HOME_AND_CLEAR if watch and sys.stdout.isatty() else ""
-    async with client:
+@contextlib.contextmanager
+def _screen() -> Iterator[None]:
+    """The whole terminal while it lasts; as it was afterwards, whatever happens."""
+    print(ENTER_SCREEN, end="", flush=True)
+    try:
+        yield
+    finally:
+        print(LEAVE_SCREEN, end="", flush=True)
+
+
+async def _print(view: "_View", as_json: bool) -> None:
+    async with view.client:
+        print(await view.text(as_json), flush=True)
+
+
+async def _watch(view: "_View", as_json: bool) -> None:
+    async with view.client:
         while True:
             try:
-                text = await _describe(client, as_json)
+                text = await view.text(as_json)
             except Unavailable as error:
-                if not watch:
-                    raise
                 text = f"{datetime.now():%H:%M:%S} {error}"
-            print(clear + text, flush=True)
-            if not watch:
-                return
+            print(text if as_json or not sys.stdout.isatty() else _frame(text), flush=True)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
 
-async def _describe(client: Client, as_json: bool) -> str:
-    info, loads = await asyncio.gather(client.server_info(), client.loads())
-    if as_json:
-        return json.dumps({"info": asdict(info), "loads": asdict(loads)})
-    return table(info, loads, colour=sys.stdout.isatty())
+def _frame(text: str) -> str:
+    """A text over the one before. What does not fit the terminal's height is left out."""
+    lines = text.split("\n")[: shutil.get_terminal_size().lines - 1]
+    return HOME + "".join(f"{line}{CLEAR_LINE}\n" for line in lines) + CLEAR_BELOW
+
+
+class _View:
+    """What is shown of a server, or of one request."""
+
+    def __init__(self, client: Client, request_id: str | None, tenant: str, *, with_map: bool) -> None:
+        self.client = client
+        self._request_id = request_id
+        self._tenant = tenant
+        self._with_map = with_map
+        self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self._blocks = BlockView(colour=self._colour)
+
+    async def text(self, as_json: bool) -> str:
+        if self._request_id is not None:
+            report = await self.client.get_request(self._request_id, tenant=self._tenant)
+            return json.dumps(asdict(report)) if as_json else report_table(report, colour=self._colour)
+        info, loads = await asyncio.gather(self.client.server_info(), self.client.loads())
+        if as_json:
+            return json.dumps({"info": asdict(info), "loads": asdict(loads)})
+        described = table(info, loads, colour=self._colour)
+        if not self._with_map:
+            return described
+        blocks = await self.client.blocks()
+        size = shutil.get_terminal_size()
+        num_lines = max(MIN_MAP_LINES, size.lines - described.count("\n") - LEGEND_LINES)
+        return f"{described}\n\n{self._blocks.draw(blocks, size.columns, num_lines)}"
 
 
 def table(info: ServerInfo, loads: Loads, *, colour: bool) -> str:
     """Two columns, names and values."""
-    rows = [*_info_rows(info), *_load_rows(loads)]
+    return _rows_text([*_info_rows(info), *_load_rows(loads)], colour)
+
+
+def report_table(report: RequestReport, *, colour: bool) -> str:
+    """What a request is doing, as names and values."""
+    position = "" if report.queue_position is None else f", number {report.queue_position} in the queue"
+    holders = [f"{holder.request_id or 'another tenant'} {holder.num_blocks}" for holder in report.holders]
+    rows = [
+        ("request", report.request_id + (f" of tenant {report.tenant}" if report.tenant else "")),
+        ("state", f"{report.state}{position}, {report.age_seconds:.1f} s old"),
+        ("why", report.reason or "it runs freely"),
+        ("sequences", f"{report.num_sequences}, {report.num_running_sequences} of them run"),
+        ("tokens", f"{report.num_prompt_tokens} prompt, {report.num_output_tokens} output"),
+        ("computed", f"{report.num_computed_tokens} positions"),
+        ("blocks", f"{report.num_held_blocks} held, {report.num_held_host_blocks} on the host"),
+        ("wanted", f"{report.num_wanted_blocks} blocks, {report.num_free_blocks} are free"),
+        ("preempted", f"{report.num_preemptions} times"),
+        ("holders", ", ".join(holders) or "none"),
+    ]
+    return _rows_text(rows, colour)
+
+
+def _rows_text(rows: Sequence[tuple[str, str]], colour: bool) -> str:
     width = max(len(name) for name, _ in rows)
     start, end = (BOLD, PLAIN) if colour else ("", "")
     return "\n".join(f"{start}{name:<{width}}{end}  {value}" for name, value in rows)
@@ -76,11 +148,26 @@ def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
 def _load_rows(loads: Loads) -> list[tuple[str, str]]:
     held = 100 * loads.num_held_blocks / loads.num_device_blocks if loads.num_device_blocks else 0.0
     hits = 100 * loads.num_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
+    host_hits = 100 * loads.num_host_cached_prompt_tokens / loads.num_prompt_tokens if loads.num_prompt_tokens else 0.0
     return [
         ("running", str(loads.num_running)),
         ("waiting", f"{loads.num_waiting} ({loads.num_waiting_tokens} prompt tokens)"),
         ("KV cache", f"{held:.1f} % held of {loads.num_device_blocks} blocks, {loads.num_cached_blocks} cached"),
+        ("swapped", str(loads.num_swapped)),
+        (
+            "host blocks",
+            f"{loads.num_held_host_blocks} held of {loads.num_host_blocks}, {loads.num_cached_host_blocks} cached",
+        ),
         ("throughput", f"{loads.generation_throughput:.1f} tokens/s"),
-        ("tokens", f"{loads.num_prompt_tokens} prompt ({hits:.1f} % cached), {loads.num_generation_tokens} output"),
-        ("since start", f"{loads.num_preemptions} preemptions, {loads.num_worker_losses} workers lost"),
+        (
+            "tokens",
+            f"{loads.num_prompt_tokens} prompt ({hits:.1f} % cached, {host_hits:.1f} % on the host), "
+            f"{loads.num_generation_tokens} output",
+        ),
+        (
+            "since start",
+            f"{loads.num_preemptions} preemptions ({loads.num_swap_preemptions} by swapping), "
+            f"{loads.num_moved_blocks_out} blocks moved out, {loads.num_moved_blocks_in} in, "
+            f"{loads.num_worker_losses} workers lost",
+        ),
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from pagewire.completion import Output, TokenLogprobs, Usage
+from pagewire.completion import Output, Result, TokenLogprobs, Usage
 from pagewire.errors import (
     AlreadyExists,
     Cancelled,
@@ -15,12 +15,13 @@ from pagewire.errors import (
     InternalError,
     InvalidRequest,
     NotFound,
+    OutOfRange,
     PagewireError,
     ResourceExhausted,
     Unavailable,
 )
-from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, SamplingParams
-from pagewire.server import Loads, ServerInfo, WorkerInfo
+from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams
+from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 
 try:
@@ -34,10 +35,31 @@ FINISH_REASONS = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_ABORT: "abort",
 }
+EARLY_STOPPING = {
+    "heuristic": pb.EARLY_STOPPING_HEURISTIC,
+    False: pb.EARLY_STOPPING_HEURISTIC,
+    "first": pb.EARLY_STOPPING_FIRST,
+    True: pb.EARLY_STOPPING_FIRST,
+    "never": pb.EARLY_STOPPING_NEVER,
+}
+RESULT_STATES = {
+    pb.RESULT_STATE_RUNNING: "running",
+    pb.RESULT_STATE_FINISHED: "finished",
+    pb.RESULT_STATE_FAILED: "failed",
+}
+REQUEST_STATES = {
+    pb.REQUEST_STATE_WAITING: "waiting",
+    pb.REQUEST_STATE_RUNNING: "running",
+    pb.REQUEST_STATE_SWAPPING_OUT: "swapping out",
+    pb.REQUEST_STATE_SWAPPED: "swapped",
+    pb.REQUEST_STATE_SWAPPING_IN: "swapping in",
+}
+STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 ERRORS: dict[grpc.StatusCode, type[PagewireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.OUT_OF_RANGE: OutOfRange,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
@@ -79,8 +101,12 @@ def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> No
         value = getattr(sampling, name)
         if name == "top_k" and value == -1:
             value = 0
+        if sampling.beam_width is not None and isinstance(value, Default):
+            value = None
         if value is not None:
             _assign(f"sampling.{name}", partial(setattr, message, name, value))
+    if sampling.early_stopping is not None:
+        message.early_stopping = EARLY_STOPPING[sampling.early_stopping]
     stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or ()
     message.stop.extend(stop)
     _assign("sampling.stop_token_ids", lambda: message.stop_token_ids.extend(sampling.stop_token_ids or ()))
@@ -148,6 +174,32 @@ def decode_server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
 
 def decode_loads(response: pb.GetLoadsResponse) -> Loads:
     return _fields(Loads, response)
+
+
+def decode_result(response: pb.GetResultResponse) -> Result:
+    error = None
+    if response.HasField("failure"):
+        code = STATUS_CODES[response.failure.code]
+        error = ERRORS.get(code, PagewireError)(response.failure.message, code=code)
+    outputs = tuple(decode_output(output) for output in response.outputs)
+    return Result(response.request_id, RESULT_STATES[response.state], outputs, error)
+
+
+def decode_report(response: pb.GetRequestResponse) -> RequestReport:
+    names = RequestReport.__dataclass_fields__.keys() - {"state", "queue_position", "holders"}
+    return RequestReport(
+        state=REQUEST_STATES[response.state],
+        queue_position=response.queue_position if response.HasField("queue_position") else None,
+        holders=tuple(
+            BlockHolder(holder.request_id if holder.HasField("request_id") else None, holder.num_blocks)
+            for holder in response.holders
+        ),
+        **{name: getattr(response, name) for name in names},
+    )
+
+
+def decode_block_map(response: pb.GetBlocksResponse) -> BlockMap:
+    return BlockMap(tuple(response.owners), tuple(response.device_blocks), tuple(response.host_blocks))
 
 
 def _fields(data_type: type[Any], message: Any) -> Any:

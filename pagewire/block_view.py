@@ -1,0 +1,106 @@
+"""The blocks of the KV cache as a map for a terminal: a cell for a block, or for several where they are many."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from string import ascii_letters
+
+from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockMap
+
+PLAIN = "\033[0m"
+# What a cell shows, and how it is coloured, where no one request holds it.
+MARKS = {FREE: ".", CACHED: "+", MOVING: "~", SHARED: "#"}
+NAMES = {FREE: "free", CACHED: "cached", MOVING: "moving", SHARED: "shared"}
+COLOURS = {FREE: "\033[2m", CACHED: "\033[36m", MOVING: "\033[1;33m", SHARED: "\033[7m"}
+# Owners take these in turn; bright ones of the 256 colours that are told apart on black and on white.
+OWNER_COLOURS = tuple(f"\033[1;38;5;{number}m" for number in (33, 160, 34, 133, 172, 37, 197, 69, 106, 202, 99, 30))
+MAX_NAMED_OWNERS = 12
+GAP = "  "
+
+
+class BlockView:
+    """Draws one map after the other. A request keeps its letter and its colour as long as it holds blocks."""
+
+    def __init__(self, *, colour: bool) -> None:
+        self._colour = colour
+        self._places: dict[str, int] = {}  # by owner
+
+    def draw(self, block_map: BlockMap, num_columns: int, num_lines: int) -> str:
+        """Both pools and the legend, in so many columns. The pools share the lines by their sizes."""
+        self._place(block_map.owners)
+        pools = {"device blocks": block_map.device_blocks, "host blocks, counted after the +": block_map.host_blocks}
+        pools = {name: uses for name, uses in pools.items() if uses}
+        num_blocks = sum(map(len, pools.values()))
+        if not num_blocks:
+            return "no worker: there are no blocks"
+        num_blocks_per_cell = -(-num_blocks // (num_columns * max(1, num_lines - len(pools))))
+        lines = []
+        for name, uses in pools.items():
+            scale = f", a cell is {num_blocks_per_cell} blocks" if num_blocks_per_cell > 1 else ""
+            lines.append(f"{len(uses)} {name}{scale}")
+            cells = [_summary(uses[i : i + num_blocks_per_cell]) for i in range(0, len(uses), num_blocks_per_cell)]
+            for start in range(0, len(cells), num_columns):
+                lines.append(self._line(cells[start : start + num_columns], block_map.owners))
+        return "\n".join([*lines, *self._legend(block_map, num_columns)])
+
+    def _place(self, owners: Sequence[str]) -> None:
+        self._places = {owner: place for owner, place in self._places.items() if owner in set(owners)}
+        taken = set(self._places.values())
+        free = (place for place in range(len(owners) + len(taken)) if place not in taken)
+        for owner in owners:
+            if owner not in self._places:
+                self._places[owner] = next(free)
+
+    def _line(self, cells: Sequence[int], owners: Sequence[str]) -> str:
+        parts, last = [], None
+        for use in cells:
+            mark, colour = self._style(use, owners)
+            if self._colour and colour != last:
+                parts.append(PLAIN + colour)
+                last = colour
+            parts.append(mark)
+        return "".join(parts) + (PLAIN if self._colour else "")
+
+    def _style(self, use: int, owners: Sequence[str]) -> tuple[str, str]:
+        """The mark and the colour of a use."""
+        if use < HELD:
+            return MARKS[use], COLOURS[use]
+        place = self._places[owners[use - HELD]]
+        return ascii_letters[place % len(ascii_letters)], OWNER_COLOURS[place % len(OWNER_COLOURS)]
+
+    def _legend(self, block_map: BlockMap, num_columns: int) -> list[str]:
+        """How many blocks there are of each use: device blocks, and after a plus host blocks."""
+        device, host = Counter(block_map.device_blocks), Counter(block_map.host_blocks)
+        held = sorted((use for use in device | host if use >= HELD), key=lambda use: (-device[use] - host[use], use))
+        entries = [(use, NAMES[use]) for use in (FREE, CACHED, SHARED, MOVING)]
+        entries += [(use, block_map.owners[use - HELD]) for use in held[:MAX_NAMED_OWNERS]]
+        texts = []
+        for use, name in entries:
+            count = f"{device[use]}+{host[use]}" if block_map.host_blocks else f"{device[use]}"
+            texts.append(f"{self._line([use], block_map.owners)} {name} {count}")
+        if len(held) > MAX_NAMED_OWNERS:
+            texts.append(f"and {len(held) - MAX_NAMED_OWNERS} more requests")
+        return [GAP.join(texts[: len(NAMES)]), *_flow(texts[len(NAMES) :], num_columns)]
+
+
+def _flow(texts: Sequence[str], num_columns: int) -> list[str]:
+    """As many texts in a line as fit."""
+    lines: list[str] = []
+    width = 0
+    for text in texts:
+        num_visible = len(re.sub("\033[^m]*m", "", text))
+        if lines and width + len(GAP) + num_visible <= num_columns:
+            lines[-1] += GAP + text
+            width += len(GAP) + num_visible
+        else:
+            lines.append(text)
+            width = num_visible
+    return lines
+
+
+def _summary(uses: Sequence[int]) -> int:
+    """What a cell for several blocks shows: the most frequent use, of equally frequent ones the one that says most."""
+    if len(uses) == 1:
+        return uses[0]
+    counts = Counter(uses)
+    return max(counts, key=lambda use: (counts[use], use))

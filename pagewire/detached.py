@@ -1,0 +1,101 @@
+"""`pagewire submit`, `attach` and `result`: requests that outlive their client."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pagewire import complete, connection
+from pagewire.client import Client
+from pagewire.completion import Output, Result
+from pagewire.options import Parser
+
+
+def submit(arguments: Sequence[str]) -> int:
+    description = "Queue a request that runs without a connection, and print its id."
+    parser = Parser(prog="pagewire submit", description=description)
+    complete.add_request_flags(parser)
+    parsed = parser.parse_args(arguments)
+    request = complete.request_arguments(parser, parsed)
+    print(asyncio.run(_submit(connection.client(parser, parsed), request)), flush=True)
+    return 0
+
+
+def attach(arguments: Sequence[str]) -> int:
+    description = "Stream a submitted request. Ctrl-C leaves it running. A broken connection is made again."
+    parser = _parser("attach", description)
+    parser.add_argument(
+        "--from-token", type=int, default=0, metavar="INT", help="the first token of each sample to show (default: 0)"
+    )
+    parsed = parser.parse_args(arguments)
+    if parsed.from_token < 0:
+        parser.error(f"--from-token is {parsed.from_token}, but must be at least 0")
+    client = connection.client(parser, parsed)
+    asyncio.run(_attach(client, parsed.request_id, parsed.tenant, parsed.from_token))
+    return 0
+
+
+def result(arguments: Sequence[str]) -> int:
+    parser = _parser("result", "Show the state of a submitted request and all of its output so far.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parsed = parser.parse_args(arguments)
+    found = asyncio.run(_result(connection.client(parser, parsed), parsed.request_id, parsed.tenant))
+    if parsed.json:
+        print(json.dumps(describe(found)), flush=True)
+    else:
+        _print(found)
+    if found.error is not None:
+        raise found.error
+    return 0
+
+
+def describe(found: Result) -> dict[str, Any]:
+    """What `--json` prints."""
+    described = asdict(found) | {"outputs": [_describe_output(output) for output in found.outputs]}
+    if found.error is not None:
+        described["error"] = {"code": found.error.code.name, "message": str(found.error)}
+    return described
+
+
+def _describe_output(output: Output) -> dict[str, Any]:
+    return {name: value for name, value in asdict(output).items() if name not in ("request_id", "first_token")}
+
+
+def _parser(verb: str, description: str) -> Parser:
+    parser = Parser(prog=f"pagewire {verb}", description=description)
+    parser.add_argument("request_id", metavar="ID", help="what submit has printed")
+    parser.add_argument("--tenant", default="", help="whose request it is")
+    connection.add_flags(parser)
+    return parser
+
+
+async def _submit(client: Client, request: dict[str, Any]) -> str:
+    async with client:
+        return await client.submit(**request)
+
+
+async def _attach(client: Client, request_id: str, tenant: str, from_token: int) -> None:
+    async with client:
+        num_samples = len((await client.result(request_id, tenant=tenant)).outputs)
+        printer = complete.SamplePrinter(num_samples, sys.stdout)
+        stream = client.attach(request_id, tenant=tenant, from_token=from_token)
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
+                printer.add(output)
+
+
+async def _result(client: Client, request_id: str, tenant: str) -> Result:
+    async with client:
+        return await client.result(request_id, tenant=tenant)
+
+
+def _print(found: Result) -> None:
+    for output in found.outputs:
+        if len(found.outputs) > 1:
+            print(f"--- sample {output.index} ---")
+        print(output.text, flush=True)
+    num_tokens = sum(len(output.token_ids) for output in found.outputs)
+    print(f"{found.state}, {num_tokens} completion tokens", file=sys.stderr)
