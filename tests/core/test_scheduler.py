@@ -2,17 +2,27 @@
 
 import random
 from collections import deque
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
+from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import SamplingParams, StepResult, WorkerCapacity
-from scheduler_service.core.request import AdmissionError, AdmissionReason, EndReason, Request, TokenOutputs
+from scheduler_service.core.request import (
+    AdmissionError,
+    AdmissionReason,
+    BeamParams,
+    EarlyStopping,
+    EndReason,
+    Request,
+    TokenOutputs,
+)
 from scheduler_service.core.scheduler import ProtocolError, Scheduler
-from tests.core.simulated_worker import SimulatedWorker, reference
+from tests.core.simulated_worker import SimulatedWorker, candidates, digest_all, reference
 
 VOCAB = 97
 
@@ -94,6 +104,15 @@ class System:
             self.ended[end.sequence_id] = end
             assert end.num_output_tokens == len(self.tokens[end.sequence_id]) or end.reason is EndReason.STOP
 
+    def add_beams(
+        self, prompt, max_tokens=8, *, width=3, n=1, stop=(), penalty=1.0, early=EarlyStopping.HEURISTIC, **fields
+    ):
+        beam = BeamParams(width, penalty, early)
+        num_candidates = min(VOCAB, max(2, 1 + len(stop)) * width)
+        return self.add(
+            prompt, max_tokens, n=n, stop=stop, beam=beam, sampling={"num_candidates": num_candidates}, **fields
+        )
+
     def add(self, prompt, max_tokens=8, *, request_id=None, n=1, seed=0, stop=(), **fields):
         sampling = SamplingParams(stop_token_ids=tuple(stop), **fields.pop("sampling", {}))
         request = Request(
@@ -140,8 +159,7 @@ class System:
     def finish_move(self) -> None:
         """The oldest move that the worker holds back is done."""
         self.worker.finish_moves(1)
-        last_result = self.results[0].step - 1 if self.results else self.worker.last_step
-        self.scheduler.moved(min(self.worker.last_moved_step, last_result), self.now)
+        self.scheduler.moved(self.worker.last_moved_step, self.now)
 
     def run(self) -> None:
         """Until all requests have ended. L1: the first running sequence gets the first tokens of every plan and is
@@ -169,6 +187,8 @@ class System:
 
     def expected(self, sequence_id: int) -> list[int]:
         request, index = self.sequences[sequence_id]
+        if request.beam is not None:
+            return list(beam_reference(request)[index].token_ids)
         tokens = reference(
             request.prompt_token_ids, request.max_tokens, seed=request.seed, sample_index=index, vocab_size=VOCAB
         )
@@ -183,6 +203,28 @@ class System:
                 assert tokens == self.expected(sequence_id)
             else:
                 assert tokens == self.expected(sequence_id)[: len(tokens)]
+
+
+def beam_reference(request: Request) -> list[FinishedHypothesis]:
+    """What an undisturbed search finds."""
+    search = BeamSearch(
+        request.beam, frozenset(request.sampling.stop_token_ids), request.sampling.min_tokens, request.max_tokens
+    )
+    beams = [BeamState(0.0, ())]
+    while True:
+        entries = [
+            candidates(
+                digest_all((*request.prompt_token_ids, *beam.output_token_ids)), request.sampling.num_candidates, VOCAB
+            )
+            for beam in beams
+        ]
+        step = search.advance(beams, entries)
+        if step.is_done:
+            return search.best(request.n)
+        beams = [
+            BeamState(child.cumulative_logprob, (*beams[child.parent].output_token_ids, child.token_id))
+            for child in step.children
+        ]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -537,8 +579,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         caching=st.booleans(),
         poisoned=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 2, 6, 12]),
+        window=st.sampled_from([0, 0, 1, 3, 8]),
+        delays_moves=st.booleans(),
+        preemption=st.sampled_from(PreemptionMode),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, depth, caching, poisoned):
+    def start(self, num_blocks, block_size, max_num_seqs, budget, depth, caching, poisoned, **options):
         self.system = System(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -547,8 +593,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             depth=depth,
             enable_prefix_caching=caching,
             poisoned=[VOCAB - 1] if poisoned else [],
+            **options,
         )
         self.system.join()
+
+    @rule(
+        length=st.integers(1, 20),
+        shared=st.integers(0, 2),
+        max_tokens=st.integers(1, 10),
+        width=st.integers(1, 4),
+        n=st.integers(1, 4),
+        stop=st.booleans(),
+        early=st.sampled_from(EarlyStopping),
+    )
+    def add_beams(self, length, shared, max_tokens, width, n, stop, early):
+        stop_tokens = range(0, VOCAB, 20) if stop else ()
+        with suppress(AdmissionError):
+            self.system.add_beams(
+                prompt_of(length, shared), max_tokens, width=width, n=min(n, width), stop=stop_tokens, early=early
+            )
 
     @rule(
         length=st.integers(1, 30),
@@ -568,7 +631,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_most = num_blocks if n == 1 else num_shared + n * (num_blocks - num_shared)
         fits = length + max_tokens <= self.system.scheduler.max_sequence_tokens
         fits = fits and (not self.system.worker or num_most <= self.system.capacity.num_device_blocks)
-        with nullcontext() if fits else pytest.raises(AdmissionError, match="together|with n"):
+        with nullcontext() if fits else pytest.raises(AdmissionError, match=r"together|with n"):
             self.system.add(
                 prompt_of(length, shared),
                 max_tokens,
@@ -590,6 +653,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def complete(self):
         self.system.complete()
 
+    @precondition(lambda self: self.system.worker and self.system.worker.pending)
+    @rule()
+    def finish_move(self):
+        self.system.finish_move()
+
     @precondition(lambda self: self.system.scheduler.has_requests)
     @rule(data=st.data())
     def abort(self, data):
@@ -597,7 +665,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant, request_id = data.draw(st.sampled_from(live))
         self.system.take(self.system.scheduler.abort(tenant, request_id, 0.0))
 
-    @precondition(lambda self: self.system.scheduler.has_requests)
+    @precondition(lambda self: self.system.scheduler._sequences)
     @rule(data=st.data())
     def stop(self, data):
         sequence_id = data.draw(st.sampled_from(sorted(self.system.scheduler._sequences)))
@@ -616,7 +684,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def join(self, num_blocks):
         capacity = self.system.capacity
         self.system.capacity = capacity_of(
-            num_blocks, capacity.block_size, capacity.max_num_seqs, capacity.max_num_batched_tokens
+            num_blocks,
+            capacity.block_size,
+            capacity.max_num_seqs,
+            capacity.max_num_batched_tokens,
+            capacity.num_host_blocks,
+            capacity.sliding_window,
         )
         self.system.join()
 
@@ -631,7 +704,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.system.join()
             self.system.run()
             for sequence_id, tokens in self.system.tokens.items():
-                if self.system.ends[sequence_id] is EndReason.LENGTH:
+                is_beam = self.system.sequences[sequence_id][0].beam is not None
+                if self.system.ends[sequence_id] is EndReason.LENGTH or (is_beam and tokens):
                     assert tokens == self.system.expected(sequence_id)
                 else:
                     assert tokens == self.system.expected(sequence_id)[: len(tokens)]
@@ -639,5 +713,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
 )
