@@ -28,9 +28,7 @@ GOAL = 2.0
 
 def ours(client: Client, prompt: list[int], arguments: argparse.Namespace) -> list[int]:
     """The best hypothesis."""
-    sampling = SamplingParams(
-        temperature=None, beam_width=arguments.beam_width, max_tokens=arguments.output_len, ignore_eos=True
-    )
+    sampling = SamplingParams(beam_width=arguments.beam_width, max_tokens=arguments.output_len, ignore_eos=True)
     return list(client.complete(None, sampling, prompt_token_ids=prompt).outputs[0].token_ids)
 
 
