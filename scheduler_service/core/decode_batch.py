@@ -20,12 +20,20 @@ class DecodeColumns:
     sequence_ids: list[int]
     token_lists: list[list[int]]  # each sequence's own
     stop_sets: list[frozenset[int]]
+    any_stop: frozenset[int]  # in one of them
     has_logprobs: bool
 
     def take(self, kept: list[int]) -> "DecodeColumns":
         """Some of the rows."""
-        columns = (self.slots, self.sequences, self.sequence_ids, self.token_lists, self.stop_sets)
-        return DecodeColumns(*([column[i] for i in kept] for column in columns), self.has_logprobs)  # type: ignore
+        return DecodeColumns(
+            slots=[self.slots[i] for i in kept],
+            sequences=[self.sequences[i] for i in kept],
+            sequence_ids=[self.sequence_ids[i] for i in kept],
+            token_lists=[self.token_lists[i] for i in kept],
+            stop_sets=[self.stop_sets[i] for i in kept],
+            any_stop=self.any_stop,
+            has_logprobs=self.has_logprobs,
+        )
 
     def index_of(self, slot: int) -> int:
         """How many rows stand before this slot."""
@@ -72,12 +80,14 @@ class DecodeBatch:
         if self._columns is None:
             slots = sorted(self._rows)
             sequences = [self._rows[slot] for slot in slots]
+            stop_sets = [sequence.stop_token_ids for sequence in sequences]
             self._columns = DecodeColumns(
                 slots=slots,
                 sequences=sequences,
                 sequence_ids=[sequence.sequence_id for sequence in sequences],
                 token_lists=[sequence.token_ids for sequence in sequences],
-                stop_sets=[sequence.stop_token_ids for sequence in sequences],
+                stop_sets=stop_sets,
+                any_stop=frozenset().union(*set(stop_sets)),
                 has_logprobs=any(sequence.group.request.sampling.num_logprobs is not None for sequence in sequences),
             )
         return self._columns

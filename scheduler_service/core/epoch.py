@@ -135,6 +135,25 @@ class Epoch:
 
     # Plans
 
+    def has_ample_blocks(self, num_due: int, max_tokens: int) -> bool:
+        """Whether nobody who runs can lack a block in this plan, so that the order in which they get theirs, and who
+        would be preempted for whom, does not matter."""
+        cache = self.cache
+        num_blocks = num_due
+        for sequence in self.active:
+            num_tokens = min(sequence.num_uncomputed_tokens, max_tokens)
+            num_blocks += max(0, cache.num_missing_blocks(sequence, num_tokens)) + 1  # a beam's copy
+        return num_blocks <= cache.pool.num_free
+
+    def extend_decoding(self, due: list[Sequence], draft: PlanDraft) -> None:
+        """A block for each decoding row that needs one."""
+        for sequence in due:
+            self.cache.slide(sequence)
+            (block,) = self.cache.append(sequence, 1)
+            draft.appended_blocks.append((sequence.slot, block))
+            self.decoding.extended(sequence, draft.step)
+        draft.extended.extend(due)
+
     def give_blocks(self, rows: list[tuple[Sequence, int]], draft: PlanDraft) -> None:
         """The blocks that `num_missing_blocks` counted."""
         for sequence in self.tails_to_copy([sequence for sequence, num_tokens in rows if num_tokens]):

@@ -43,7 +43,7 @@ class PrefixIndex:
         self._node_of_host_block: list[Node | None] = [None] * (num_host_blocks + 1)
         self.num_cached_blocks = 0
         self.num_cached_host_blocks = 0
-        self.events: list[KvEvent] = []
+        self._changes: list[tuple[Node, Tier, bool]] = []  # what was stored (True) or removed, since take_events
 
     def is_cached(self, block: int) -> bool:
         return self._node_of_block[block] is not None
@@ -92,7 +92,7 @@ class PrefixIndex:
         if self._node_of_block[block] is not None:
             raise RuntimeError(f"block {block} is published already")
         if not node.blocks:
-            self.events.append(_stored(node, Tier.DEVICE))
+            self._changes.append((node, Tier.DEVICE, True))
         node.blocks.append(block)
         self._node_of_block[block] = node
         self.num_cached_blocks += 1
@@ -103,7 +103,7 @@ class PrefixIndex:
         node.host_block = host_block
         self._node_of_host_block[host_block] = node
         self.num_cached_host_blocks += 1
-        self.events.append(_stored(node, Tier.HOST))
+        self._changes.append((node, Tier.HOST, True))
 
     def forget(self, block: int) -> None:
         """`block` no longer holds what it was published for. Nothing happens if it was not published."""
@@ -114,7 +114,7 @@ class PrefixIndex:
         self.num_cached_blocks -= 1
         node.blocks.remove(block)
         if not node.blocks:
-            self.events.append(BlockRemoved(node.block_hash, Tier.DEVICE))
+            self._changes.append((node, Tier.DEVICE, False))
         self._prune(node)
 
     def forget_host(self, host_block: int) -> None:
@@ -125,7 +125,7 @@ class PrefixIndex:
         self._node_of_host_block[host_block] = None
         self.num_cached_host_blocks -= 1
         node.host_block = 0
-        self.events.append(BlockRemoved(node.block_hash, Tier.HOST))
+        self._changes.append((node, Tier.HOST, False))
         self._prune(node)
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
@@ -141,6 +141,14 @@ class PrefixIndex:
         for host_block in host_blocks:
             self.forget_host(host_block)
         return blocks, host_blocks
+
+    def take_events(self) -> list[KvEvent]:
+        """What can be matched now and could not at the last call, and the other way round, in order."""
+        changes, self._changes = self._changes, []
+        return [
+            _stored(node, tier) if is_stored else BlockRemoved(node.block_hash, tier)
+            for node, tier, is_stored in changes
+        ]
 
     def nodes(self) -> list[Node]:
         """Every node, parents before children, roots included."""

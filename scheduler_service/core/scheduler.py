@@ -258,7 +258,7 @@ class Scheduler:
             return outputs
         self._epoch = None
         dispatched = {group for dispatch in epoch.unacknowledged for group in dispatch.groups()}
-        self._events.extend(epoch.cache.index.events)
+        self._events.extend(epoch.cache.index.take_events())
         self._events.append(CacheCleared())
         self._num_moved_out += epoch.cache.moves.num_moved_out
         self._num_moved_in += epoch.cache.moves.num_moved_in
@@ -340,9 +340,7 @@ class Scheduler:
         """What changed in the cache since the last call."""
         events, self._events = self._events, []
         if self._epoch is not None:
-            index = self._epoch.cache.index
-            events.extend(index.events)
-            index.events = []
+            events.extend(self._epoch.cache.index.take_events())
         return events
 
     def kv_snapshot(self) -> list[BlockStored]:
@@ -576,6 +574,10 @@ class Scheduler:
         for sequence in due:
             if sequence.last_step == draft.step:
                 epoch.pause(sequence)
+        due = [sequence for sequence in due if sequence.is_decoding]
+        if epoch.has_ample_blocks(len(due), draft.max_tokens):
+            epoch.extend_decoding(due, draft)
+            due.clear()
         rows = {**epoch.active, **dict.fromkeys(due)}
         for _, sequences in groupby(sorted(rows, key=lambda row: row.order), key=lambda row: row.group.order):
             group_rows = list(sequences)
@@ -742,8 +744,9 @@ class Scheduler:
         self._num_generation_tokens += len(token_ids)
         outputs.sequence_ids.extend(columns.sequence_ids)
         outputs.token_ids.extend(token_ids)
-        stopped = [i for i, stops in enumerate(columns.stop_sets) if token_ids[i] in stops]
-        for i in stopped:
+        if columns.any_stop.isdisjoint(token_ids):
+            return
+        for i in [i for i, stops in enumerate(columns.stop_sets) if token_ids[i] in stops]:
             sequence = columns.sequences[i]
             if sequence.num_output_tokens > sequence.group.request.sampling.min_tokens:
                 self._end(sequence, EndReason.STOP, outputs, stop_token_id=token_ids[i])
