@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 DECODER = {
     "vocab_size": 151,
@@ -21,6 +21,7 @@ DECODER = {
 # Under transformers' own names; no end token, so that greedy continuations have the length asked for.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": DECODER,
+    "mistral": {**DECODER, "sliding_window": 20},
     "qwen2": DECODER,
     "qwen3": DECODER,
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},

@@ -51,19 +51,31 @@ class Rows:
     def random_qkv(self, num_tokens):
         return [torch.randn(num_tokens, *shape, generator=self.generator).to(self.dtype) for shape in self.shapes]
 
+    def poison_before(self, window):
+        """What no query of any row reads: NaN, and blocks that lie wholly before the window are another's by now."""
+        batch, block_size = self.batch, self.kv_cache[0][0].shape[1]
+        for row, table in enumerate(batch.block_tables):
+            num_queries = batch.query_start_loc[row + 1] - batch.query_start_loc[row]
+            first = max(0, batch.seq_lens[row] - num_queries - window + 1)
+            for keys, values in self.kv_cache:
+                for position in range(first):
+                    place = table[position // block_size], position % block_size
+                    keys[place] = values[place] = float("nan")
+            table[: first // block_size] = len(self.kv_cache[0][0]) - 1  # a block that was never written
 
-def check(rows, tolerance=2e-6):
+
+def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS):
     """Attends in every layer and compares output and cache with the reference."""
     expected_cache = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
     batch = rows.batch
-    attend = create_backend("auto", torch.device("cpu")).prepare(batch, rows.kv_cache)
+    attend = create_backend("auto", torch.device("cpu"), windows).prepare(batch, rows.kv_cache)
     for layer, (key_cache, value_cache) in enumerate(expected_cache):
         query, key, value = rows.random_qkv(batch.query_start_loc[-1])
         actual = attend(layer, query, key, value)
         reference.reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping)
         expected = reference.paged_attention(
             query, key_cache, value_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
-            query.shape[-1] ** -0.5,
+            query.shape[-1] ** -0.5, windows[layer],
         )  # fmt: skip
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
@@ -101,6 +113,33 @@ def test_equals_reference_on_random_batches(seed):
 def test_every_length_around_the_block_edges(block_size, num_queries):
     lengths = [(context, num_queries) for context in range(2 * block_size + 2)]
     check(Rows(random.Random(0), lengths, block_size=block_size, num_heads=4, num_kv_heads=2, head_dim=32))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_windows_equal_reference_and_read_nothing_before(seed):
+    rng = random.Random(1000 + seed)
+    block_size = rng.choice([2, 8, 16])
+    window = rng.choice([1, 2, block_size - 1, block_size, block_size + 1, 3 * block_size, rng.randint(1, 120)])
+    shape = {"block_size": block_size, "num_kv_heads": 2, "num_heads": 4, "head_dim": 32}
+    lengths = [random_lengths(rng, block_size) for _ in range(rng.randint(1, 8))]
+    print(f"seed {seed}: window {window}, {shape}, (context, queries): {lengths}")
+    rows = Rows(rng, lengths, **shape)
+    rows.poison_before(window)
+    check(rows, windows=(window, max(1, window // 2)))
+
+
+def test_layers_of_different_windows():
+    lengths = [(37, 600), (500, 257), (5, 3), (300, 1), (0, 300), (0, 9), (20, 1)]
+    rows = Rows(random.Random(8), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32)
+    check(rows, windows=(0, 100))
+
+
+@pytest.mark.parametrize("window", [1, 30, 256, 257, 700])
+def test_chunks_longer_than_the_window(window):
+    lengths = [(0, 600), (37, 600), (0, 256), (400, 300), (0, window), (window, window + 1), (window - 1, 1)]
+    rows = Rows(random.Random(9), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32)
+    rows.poison_before(window)
+    check(rows, windows=(window, window))
 
 
 def test_chunk_longer_than_what_attends_at_once():

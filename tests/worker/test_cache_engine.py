@@ -1,4 +1,6 @@
 import logging
+import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from worker_service.cache_engine import (
     gpu_cache_bytes,
     log_size,
 )
+from worker_service.session import ProtocolError
+from worker_service.step import StepPlan
 
 GIB = 1 << 30
 SHAPE = CacheShape(num_layers=3, block_size=4, num_kv_heads=2, head_dim=5, dtype=torch.bfloat16)
@@ -68,3 +72,138 @@ def test_cache_below_one_sequence_is_warned_of(caplog: pytest.LogCaptureFixture)
     assert "less than one sequence" not in caplog.text
     log_size(SHAPE, 10, max_model_len=41)
     assert "less than one sequence of max_model_len 41" in caplog.text
+
+
+# Moves and copies. Block i of the device holds i throughout, block i of the host 100 + i.
+
+
+def numbered_cache(num_device_blocks: int = 12, num_host_blocks: int = 6) -> CacheEngine:
+    cache = CacheEngine(SHAPE, num_device_blocks, torch.device("cpu"), num_host_blocks)
+    for block, content in enumerate(cache.storage):
+        content.fill_(block)
+    for block, content in enumerate(cache.host_storage):
+        content.fill_(100 + block)
+    return cache
+
+
+def contents(storage: torch.Tensor) -> list[int]:
+    """The number that each block holds throughout."""
+    flat = storage.flatten(1)
+    assert torch.equal(flat.amin(1), flat.amax(1))
+    return flat[:, 0].int().tolist()
+
+
+def carry_out(cache: CacheEngine, **columns: Any) -> None:
+    plan = StepPlan(1, 7, **columns)
+    cache.check(plan)
+    cache.move(plan)
+    cache.copy(plan)
+    assert cache.last_moved_step() == 7
+    assert not cache.is_moving
+
+
+def test_moves_go_both_ways() -> None:
+    cache = numbered_cache()
+    carry_out(
+        cache,
+        swap_out_device_blocks=(3, 4, 9),
+        swap_out_host_blocks=(1, 2, 6),
+        swap_in_host_blocks=(4, 5, 3),
+        swap_in_device_blocks=(10, 11, 1),
+    )
+    assert contents(cache.host_storage) == [100, 3, 4, 103, 104, 105, 9]
+    assert contents(cache.storage) == [0, 103, 2, 3, 4, 5, 6, 7, 8, 9, 104, 105, 12]
+
+
+def test_all_reads_of_moves_come_before_the_writes() -> None:
+    cache = numbered_cache()
+    carry_out(
+        cache,
+        swap_out_device_blocks=(5, 6, 7),
+        swap_out_host_blocks=(2, 3, 4),
+        swap_in_host_blocks=(3, 4, 2),
+        swap_in_device_blocks=(6, 5, 8),
+    )
+    assert contents(cache.host_storage) == [100, 101, 5, 6, 7, 105, 106]
+    assert contents(cache.storage) == [0, 1, 2, 3, 4, 104, 103, 7, 102, 9, 10, 11, 12]
+
+
+def test_all_reads_of_copies_come_before_the_writes() -> None:
+    cache = numbered_cache()
+    carry_out(cache, copy_source_blocks=(1, 2, 3, 3, 9), copy_target_blocks=(2, 3, 1, 8, 10))
+    assert contents(cache.storage) == [0, 3, 1, 2, 4, 5, 6, 7, 3, 9, 9, 11, 12]
+
+
+def test_copies_read_what_moves_brought() -> None:
+    cache = numbered_cache()
+    columns = {"swap_in_host_blocks": (4,), "swap_in_device_blocks": (6,)}
+    carry_out(cache, copy_source_blocks=(6,), copy_target_blocks=(7,), **columns)
+    assert contents(cache.storage)[5:8] == [5, 104, 104]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_moves_and_copies(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = numbered_cache(num_device_blocks=30, num_host_blocks=20)
+    for _ in range(20):
+        device, host = contents(cache.storage), contents(cache.host_storage)
+        num_out, num_in, num_copies = rng.randrange(8), rng.randrange(8), rng.randrange(8)
+        out_sources, out_targets = rng.choices(range(1, 31), k=num_out), rng.sample(range(1, 21), num_out)
+        in_sources, in_targets = rng.choices(range(1, 21), k=num_in), rng.sample(range(1, 31), num_in)
+        if rng.random() < 0.5:  # long pieces
+            out_sources = list(range(4, 4 + num_out))
+            out_targets = list(range(9, 9 + num_out))
+        copy_sources, copy_targets = rng.choices(range(1, 31), k=num_copies), rng.sample(range(1, 31), num_copies)
+        carry_out(
+            cache,
+            swap_out_device_blocks=tuple(out_sources),
+            swap_out_host_blocks=tuple(out_targets),
+            swap_in_host_blocks=tuple(in_sources),
+            swap_in_device_blocks=tuple(in_targets),
+            copy_source_blocks=tuple(copy_sources),
+            copy_target_blocks=tuple(copy_targets),
+        )
+        moved_out, moved_in = [device[block] for block in out_sources], [host[block] for block in in_sources]
+        for block, content in zip(out_targets, moved_out, strict=True):
+            host[block] = content
+        for block, content in zip(in_targets, moved_in, strict=True):
+            device[block] = content
+        copied = [device[block] for block in copy_sources]
+        for block, content in zip(copy_targets, copied, strict=True):
+            device[block] = content
+        assert (contents(cache.storage), contents(cache.host_storage)) == (device, host)
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        ({"swap_out_device_blocks": (1,)}, "swap_out names 1 blocks to read and 0 to write"),
+        ({"swap_out_host_blocks": (1,)}, "swap_out names 0 blocks to read and 1 to write"),
+        ({"swap_out_device_blocks": (0,), "swap_out_host_blocks": (1,)}, "swap_out reads blocks 0 to 0; .* 1 to 12"),
+        ({"swap_out_device_blocks": (13,), "swap_out_host_blocks": (1,)}, "swap_out reads blocks 13 to 13"),
+        ({"swap_out_device_blocks": (1, 1), "swap_out_host_blocks": (0, 7)}, "writes blocks 0 to 7; .* 1 to 6"),
+        ({"swap_out_device_blocks": (1, 2), "swap_out_host_blocks": (3, 3)}, "swap_out writes a block twice"),
+        ({"swap_in_host_blocks": (7,), "swap_in_device_blocks": (1,)}, "swap_in reads blocks 7 to 7; ids are 1 to 6"),
+        ({"swap_in_host_blocks": (1,), "swap_in_device_blocks": (2**32 - 1,)}, "swap_in writes blocks 4294967295"),
+        ({"swap_in_host_blocks": (1, 2), "swap_in_device_blocks": (4, 4)}, "swap_in writes a block twice"),
+        ({"swap_in_device_blocks": (4,)}, "swap_in names 0 blocks to read and 1 to write"),
+        ({"copy_source_blocks": (1, 2), "copy_target_blocks": (3,)}, "copy names 2 blocks to read and 1 to write"),
+        ({"copy_source_blocks": (1,), "copy_target_blocks": (0,)}, "copy writes blocks 0 to 0"),
+        ({"copy_source_blocks": (13,), "copy_target_blocks": (1,)}, "copy reads blocks 13 to 13"),
+        ({"copy_source_blocks": (1, 2), "copy_target_blocks": (4, 4)}, "copy writes a block twice"),
+    ],
+)  # fmt: skip
+def test_bad_moves_and_copies(columns: dict[str, Any], text: str) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        numbered_cache().check(StepPlan(1, 1, **columns))
+
+
+def test_moves_without_a_host_pool_are_refused() -> None:
+    cache = numbered_cache(num_host_blocks=0)
+    with pytest.raises(ProtocolError, match="swap_out writes blocks 1 to 1; there are none"):
+        cache.check(StepPlan(1, 1, swap_out_device_blocks=(1,), swap_out_host_blocks=(1,)))
+    assert cache.measure_bandwidth() == 0.0
+
+
+def test_bandwidth_is_measured() -> None:
+    assert 1e6 < numbered_cache().measure_bandwidth() < 1e13

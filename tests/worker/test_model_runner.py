@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.loader import largest_step, load_worker
 from worker_service.session import ProtocolError
-from worker_service.step import Logprobs, PromptLogprobs, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
+from worker_service.step import (
+    Candidates,
+    Logprobs,
+    PromptLogprobs,
+    RowOpening,
+    RowStatus,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB_SIZE = 151
 GREEDY = SamplingParams()
@@ -27,7 +37,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_checkpoint(root / family, family, seed=7) for family in FAMILIES}
 
 
-def load(path: Path, **options: int) -> LoadedWorker:
+def load(path: Path, **options: Any) -> LoadedWorker:
     return load_worker(WorkerConfig(model=str(path), device="cpu", **{"num_device_blocks": 200, **options}), "worker")
 
 
@@ -219,5 +229,237 @@ def test_block_zero_stays_zero(checkpoints: dict[str, Path]) -> None:
     assert not worker.runner._cache.storage[0].any()
 
 
-def opening(slot: int, tokens: Sequence[int], num_computed: int, blocks: tuple[int, ...]) -> RowOpening:
-    return RowOpening(slot, slot, tuple(tokens), len(tokens), num_computed, blocks, GREEDY, 0, 0)
+# Moves, copies, forks
+
+
+def sampled(worker: LoadedWorker, plan: StepPlan) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The tokens of a step and their log-probabilities, to be compared bit for bit."""
+    result = worker.runner.execute(plan)
+    assert result.last_moved_step == plan.step
+    assert result.statuses == ()
+    return result.token_ids, result.logprobs.chosen
+
+
+WATCHED = SamplingParams(temperature=0.8, num_logprobs=0)
+
+
+def run_on(worker: LoadedWorker, step: int, num_steps: int, **columns: Any) -> list[Any]:
+    """Steps of which the first one has columns."""
+    plans = [StepPlan(1, step, **columns), *(StepPlan(1, step + i) for i in range(1, num_steps))]
+    return [sampled(worker, plan) for plan in plans]
+
+
+def test_swapped_row_goes_on_bit_for_bit(checkpoints: dict[str, Path]) -> None:
+    prompt = random_prompts(21, [37])[0]
+    start = opening(0, prompt, 0, (3, 4, 9, 10), WATCHED, seed=5)
+    undisturbed = load(checkpoints["qwen3"])
+    expected = run_on(undisturbed, 1, 12, openings=(start,), work_slots=(0,), work_num_tokens=(37,))
+
+    worker = load(checkpoints["qwen3"], num_host_blocks=8)
+    storage = worker.runner._cache.storage
+    tokens = run_on(worker, 1, 5, openings=(start,), work_slots=(0,), work_num_tokens=(37,))
+    # It leaves in the plan that releases it; nothing is computed.
+    left = worker.runner.execute(StepPlan(1, 6, (0,), swap_out_device_blocks=(3, 4, 9), swap_out_host_blocks=(5, 6, 2)))
+    assert (left.token_ids, left.last_moved_step) == ((), 6)
+    other = opening(1, random_prompts(22, [60])[0], 0, (9, 4, 3, 10))
+    assert len(
+        worker.runner.execute(StepPlan(1, 7, openings=(other,), work_slots=(1,), work_num_tokens=(60,))).token_ids
+    )
+    storage[[3, 4, 9, 10, 20, 21, 15]] = float("nan")
+    worker.runner.execute(StepPlan(1, 8, (1,), swap_in_host_blocks=(5, 6, 2), swap_in_device_blocks=(20, 21, 15)))
+    known = [*prompt, *(token_ids[0] for token_ids, _ in tokens)]
+    back = opening(2, known, len(known) - 1, (20, 21, 15), WATCHED, seed=5, num_prompt_tokens=37)
+    tokens += run_on(worker, 9, 7, openings=(back,), work_slots=(2,), work_num_tokens=(1,))
+    assert tokens == expected
+
+
+def test_move_starts_after_what_was_computed_before(checkpoints: dict[str, Path]) -> None:
+    """A block is filled by one plan, moved out by the next and written by another row in that very plan."""
+    prompts = random_prompts(23, [16, 16])
+    worker = load(checkpoints["qwen2"], num_host_blocks=1)
+    first = (opening(0, [*prompts[0], 1], 0, (7, 8)),)
+    worker.runner.execute(StepPlan(1, 1, openings=first, work_slots=(0,), work_num_tokens=(16,)))
+    filled = worker.runner._cache.storage[7].clone()
+    columns = {"swap_out_device_blocks": (7,), "swap_out_host_blocks": (1,)}
+    openings = (opening(1, prompts[1], 0, (7,)),)
+    worker.runner.execute(StepPlan(1, 2, (0,), openings=openings, work_slots=(1,), work_num_tokens=(16,), **columns))
+    assert torch.equal(worker.runner._cache.host_storage[1], filled)
+    assert not torch.equal(worker.runner._cache.storage[7], filled)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [31, 32, 33, 40])
+def test_fork_goes_on_exactly_as_its_source(checkpoints: dict[str, Path], num_prompt_tokens: int) -> None:
+    prompt = random_prompts(24, [num_prompt_tokens])[0]
+    worker = load(checkpoints["llama"])
+    start = (opening(0, prompt, 0, (1, 2, 3, 4), WATCHED, seed=9),)
+    work = {"work_slots": (0,), "work_num_tokens": (num_prompt_tokens,)}
+    run_on(worker, 1, 4, openings=start, **work)
+    tail = (num_prompt_tokens + 3) // 16  # the block that both go on writing
+    fork = {"fork_source_slots": (0,), "fork_target_slots": (3,)}
+    copy = {"copy_source_blocks": (tail + 1,), "copy_target_blocks": (9,)}
+    own = {"set_block_slots": (3,), "set_block_indexes": (tail,), "set_block_ids": (9,)}
+    wake = {"work_slots": (3,), "work_num_tokens": (1,)}
+    appended = {"append_slots": (3,), "append_block_ids": (10,)}
+    for token_ids, logprobs in run_on(worker, 5, 6, **fork, **copy, **own, **appended, **wake):
+        assert token_ids[0] == token_ids[1]
+        assert logprobs[0] == logprobs[1]
+    assert (worker.runner.table.token_ids[0] == worker.runner.table.token_ids[3]).all()
+
+
+# Beams
+
+
+def test_beams_report_candidates_and_take_the_tokens_they_are_given(checkpoints: dict[str, Path]) -> None:
+    """Two beams of one prompt, forked by tail copies, follow tokens of their own beside a row that decodes."""
+    path = checkpoints["qwen3"]
+    worker = load(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompt, other = random_prompts(25, [20, 9])
+    beam = SamplingParams(num_candidates=6)
+    openings = (opening(0, prompt, 0, (1, 2), beam), opening(1, other, 0, (3, 4)))
+    result = worker.runner.execute(StepPlan(1, 1, openings=openings, work_slots=(0, 1), work_num_tokens=(20, 9)))
+    assert_candidates(model, [prompt], result.candidates, 6)
+    others = [*result.token_ids]
+    beams = [[*prompt, result.candidates.token_ids[0]], [*prompt, result.candidates.token_ids[1]]]
+    fork: dict[str, Any] = {
+        "copy_source_blocks": (2,),
+        "copy_target_blocks": (5,),
+        "fork_source_slots": (0,),
+        "fork_target_slots": (2,),
+        "set_block_slots": (2,),
+        "set_block_indexes": (1,),
+        "set_block_ids": (5,),
+    }
+    for step in range(2, 14, 2):
+        columns = {"append_token_slots": (0, 2), "append_token_ids": (beams[0][-1], beams[1][-1])}
+        work = {"work_slots": (0, 2), "work_num_tokens": (1, 1)}
+        result = worker.runner.execute(StepPlan(1, step, **fork, **columns, **work))
+        assert_candidates(model, beams, result.candidates, 6)
+        # At depth 2 a beam runs in every second plan only; the row beside it in all.
+        between = worker.runner.execute(StepPlan(1, step + 1))
+        assert between.candidates == Candidates()
+        others += [*result.token_ids, *between.token_ids]
+        beams = [[*beams[0], result.candidates.token_ids[1]], [*beams[1], result.candidates.token_ids[6]]]
+        fork = {}
+    assert others == reference_tokens(path, other, len(others))
+
+
+def assert_candidates(model: Any, beams: list[list[int]], candidates: Candidates, num: int) -> None:
+    with torch.no_grad():
+        logprobs = torch.stack([model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1) for tokens in beams])
+    best = logprobs.topk(num, dim=1)
+    assert list(candidates.token_ids) == best.indices.flatten().tolist()
+    assert list(candidates.logprobs) == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+
+
+def test_nan_logits_of_a_beam_have_no_candidates(checkpoints: dict[str, Path]) -> None:
+    worker = load(checkpoints["qwen2"])
+    prompts = random_prompts(26, [20, 20, 20])
+    beam = SamplingParams(num_candidates=3)
+    openings = tuple(opening(i, prompts[i], 0, (1 + 2 * i, 2 + 2 * i), (beam, GREEDY, beam)[i]) for i in range(3))
+    worker.runner.execute(StepPlan(1, 1, openings=openings, work_slots=(0, 1, 2), work_num_tokens=(20, 20, 20)))
+    worker.runner._cache.storage[1] = float("nan")
+    columns = {"append_token_slots": (0, 2), "append_token_ids": (1, 1)}
+    result = worker.runner.execute(StepPlan(1, 2, **columns, work_slots=(0, 2), work_num_tokens=(1, 1)))
+    assert result.statuses == (RowStatus.NAN_LOGITS, RowStatus.OK, RowStatus.OK)
+    assert (len(result.token_ids), len(result.candidates.token_ids)) == (1, 3)
+
+
+# Sliding windows
+
+
+@pytest.mark.parametrize(("block_size", "budget"), [(16, 2048), (8, 7), (4, 13)])
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mistral", {"sliding_window": 20}),
+        ("mistral", {"sliding_window": 2}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}),
+    ],
+)
+def test_blocks_out_of_the_window_are_never_read(
+    tmp_path: Path, family: str, overrides: dict[str, Any], block_size: int, budget: int
+) -> None:
+    """As soon as a block has fallen out of the window it holds NaN and belongs to somebody else."""
+    path = make_checkpoint(tmp_path, family, seed=27, **overrides)
+    worker = load(path, block_size=block_size)
+    window = worker.ready.sliding_window
+    assert window == overrides["sliding_window"]
+    prompts = random_prompts(27, [1, 5, 20, 45, 70])
+    rows = [Row(prompt, 40) for prompt in prompts]
+    table, storage = worker.runner.table, worker.runner._cache.storage
+    outputs: list[list[int]] = [[] for _ in rows]
+    num_poisoned = 0
+    for step in plan_steps(rows, block_size=block_size, max_num_batched_tokens=budget):
+        result = worker.runner.execute(step.plan)
+        assert result.statuses == ()
+        for slot, token_id in zip(step.sampling_slots, result.token_ids, strict=True):
+            outputs[slot].append(token_id)
+        for slot in table.occupied.nonzero()[0]:
+            first = table.limits.first_block(int(table.num_computed_tokens[slot]))
+            storage[table.block_tables[slot, :first]] = float("nan")
+            num_poisoned += first
+        storage[0] = 0
+    assert num_poisoned > 100
+    assert outputs == [reference_tokens(path, prompt, 40) for prompt in prompts]
+
+
+def test_row_with_holes_goes_on_as_if_it_had_never_left(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mistral", seed=28, sliding_window=20)
+    prompt = random_prompts(28, [60])[0]
+    expected = reference_tokens(path, prompt, 10)
+    worker = load(path, num_host_blocks=4, block_size=8)
+    start = (opening(0, prompt, 0, tuple(range(1, 9))),)
+    tokens = [*worker.runner.execute(StepPlan(1, 1, openings=start, work_slots=(0,), work_num_tokens=(60,))).token_ids]
+    # Position 60 is next: it reads back to position 41, in the block of index 5.
+    worker.runner.execute(StepPlan(1, 2, (0,), swap_out_device_blocks=(6, 7, 8), swap_out_host_blocks=(1, 2, 3)))
+    worker.runner._cache.storage[1:] = float("nan")
+    worker.runner.execute(StepPlan(1, 3, swap_in_host_blocks=(1, 2, 3), swap_in_device_blocks=(20, 30, 40)))
+    back = (opening(0, [*prompt, *tokens], 60, (0, 0, 0, 0, 0, 20, 30, 40, 50), num_prompt_tokens=60),)
+    tokens += worker.runner.execute(StepPlan(1, 4, openings=back, work_slots=(0,), work_num_tokens=(1,))).token_ids
+    for step in range(5, 13):
+        tokens += worker.runner.execute(StepPlan(1, step)).token_ids
+    assert tokens == expected
+    assert not worker.runner._cache.storage[0].any()
+
+
+# Host blocks
+
+
+def test_host_pool_is_sized_by_count_or_by_memory(checkpoints: dict[str, Path]) -> None:
+    block_bytes = load(checkpoints["qwen2"]).ready.block_bytes
+    assert load(checkpoints["qwen2"]).ready.num_host_blocks == 0
+    for options in ({"num_host_blocks": 9}, {"swap_space": str(10 * block_bytes + 3)}):
+        worker = load(checkpoints["qwen2"], **options)
+        assert worker.ready.num_host_blocks == 9
+        assert worker.ready.swap_bandwidth > 0
+        assert worker.runner.execute(StepPlan(1, 1)).last_moved_step == 1
+
+
+def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]) -> None:
+    worker = load(checkpoints["qwen2"], num_device_blocks=3, num_host_blocks=2)
+    cache = worker.runner._cache
+    before = [storage.clone() for storage in (cache.storage, cache.host_storage)]
+    swap_in = {"swap_in_host_blocks": (1,), "swap_in_device_blocks": (2,)}
+    bad_row = {"openings": (opening(0, [1, 2, 3], 0, (4,)),)}
+    bad_copy = {"copy_source_blocks": (1,), "copy_target_blocks": (4,)}
+    for columns in (bad_row, bad_copy):
+        with pytest.raises(ProtocolError):
+            worker.runner.execute(StepPlan(1, 1, **swap_in, **columns))
+        worker.runner.reset()
+    for storage, expected in zip((cache.storage, cache.host_storage), before, strict=True):
+        assert torch.equal(storage.view(torch.int32), expected.view(torch.int32))
+
+
+def opening(
+    slot: int,
+    tokens: Sequence[int],
+    num_computed: int,
+    blocks: tuple[int, ...],
+    sampling: SamplingParams = GREEDY,
+    *,
+    seed: int = 0,
+    num_prompt_tokens: int | None = None,
+) -> RowOpening:
+    num_prompt_tokens = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+    return RowOpening(slot, slot, tuple(tokens), num_prompt_tokens, num_computed, blocks, sampling, seed, 0)

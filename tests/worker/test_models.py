@@ -26,6 +26,7 @@ EQUAL = {"num_key_value_heads": 4}
 WIDE = {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 80}
 ODD = {"head_dim": 40}  # not hidden_size / num_attention_heads
 TIED = {"tie_word_embeddings": True}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 12}
 
 
 def rope(rope_type, theta=10_000.0, **parameters):
@@ -45,7 +46,13 @@ YARN_SCALES = rope("yarn", factor=4.0, original_max_position_embeddings=64, msca
 
 VARIANTS = [
     *[("llama", kw) for kw in ({}, TIED, BIASES, SEVEN, EQUAL, WIDE, ODD, LINEAR, LLAMA3, YARN, YARN_SCALES)],
+    *[("mistral", {"sliding_window": window}) for window in (None, 1, 7, 8, 33, 63, 64, 4096)],
+    ("mistral", {"sliding_window": 10, **SEVEN, **TIED}),
     *[("qwen2", kw) for kw in ({}, TIED, SEVEN, EQUAL, WIDE, YARN)],
+    *[("qwen2", {**WINDOWED, "max_window_layers": num}) for num in (0, 1, 2)],
+    ("qwen2", {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("qwen2", {**WINDOWED, "sliding_window": None}),
+    ("qwen3", {**WINDOWED, "max_window_layers": 1}),
     *[("qwen3", kw) for kw in ({}, TIED, {"attention_bias": True}, SEVEN, EQUAL, WIDE, ODD, YARN_BETAS)],
     ("gpt2", {}),
     ("gpt2", {"tie_word_embeddings": False}),
@@ -67,7 +74,7 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8):
         positions = torch.arange(end, end + num_tokens)
         end += num_tokens
         slots = block_table[0, positions // block_size] * block_size + positions % block_size
-        attend = create_backend("auto", CPU).prepare(
+        attend = create_backend("auto", CPU, config.windows).prepare(
             AttentionBatch([0, num_tokens], [end], block_table, slots), kv_cache
         )
         logits.append(model.compute_logits(model.forward(token_ids[positions], positions, attend)))
@@ -191,6 +198,31 @@ def test_both_spellings_of_config_mean_the_same(tmp_path, overrides):
         assert parse_config(spelled_4) == ModelConfig.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "fields", "windows", "widest"),
+    [
+        ("llama", {}, (0, 0), 0),
+        ("mistral", {}, (20, 20), 20),
+        ("mistral", {"sliding_window": None}, (0, 0), 0),
+        ("qwen2", WINDOWED | {"max_window_layers": 0, "layer_types": None}, (12, 12), 12),
+        ("qwen2", WINDOWED | {"max_window_layers": 1, "layer_types": None}, (0, 12), 0),
+        ("qwen2", WINDOWED | {"max_window_layers": 28, "layer_types": None}, (0, 0), 0),
+        ("qwen2", WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]}, (12, 0), 0),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 12}, (0, 0), 0),
+    ],
+)
+def test_windows_of_the_layers(tmp_path, family, fields, windows, widest):
+    edit_config(make_checkpoint(tmp_path, family, seed=20), **fields)
+    config = ModelConfig.load(tmp_path)
+    assert (config.windows, config.sliding_window) == (windows, widest)
+
+
+def test_mistral_without_a_window_in_its_config_has_the_published_one(tmp_path):
+    config = read_config(make_checkpoint(tmp_path, "mistral", seed=21))
+    del config["sliding_window"]
+    assert parse_config(config).windows == (4096, 4096)
+
+
 def test_positions_served(tmp_path):
     """Linear and yarn scaling stretch the positions, llama3 was published with them stretched."""
     config = read_config(make_checkpoint(tmp_path, "llama", seed=18))
@@ -213,6 +245,12 @@ def test_positions_served(tmp_path):
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is gptq, but must be unset"),
         ("llama", {"use_sliding_window": True}, r"use_sliding_window is True, but must be false for LlamaForCausalLM"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types is sliding_attention"),
+        ("qwen3", {"layer_types": ["full_attention"]}, r"layer_types is a list of 1, but must be as long as .*, 2"),
+        ("qwen2", {**WINDOWED, "layer_types": ["chunked_attention", ""]}, r"chunked_attention, .* or sliding_att"),
+        ("qwen2", {**WINDOWED, "layer_types": None, "max_window_layers": -1}, r"max_window_layers is -1"),
+        ("qwen2", {**WINDOWED, "sliding_window": 0}, r"sliding_window is 0, but must be a whole number"),
+        ("mistral", {"sliding_window": "wide"}, r"sliding_window is wide, but must be a whole number from 1"),
+        ("mistral", {"layer_types": ["sliding_attention"] * 2}, r"layer_types is .*, but must be unset"),
         ("llama", rope("longrope", factor=2.0), r"rope_type is longrope, but must be one of default, linear"),
         ("llama", rope("linear"), r"factor is None, but must be a number above 0"),
         ("llama", rope("default", partial_rotary_factor=0.5), r"partial_rotary_factor"),

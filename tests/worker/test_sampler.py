@@ -211,3 +211,62 @@ def test_special_rows_leave_the_others_alone() -> None:
     plain = draw(logits).token_ids
     mixed = draw(logits, row(2, SamplingParams(temperature=5.0, repetition_penalty=1.2), seed=3)).token_ids
     assert mixed[:2] + mixed[3:] == plain[:2] + plain[3:]
+
+
+# Beams
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_candidates_are_the_most_likely_tokens_by_the_adjusted_logits(seed: int) -> None:
+    rng = random.Random(200 + seed)
+    logits = random_logits(seed, 8)
+    rows = [random_row(index, rng) for index in range(8)]
+    nums = [rng.choice([None, 1, 2, 8, VOCAB_SIZE, 1000]) for _ in rows]
+    rows = [
+        replace(special, sampling=replace(special.sampling, num_candidates=num))
+        for special, num in zip(rows, nums, strict=True)
+    ]
+    samples = draw(logits, *rows)
+    others = [special for special in rows if special.sampling.num_candidates is None]
+    expected_ids: list[int] = []
+    expected_logprobs: list[float] = []
+    for special in rows:
+        if special.sampling.num_candidates is not None:
+            logprobs = adjusted_by_hand(logits[special.index], special).log_softmax(0)
+            best = logprobs.topk(min(special.sampling.num_candidates, VOCAB_SIZE))
+            # Suppressed tokens are equally impossible: their order means nothing.
+            possible = best.values.isfinite()
+            count = int(possible.sum())
+            expected_ids += best.indices[possible].tolist() + [-1] * (len(possible) - count)
+            expected_logprobs += best.values.tolist()
+    told = zip(samples.candidates.token_ids, samples.candidates.logprobs, strict=True)
+    assert [-1 if math.isinf(value) else token_id for token_id, value in told] == expected_ids
+    assert list(samples.candidates.logprobs) == pytest.approx(expected_logprobs, abs=1e-4)
+    # Nothing of a beam is among what the others get.
+    alone = draw(logits, *others)
+    assert samples.logprobs == alone.logprobs
+    assert [samples.token_ids[special.index] for special in others] == [
+        alone.token_ids[special.index] for special in others
+    ]
+
+
+def test_candidates_equal_plain_log_softmax() -> None:
+    logits = random_logits(8, 3, vocab_size=4000)
+    beams = [row(index, SamplingParams(num_candidates=8)) for index in (0, 2)]
+    best = logits[[0, 2]].log_softmax(1).topk(8, dim=1)
+    candidates = draw(logits, *beams).candidates
+    assert list(candidates.token_ids) == best.indices.flatten().tolist()
+    assert list(candidates.logprobs) == best.values.flatten().tolist()
+
+
+def test_beam_without_log_probabilities_fails_alone() -> None:
+    logits = random_logits(9, 5)
+    logits[1, 3] = math.nan
+    logits[2, 3] = math.inf
+    logits[4, 3] = math.inf
+    beams = [row(index, SamplingParams(num_candidates=2)) for index in range(4)]
+    samples = draw(logits, *beams)
+    assert samples.is_nan == [False, True, True, False, False]
+    assert samples.token_ids[4] == 3  # an infinite logit is the highest, where no log-probability is asked for
+    expected = logits[[0, 3]].log_softmax(1).topk(2, dim=1).indices.flatten().tolist()
+    assert list(samples.candidates.token_ids) == expected

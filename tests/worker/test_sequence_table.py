@@ -1,7 +1,7 @@
 """The table: working-set semantics, and that no plan, however bad, gets past it."""
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,14 @@ def apply(table: SequenceTable, **phases: Any) -> WorkingRows:
 def step(table: SequenceTable, token_id: int = 7, **phases: Any) -> list[tuple[int, int, int, bool]]:
     """Apply and advance; (slot, start, num_new_tokens, samples) of each working row."""
     rows = apply(table, **phases)
-    table.advance(rows, np.full(rows.samples.sum(), token_id))
+    table.advance(rows, np.full(num_choosing(table, rows), token_id))
     columns = (rows.slots, rows.starts, rows.num_new_tokens, rows.samples)
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def num_choosing(table: SequenceTable, rows: WorkingRows) -> int:
+    """Sampling rows that choose a token."""
+    return int((~table.is_beam[rows.slots[rows.samples]]).sum())
 
 
 def test_working_set_persists_and_is_patched() -> None:
@@ -84,6 +89,113 @@ def test_row_may_fill_the_model_length_but_not_go_beyond() -> None:
         apply(table)
 
 
+def row_of(table: SequenceTable, slot: int) -> dict[str, Any]:
+    """Everything that a row is, but its work."""
+    return {
+        "token_ids": table.token_ids[slot, : table.num_tokens[slot]].tolist(),
+        "blocks": table.block_tables[slot].tolist(),
+        "counts": (table.num_prompt_tokens[slot], table.num_computed_tokens[slot], table.num_blocks[slot]),
+        "occupied": table.occupied[slot],
+        "sampling": (
+            table.sampling[slot],
+            table.is_special[slot],
+            table.is_beam[slot],
+            table.num_prompt_logprobs[slot],
+        ),
+        "noise": (table.seeds[slot], table.sample_indexes[slot]),
+    }
+
+
+def test_fork_copies_a_row_and_pauses_the_copy() -> None:
+    table = SequenceTable(LIMITS)
+    sampling = SamplingParams(temperature=0.5, num_prompt_logprobs=2)
+    openings = (opening(1, sampling=sampling, seed=2**64 - 1, sample_index=3), opening(3, block_ids=(4, 5, 6, 7, 8)))
+    step(table, openings=openings, work_slots=(1, 3), work_num_tokens=(6, 2))
+    expected = row_of(table, 1)
+    # A vacant and an occupied target; the working set of the source goes on.
+    assert step(table, fork_source_slots=(1, 1), fork_target_slots=(0, 3)) == [(1, 6, 1, True)]
+    assert row_of(table, 0) == row_of(table, 3) == expected
+    assert step(table, work_slots=(0, 1), work_num_tokens=(1, 0)) == [(0, 6, 1, True)]
+
+
+def test_forks_read_every_source_before_a_target_is_written() -> None:
+    table = SequenceTable(LIMITS)
+    openings = (opening(0), opening(2, token_ids=(9,) * 11, num_prompt_tokens=11, block_ids=(7, 8, 9), seed=5))
+    apply(table, openings=openings, work_slots=(0,), work_num_tokens=(3,))
+    first, second = row_of(table, 0), row_of(table, 2)
+    # They change places; slot 1 gets what slot 0 was.
+    assert step(table, fork_source_slots=(0, 2, 0), fork_target_slots=(2, 0, 1)) == []
+    assert (row_of(table, 0), row_of(table, 1), row_of(table, 2)) == (second, first, first)
+
+
+def test_fork_copies_a_row_that_opens_in_the_same_plan() -> None:
+    table = SequenceTable(LIMITS)
+    apply(table, openings=(opening(2),), fork_source_slots=(2,), fork_target_slots=(0,))
+    assert row_of(table, 0) == row_of(table, 2)
+
+
+def test_blocks_are_set_and_tokens_appended_after_forks() -> None:
+    table = SequenceTable(LIMITS)
+    beam = opening(0, sampling=SamplingParams(num_candidates=4))
+    assert step(table, openings=(beam,), work_slots=(0,), work_num_tokens=(6,)) == [(0, 0, 6, True)]
+    assert table.num_tokens[0] == 6
+    assert step(table) == []  # a row of a beam pauses until it is told its token
+    step(
+        table,
+        fork_source_slots=(0,),
+        fork_target_slots=(3,),
+        append_slots=(3, 0, 3),
+        append_block_ids=(4, 5, 6),
+        set_block_slots=(3, 3),
+        set_block_indexes=(1, 4),
+        set_block_ids=(9, 10),
+        append_token_slots=(3, 0),
+        append_token_ids=(40, 41),
+    )
+    assert table.block_tables[[0, 3]].tolist() == [[1, 2, 3, 5, 0], [1, 9, 3, 4, 10]]
+    assert table.token_ids[[0, 3], :7].tolist() == [[1, 2, 3, 4, 5, 6, 41], [1, 2, 3, 4, 5, 6, 40]]
+    assert step(table, work_slots=(0, 3), work_num_tokens=(1, 1)) == [(0, 6, 1, True), (3, 6, 1, True)]
+    assert step(table) == []
+
+
+def test_beams_and_others_sample_side_by_side() -> None:
+    table = SequenceTable(LIMITS)
+    openings = (opening(0), opening(1, block_ids=(4, 5), sampling=SamplingParams(num_candidates=1)))
+    slots = {"openings": openings, "work_slots": (0, 1), "work_num_tokens": (6, 6)}
+    assert step(table, **slots) == [(0, 0, 6, True), (1, 0, 6, True)]
+    assert (table.num_tokens[:2].tolist(), table.work[:2].tolist()) == ([7, 6], [1, 0])
+
+
+WINDOWED = replace(LIMITS, sliding_window=5)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "block_ids", "is_good"),
+    [
+        # With a window of 5 the row goes back 4 positions before the first that it computes.
+        (12, (0, 0, 3, 4), True),
+        (12, (0, 0, 0, 4), False),
+        (11, (0, 0, 3, 4), False),
+        (11, (0, 2, 3, 4), True),
+        (3, (0, 2, 3, 4), False),
+        (12, (0, 11, 3, 4), False),
+    ],
+)
+def test_blocks_out_of_the_window_may_be_holes(num_computed: int, block_ids: tuple[int, ...], is_good: bool) -> None:
+    row = opening(0, token_ids=(1,) * 15, num_prompt_tokens=15, num_computed_tokens=num_computed, block_ids=block_ids)
+    table = SequenceTable(WINDOWED)
+    if is_good:
+        apply(table, openings=(row,))
+        return
+    with pytest.raises(ProtocolError, match="slot 0 gets block"):
+        apply(table, openings=(row,))
+
+
+def test_there_are_no_holes_without_a_window() -> None:
+    with pytest.raises(ProtocolError, match="slot 0 gets block 0; ids are 1 to 10"):
+        apply(SequenceTable(LIMITS), openings=(opening(num_computed_tokens=5, block_ids=(0, 2)),))
+
+
 @pytest.mark.parametrize(
     ("phases", "text"),
     [
@@ -107,6 +219,32 @@ def test_row_may_fill_the_model_length_but_not_go_beyond() -> None:
         ({"openings": (opening(1, sampling=SamplingParams(repetition_penalty=0.0)),)}, "repetition_penalty"),
         ({"openings": (opening(1, sampling=SamplingParams(logit_bias_token_ids=(50,))),)}, "logit_bias_token_ids"),
         ({"openings": (opening(1, sampling=SamplingParams(logit_bias_token_ids=(1,))),)}, "0 biases for 1 tokens"),
+        ({"openings": (opening(1, sampling=SamplingParams(num_candidates=0)),)}, "num_candidates 0"),
+        ({"fork_source_slots": (0,)}, "forks: the columns have 1, 0 entries"),
+        ({"fork_target_slots": (1,)}, "forks: the columns have 0, 1 entries"),
+        ({"fork_source_slots": (1,), "fork_target_slots": (2,)}, "slot 1 is vacant"),
+        ({"fork_source_slots": (4,), "fork_target_slots": (2,)}, "slot 4 is out of range"),
+        ({"fork_source_slots": (0,), "fork_target_slots": (2**32 - 1,)}, "slot 4294967295 is out of range"),
+        ({"fork_source_slots": (0, 0), "fork_target_slots": (1, 1)}, "two forks have the same target"),
+        ({"set_block_slots": (0,), "set_block_indexes": (0,)}, "set blocks: the columns have 1, 1, 0 entries"),
+        ({"set_block_ids": (1,)}, "set blocks: the columns have 0, 0, 1 entries"),
+        ({"set_block_slots": (1,), "set_block_indexes": (0,), "set_block_ids": (1,)}, "slot 1 is vacant"),
+        ({"set_block_slots": (0,), "set_block_indexes": (3,), "set_block_ids": (1,)}, "gets block 3 set; it has 3"),
+        ({"set_block_slots": (0,), "set_block_indexes": (2**32 - 1,), "set_block_ids": (1,)}, "it has 3"),
+        ({"set_block_slots": (0,), "set_block_indexes": (0,), "set_block_ids": (0,)}, "gets block 0"),
+        ({"set_block_slots": (0,), "set_block_indexes": (0,), "set_block_ids": (11,)}, "gets block 11"),
+        ({"append_token_slots": (0,)}, "appended tokens: the columns have 1, 0 entries"),
+        ({"append_token_slots": (1,), "append_token_ids": (1,)}, "slot 1 is vacant"),
+        ({"append_token_slots": (0,), "append_token_ids": (50,)}, "slot 0 gets token 50; ids are below 50"),
+        ({"append_token_slots": (0, 0), "append_token_ids": (1, 1)}, "two tokens are appended to the same slot"),
+        (
+            {
+                "openings": (opening(1, token_ids=(1,) * 20, num_prompt_tokens=20),),
+                "append_token_slots": (1,),
+                "append_token_ids": (1,),
+            },
+            "slot 1 gets a token and has 20",
+        ),
         ({"append_slots": (0,)}, "appended blocks: the columns have 1, 0 entries"),
         ({"append_slots": (1,), "append_block_ids": (1,)}, "slot 1 is vacant"),
         ({"append_slots": (0,), "append_block_ids": (0,)}, "gets block 0"),
@@ -152,17 +290,39 @@ def test_mutated_plans_never_get_out_of_range() -> None:
         table = SequenceTable(LIMITS)
         rows = [Row([rng.randrange(50) for _ in range(rng.randrange(1, 8))], rng.randrange(1, 5)) for _ in range(3)]
         for planned in plan_steps(rows, block_size=4, max_num_batched_tokens=9):
-            plan = mutate(planned.plan, rng) if rng.random() < 0.3 else planned.plan
+            plan = with_forks(planned.plan, rng)
+            plan = mutate(plan, rng) if rng.random() < 0.3 else plan
             try:
                 working = table.apply(plan)
             except ProtocolError:
                 num_refused += 1
                 break
             check_in_range(table, working)
-            table.advance(working, np.zeros(working.samples.sum(), np.int64))
+            table.advance(working, np.zeros(num_choosing(table, working), np.int64))
             num_applied += 1
     assert num_refused > 1000
     assert num_applied > 2000
+
+
+def with_forks(plan: StepPlan, rng: random.Random) -> StepPlan:
+    """Rows forked into slot 3, which nobody else uses, with a block and a token of their own."""
+    if rng.random() < 0.5:
+        return plan
+    return replace(
+        plan,
+        fork_source_slots=(rng.choice([0, 1, 2, 3]) if plan.step > 1 else 0,),
+        fork_target_slots=(3,),
+        set_block_slots=(3,),
+        set_block_indexes=(0,),
+        set_block_ids=(rng.randrange(1, 11),),
+        append_token_slots=(3,),
+        append_token_ids=(rng.randrange(50),),
+        work_slots=(*plan.work_slots, 3),
+        work_num_tokens=(*plan.work_num_tokens, rng.choice([0, 1])),
+    )
+
+
+COLUMNS = [field.name for field in fields(StepPlan) if field.name not in ("epoch", "step", "openings")]
 
 
 def mutate(plan: StepPlan, rng: random.Random) -> StepPlan:
@@ -175,7 +335,7 @@ def mutate(plan: StepPlan, rng: random.Random) -> StepPlan:
         value = getattr(old, name)
         new = replace(old, **{name: changed(value, rng, edges) if isinstance(value, tuple) else rng.choice(edges)})
         return replace(plan, openings=(*plan.openings[:target], new, *plan.openings[target + 1 :]))
-    name = rng.choice(["released_slots", "append_slots", "append_block_ids", "work_slots", "work_num_tokens"])
+    name = rng.choice([name for name in COLUMNS if not name.startswith(("swap", "copy"))])
     return replace(plan, **{name: changed(getattr(plan, name), rng, edges)})
 
 
