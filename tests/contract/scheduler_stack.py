@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -132,3 +134,21 @@ def request(prompt: list[int] | str, **sampling: object) -> scheduler_pb2.Genera
     else:
         message.token_ids.ids.extend(prompt)
     return message
+
+
+async def status_of(stack: Stack, message: scheduler_pb2.GenerateRequest, **call: float) -> grpc.aio.AioRpcError | None:
+    try:
+        await stack.generate(message, **call)
+    except grpc.aio.AioRpcError as error:
+        return error
+    return None
+
+
+def details(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.BadRequest, error_details_pb2.RetryInfo]:
+    metadata = dict(error.trailing_metadata())
+    bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    status = rpc_status.status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+    assert status.message == error.details()
+    for detail in status.details:
+        detail.Unpack(bad_request) or detail.Unpack(retry_info)
+    return bad_request, retry_info

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from tests.contract.scheduler_stack import VOCAB_SIZE, Stack, expected_tokens, request, serve
+from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 
 PROMPT = [5, 6, 7, 8, 9]
 UINT32_MAX, UINT64_MAX, INT32_MAX = 2**32 - 1, 2**64 - 1, 2**31 - 1
@@ -46,24 +44,6 @@ BOUNDARIES: dict[str, tuple[list, list]] = {
     "early_stopping": ([0, 1, 2, 3], [4, INT32_MAX]),
 }
 BEAM_FIELDS = ("length_penalty", "early_stopping")  # that mean nothing without beam_width
-
-
-async def status_of(stack: Stack, message: scheduler_pb2.GenerateRequest, **call: float) -> grpc.aio.AioRpcError | None:
-    try:
-        await stack.generate(message, **call)
-    except grpc.aio.AioRpcError as error:
-        return error
-    return None
-
-
-def details(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.BadRequest, error_details_pb2.RetryInfo]:
-    metadata = dict(error.trailing_metadata())
-    bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-    status = rpc_status.status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
-    assert status.message == error.details()
-    for detail in status.details:
-        detail.Unpack(bad_request) or detail.Unpack(retry_info)
-    return bad_request, retry_info
 
 
 def test_every_sampling_field_has_boundaries() -> None:

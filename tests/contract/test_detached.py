@@ -1,0 +1,417 @@
+"""Detached requests: submitted, left alone, read from anywhere and again, kept for a while."""
+
+import asyncio
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.core.request import EndReason, SequenceEnd
+from scheduler_service.rpc.history import History, HistoryReader
+from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.stream import Delta
+from scheduler_service.tokenizer import Tokenizer as ServedTokenizer
+from tests.contract.scheduler_stack import (
+    VOCAB_SIZE,
+    Result,
+    Stack,
+    details,
+    expected_tokens,
+    request,
+    serve,
+    status_of,
+)
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+
+
+async def submit(stack: Stack, prompt: list[int] | str, *, name: str = "", tenant: str = "", **sampling: object) -> str:
+    message = request(prompt, **sampling)
+    message.tenant = tenant
+    if name:
+        message.request_id = name
+    return (await stack.stub.Submit(pb.SubmitRequest(request=message))).request_id
+
+
+class Attached:
+    """What an attachment brought of one request: each sample from its first token on, once and in order."""
+
+    def __init__(self, first_tokens: list[int]) -> None:
+        self.first_tokens = first_tokens
+        self.token_ids: list[list[int]] = [[] for _ in first_tokens]
+        self.texts = [""] * len(first_tokens)
+        self.last: dict[int, pb.GenerateResponse] = {}
+        self.prompt_logprobs: list[int] = []
+
+    def add(self, response: pb.GenerateResponse) -> None:
+        index = response.index
+        assert index not in self.last, "a delta after the last"
+        if response.prompt_logprobs:
+            assert (index, list(response.token_ids), response.text) == (0, [], "")
+            self.prompt_logprobs += (entry.token_id for entry in response.prompt_logprobs)
+            return
+        assert response.first_token == self.first_tokens[index] + len(self.token_ids[index])
+        self.token_ids[index] += response.token_ids
+        self.texts[index] += response.text
+        if response.HasField("usage"):
+            self.last[index] = response
+
+
+async def attach(stack: Stack, request_id: str, from_token: int = 0, *, n: int = 1, tenant: str = "") -> Attached:
+    attached = Attached([from_token] * n)
+    message = pb.AttachRequest(request_id=request_id, tenant=tenant, from_token=from_token)
+    async for response in stack.stub.Attach(message):
+        attached.add(response)
+    return attached
+
+
+async def failure_of(call: object) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def until_ended(stack: Stack, request_id: str, tenant: str = "") -> pb.GetResultResponse:
+    async with asyncio.timeout(20):
+        while True:
+            result = await stack.stub.GetResult(pb.GetResultRequest(request_id=request_id, tenant=tenant))
+            if result.state != pb.RESULT_STATE_RUNNING:
+                return result
+            await asyncio.sleep(0.01)  # whoever only polls has no event to wait for
+
+
+async def test_every_token_can_be_read_from_any_other(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    async with serve(checkpoint) as stack:
+        name = await submit(stack, "once upon a time", max_tokens=60, seed=3)
+        tokens = expected_tokens(tokenizer.encode("once upon a time").ids, 60, seed=3)
+        whole = await attach(stack, name)
+        assert whole.token_ids[0] == tokens
+        assert whole.texts[0] == tokenizer.decode(tokens)
+        assert whole.last[0].finish_reason == pb.FINISH_REASON_LENGTH
+        rests = await asyncio.gather(*(attach(stack, name, first) for first in range(61)))
+        for first, rest in enumerate(rests):
+            assert rest.token_ids[0] == tokens[first:]
+            assert whole.texts[0].endswith(rest.texts[0])
+            assert rest.last[0].usage == whole.last[0].usage
+        # The text of a token is what it adds: texts from later tokens on are ends of those from earlier ones on.
+        lengths = [len(rest.texts[0]) for rest in rests]
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[-1] <= 1
+
+
+async def test_readers_come_and_go_while_it_runs(checkpoint: Path) -> None:
+    seed = 11
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.002
+        name = await submit(stack, PROMPT, max_tokens=150, n=2, seed=4)
+        expected = [expected_tokens(PROMPT, 150, seed=4, sample_index=index) for index in range(2)]
+
+        async def read_some() -> None:
+            """Leaves in the middle, comes back with the next token of each sample, and so on to the end."""
+            attached = Attached([0, 0])
+            while len(attached.last) < 2:
+                first_tokens = [len(token_ids) for token_ids in attached.token_ids]
+                ended = set(attached.last)
+                call = stack.stub.Attach(pb.AttachRequest(request_id=name, from_tokens=first_tokens))
+                num_left = rng.randrange(1, 60)
+                async for response in call:
+                    if response.index in ended:
+                        assert not response.token_ids
+                        assert response.HasField("usage")
+                        continue
+                    attached.add(response)
+                    num_left -= 1
+                    if num_left == 0:
+                        break
+                call.cancel()
+            assert attached.token_ids == expected
+            texts.append(attached.texts)
+
+        texts: list[list[str]] = []
+        await asyncio.gather(*(read_some() for _ in range(10)))
+        assert texts == texts[:1] * 10
+        again = await attach(stack, name, n=2)
+        assert (again.token_ids, again.texts) == (expected, texts[0])
+        await stack.until_idle()
+
+
+async def test_nobody_needs_to_be_there_and_a_lost_worker_is_no_matter(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        name = await submit(stack, PROMPT, max_tokens=80)
+        await stack.until(lambda loads: loads.num_generation_tokens > 10)
+        await stack.worker.kill()
+        await stack.worker.start()
+        result = await until_ended(stack, name)
+        assert result.state == pb.RESULT_STATE_FINISHED
+        assert list(result.outputs[0].token_ids) == expected_tokens(PROMPT, 80)
+        assert (await stack.loads()).num_worker_losses == 1
+
+
+async def test_result_has_all_there_is_so_far(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        name = await submit(stack, PROMPT, name="mine", max_tokens=60, n=2, logprobs=1, prompt_logprobs=0)
+        assert name == "mine"
+        await stack.until(lambda loads: loads.num_generation_tokens > 10)
+        early = await stack.stub.GetResult(pb.GetResultRequest(request_id="mine"))
+        assert early.state == pb.RESULT_STATE_RUNNING
+        result = await until_ended(stack, "mine")
+        assert not result.HasField("failure")
+        for index, (output, before) in enumerate(zip(result.outputs, early.outputs, strict=True)):
+            tokens = expected_tokens(PROMPT, 60, sample_index=index)
+            assert (output.index, list(output.token_ids), output.text) == (index, tokens, tokenizer.decode(tokens))
+            assert (output.finish_reason, output.usage.completion_tokens) == (pb.FINISH_REASON_LENGTH, 60)
+            assert [entry.token_id for entry in output.logprobs] == tokens
+            assert output.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in output.logprobs))
+            assert list(before.token_ids) == tokens[: len(before.token_ids)]
+            assert output.text.startswith(before.text)
+            assert before.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+            assert not before.HasField("usage")
+        assert 0 < len(early.outputs[0].token_ids) < 60
+        assert [entry.token_id for entry in result.outputs[0].prompt_logprobs] == PROMPT[1:]
+        assert not result.outputs[1].prompt_logprobs
+        attached = await attach(stack, "mine", n=2)
+        assert attached.prompt_logprobs == PROMPT[1:]
+        assert attached.last[1].cumulative_logprob == pytest.approx(result.outputs[1].cumulative_logprob)
+        assert (await attach(stack, "mine", 1, n=2)).prompt_logprobs == []
+
+
+async def test_hypotheses_can_be_read_like_samples(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        generated = await stack.generate(request(PROMPT, beam_width=3, n=3, max_tokens=12))
+        name = await submit(stack, PROMPT, beam_width=3, n=3, max_tokens=12)
+        attached = await attach(stack, name, n=3)
+        for index in range(3):
+            assert attached.token_ids[index] == generated.token_ids[index]
+            assert attached.texts[index] == generated.texts[index]
+            assert attached.last[index].cumulative_logprob == generated.last[index].cumulative_logprob
+        rest = await attach(stack, name, 5, n=3)
+        assert rest.token_ids == [token_ids[5:] for token_ids in attached.token_ids]
+        assert rest.last[2].cumulative_logprob == generated.last[2].cumulative_logprob
+
+
+async def test_a_stop_text_is_cut_off_as_in_a_stream(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    text = tokenizer.decode(expected_tokens(PROMPT, 100))
+    start = next(i for i in range(20, len(text)) if "\ufffd" not in text[i : i + 3] and text.find(text[i : i + 3]) == i)
+    stop = text[start : start + 3]
+    for kept in (False, True):
+        async with serve(checkpoint) as stack:
+            sampling = {"max_tokens": 100, "stop": ["never seen", stop], "include_stop_str_in_output": kept}
+            generated: Result = await stack.generate(request(PROMPT, **sampling))
+            name = await submit(stack, PROMPT, **sampling)
+            attached = await attach(stack, name)
+            assert attached.texts == [generated.texts[0]]
+            assert attached.token_ids == [generated.token_ids[0]]
+            assert attached.last[0].stop_text == stop
+            for first in range(len(attached.token_ids[0]) + 1):
+                rest = await attach(stack, name, first)
+                assert attached.texts[0].endswith(rest.texts[0])
+
+
+async def test_positions_that_are_not_there(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        name = await submit(stack, PROMPT, max_tokens=7, n=2)
+        await until_ended(stack, name)
+        assert (await attach(stack, name, 7, n=2)).token_ids == [[], []]
+        for message, field in (
+            (pb.AttachRequest(request_id=name, from_token=8), "from_token"),
+            (pb.AttachRequest(request_id=name, from_tokens=[7, 8]), "from_tokens[1]"),
+            (pb.AttachRequest(request_id=name, from_tokens=[7], from_token=2**32 - 1), "from_token"),
+        ):
+            error = await failure_of(stack.stub.Attach(message).read())
+            assert error.code() is grpc.StatusCode.OUT_OF_RANGE
+            assert "has 7 tokens" in error.details()
+            assert details(error)[0].field_violations[0].field == field
+        error = await failure_of(stack.stub.Attach(pb.AttachRequest(request_id=name, from_tokens=[1, 1, 1])).read())
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details(error)[0].field_violations[0].field == "from_tokens"
+        stack.worker.step_seconds = 0.05
+        name = await submit(stack, PROMPT, max_tokens=100)
+        error = await failure_of(stack.stub.Attach(pb.AttachRequest(request_id=name, from_token=100)).read())
+        assert error.code() is grpc.StatusCode.OUT_OF_RANGE
+        await stack.stub.Abort(pb.AbortRequest(request_id=name))
+
+
+async def test_unknown_foreign_and_expired_ids_look_alike(checkpoint: Path) -> None:
+    async with serve(checkpoint, detached_retention=0.3, max_detached_requests=2) as stack:
+        stack.worker.step_seconds = 0.001
+
+        async def texts_of(request_id: str, tenant: str) -> set[str]:
+            errors = [
+                await failure_of(stack.stub.Attach(pb.AttachRequest(request_id=request_id, tenant=tenant)).read()),
+                await failure_of(stack.stub.GetResult(pb.GetResultRequest(request_id=request_id, tenant=tenant))),
+            ]
+            assert {error.code() for error in errors} == {grpc.StatusCode.NOT_FOUND}
+            return {error.details() for error in errors}
+
+        await submit(stack, PROMPT, name="mine", tenant="me", max_tokens=3)
+        await until_ended(stack, "mine", "me")
+        foreign = await texts_of("mine", "you")
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    await stack.stub.GetResult(pb.GetResultRequest(request_id="mine", tenant="me"))
+                except grpc.aio.AioRpcError:
+                    break
+                await asyncio.sleep(0.02)  # there is no event for an expiry
+        assert await texts_of("mine", "me") == foreign
+        assert {text.replace("other", "mine") for text in await texts_of("other", "me")} == foreign
+        # The name is free again.
+        await submit(stack, PROMPT, name="mine", tenant="me", max_tokens=3)
+        # Beyond the number that is kept, the oldest goes first; what runs stays.
+        running = await submit(stack, PROMPT, max_tokens=200)
+        await until_ended(stack, "mine", "me")
+        for name in ("a", "b"):
+            await submit(stack, PROMPT, name=name, max_tokens=3)
+            await until_ended(stack, name)
+        assert await texts_of("mine", "me") == foreign
+        assert (await until_ended(stack, running)).state == pb.RESULT_STATE_FINISHED
+
+
+async def test_a_reader_outlives_the_retention(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_detached_requests=0) as stack:
+        stack.worker.step_seconds = 0.005
+        name = await submit(stack, PROMPT, max_tokens=30)
+        assert (await attach(stack, name)).token_ids[0] == expected_tokens(PROMPT, 30)
+        error = await failure_of(stack.stub.GetResult(pb.GetResultRequest(request_id=name)))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_ids_are_taken_as_long_as_they_are_known(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        await submit(stack, PROMPT, name="mine", tenant="me", max_tokens=3)
+        for _ in range(2):  # while it may run, and after its end
+            message = request(PROMPT, max_tokens=3)
+            message.request_id, message.tenant = "mine", "me"
+            submitted = await failure_of(stack.stub.Submit(pb.SubmitRequest(request=message)))
+            generated = await status_of(stack, message)
+            assert generated is not None
+            assert {submitted.code(), generated.code()} == {grpc.StatusCode.ALREADY_EXISTS}
+            assert details(generated)[0].field_violations[0].field == "request_id"
+            message.tenant = "you"
+            assert await status_of(stack, message) is None
+            await until_ended(stack, "mine", "me")
+
+
+async def test_submit_refuses_as_generate_does(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=2) as stack:
+        for message, code, field in (
+            (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+            (request(PROMPT, top_p=2), grpc.StatusCode.INVALID_ARGUMENT, "sampling.top_p"),
+            (request([VOCAB_SIZE]), grpc.StatusCode.INVALID_ARGUMENT, "token_ids.ids[0]"),
+            (request(PROMPT, max_tokens=255), grpc.StatusCode.INVALID_ARGUMENT, "sampling.max_tokens"),
+        ):
+            error = await failure_of(stack.stub.Submit(pb.SubmitRequest(request=message)))
+            assert error.code() is code
+            assert details(error)[0].field_violations[0].field == field
+        assert (await failure_of(stack.stub.Submit(pb.SubmitRequest()))).code() is grpc.StatusCode.INVALID_ARGUMENT
+        stack.worker.step_seconds = 0.02
+        submitted = await asyncio.gather(*(submit(stack, PROMPT) for _ in range(10)), return_exceptions=True)
+        refused = [error for error in submitted if isinstance(error, grpc.aio.AioRpcError)]
+        assert 0 < len(refused) < 10
+        assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert details(refused[0])[1].retry_delay.seconds > 0
+
+
+async def test_abort_ends_it_and_cancelling_a_reader_does_not(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        name = await submit(stack, PROMPT)
+        call = stack.stub.Attach(pb.AttachRequest(request_id=name))
+        await call.read()
+        call.cancel()
+        reading = asyncio.create_task(attach(stack, name))
+        await stack.until(lambda loads: loads.num_generation_tokens > 10)
+        await stack.stub.Abort(pb.AbortRequest(request_id=name))
+        attached = await reading
+        assert attached.last[0].finish_reason == pb.FINISH_REASON_ABORT
+        assert len(attached.token_ids[0]) > 10
+        assert attached.token_ids[0] == expected_tokens(PROMPT, len(attached.token_ids[0]))
+        assert (await until_ended(stack, name)).state == pb.RESULT_STATE_FINISHED
+        error = await failure_of(stack.stub.Abort(pb.AbortRequest(request_id=name)))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_request_that_fails_tells_everybody(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        name = await submit(stack, [1, 2, VOCAB_SIZE - 1, 4], n=2)
+        for _ in range(2):
+            error = await failure_of(attach(stack, name, n=2))
+            assert error.code() is grpc.StatusCode.INTERNAL
+            assert "not numbers" in error.details()
+        result = await until_ended(stack, name)
+        assert result.state == pb.RESULT_STATE_FAILED
+        assert (result.failure.code, result.failure.message) == (error.code().value[0], error.details())
+        await stack.until_idle()
+
+
+async def test_drain_waits_for_detached_requests(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        name = await submit(stack, PROMPT, max_tokens=100)
+        await stack.until(lambda loads: loads.num_generation_tokens > 5)
+        stack.stop.set()
+        assert (await attach(stack, name)).token_ids[0] == expected_tokens(PROMPT, 100)
+        assert await stack.running == 0
+
+
+# Histories
+
+
+def end_of(num_tokens: int, stop_token_id: int | None = None) -> SequenceEnd:
+    reason = EndReason.LENGTH if stop_token_id is None else EndReason.STOP
+    return SequenceEnd(0, reason, 5, 0, num_tokens, stop_token_id, "", 0.0, None, None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed: int) -> None:
+    """Half characters, held back texts, a last token without text, ends that come late, deltas of any size."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    tokenizer = ServedTokenizer(checkpoint / "tokenizer.json")
+    token_ids = [rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.randrange(1, 120))]
+    stop = ["zzzz", "q"] if seed % 2 else []
+    decoder = tokenizer.text_decoder(
+        (5, 6), stop=stop, min_tokens=0, include_stop_text=bool(seed % 3), skip_special_tokens=True
+    )
+    history = History("id", 0, Transcript(decoder, keep_stop_token_text=seed % 4 == 0), with_logprobs=False)
+    live = HistoryReader(history, 0)
+    received: list[pb.GenerateResponse] = []
+    done = 0
+    while done < len(token_ids):
+        size = rng.randrange(1, 9)
+        chunk = token_ids[done : done + size]
+        is_last = done + size >= len(token_ids)
+        end = end_of(len(token_ids), rng.choice([None, chunk[-1]])) if is_last and rng.random() < 0.5 else None
+        history.add(Delta(0, done, chunk, [], [], end))
+        done += len(chunk)
+        if rng.random() < 0.5:
+            received += live.take()
+    if history.transcript.end is None:
+        history.add(Delta(0, history.num_tokens, [], [], [], end_of(history.num_tokens)))
+    received += live.take()
+    whole = history.whole()
+    assert whole.HasField("usage")
+    assert "".join(response.text for response in received) == whole.text
+    assert [token for response in received for token in response.token_ids] == list(whole.token_ids)
+    texts = []
+    for first in range(history.num_tokens + 1):
+        rest = list(HistoryReader(history, first).take())
+        assert [token for response in rest for token in response.token_ids] == list(whole.token_ids)[first:]
+        texts.append("".join(response.text for response in rest))
+    assert texts[0] == whole.text
+    for first, (text, rest_text) in enumerate(pairwise(texts)):
+        assert text.endswith(rest_text)
+        if first + 1 < history.num_tokens:  # what comes with the last token may include what follows it
+            assert text == history.response(first, 1).text + rest_text
