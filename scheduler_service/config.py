@@ -38,6 +38,7 @@ class SchedulerConfig:
     max_detached_requests: int = _option(4096, "ended detached requests that are kept; the oldest goes first")
     kv_events_buffer: int = _option(10_000, "batches of KV events that subscribers may fall behind")
     enable_prefix_caching: bool = _option(True, "reuse the KV cache of equal prefixes")
+    record: str | None = _option(None, "file for all events and plans, for `pagewire replay`; it holds every prompt")
     metrics_host: str = _option("127.0.0.1", "address to bind for /metrics")
     metrics_port: int | None = _option(
         None, "port of /metrics over HTTP; 0 is off; if unset 9090, or a free one (logged) where that is taken"

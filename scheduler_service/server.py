@@ -15,12 +15,11 @@ import grpc.aio
 
 from scheduler_service.activity import Activity
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.policy import create_policy
-from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
+from scheduler_service.recording import Recorder, SchedulerArguments
+from scheduler_service.recording_scheduler import RecordingScheduler
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
@@ -97,8 +96,11 @@ class _Service:
         self._metrics = Metrics()
         self._availability_changed = asyncio.Event()
         max_model_len = _max_model_len(config, model)
+        arguments = _scheduler_arguments(config, max_model_len)
+        self._recorder = Recorder(config.record, arguments) if config.record else None
+        scheduler = arguments.build()
         self._step_loop = StepLoop(
-            _scheduler(config, max_model_len),
+            RecordingScheduler(scheduler, self._recorder) if self._recorder else scheduler,
             self._metrics,
             worker_timeout=config.worker_timeout,
             kv_event_log=KvEventLog(config.kv_events_buffer),
@@ -138,6 +140,8 @@ class _Service:
         servicer.add_to(self._server)
         self._health = Health(self._server)
         self._url = f"grpc://{config.host}:{_bind(self._server, config)}"
+        if self._recorder is not None:
+            self._recorder.open()
         self._metrics_server = None
         if config.metrics_port != 0:
             collector = MetricsCollector(self._metrics, self._step_loop.stats, info.served_model_name)
@@ -172,6 +176,8 @@ class _Service:
                 self._metrics_server.close()
             if self._tokenizer is not None:
                 self._tokenizer.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     async def _report_readiness(self, ready: Callable[[str], None]) -> None:
         has_served = False
@@ -217,8 +223,8 @@ def _max_model_len(config: SchedulerConfig, model: ModelInfo) -> int:
     return config.max_model_len
 
 
-def _scheduler(config: SchedulerConfig, max_model_len: int) -> Scheduler:
-    return Scheduler(
+def _scheduler_arguments(config: SchedulerConfig, max_model_len: int) -> SchedulerArguments:
+    return SchedulerArguments(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -226,10 +232,10 @@ def _scheduler(config: SchedulerConfig, max_model_len: int) -> Scheduler:
         max_waiting_requests=config.max_waiting_requests,
         max_waiting_tokens=config.max_waiting_tokens,
         max_tenant_waiting_requests=config.max_tenant_waiting_requests,
-        watermark=config.watermark,
-        policy=create_policy(config.policy),
-        preemption=PreemptionMode(config.preemption),
         enable_prefix_caching=config.enable_prefix_caching,
+        watermark=config.watermark,
+        policy=config.policy,
+        preemption=config.preemption,
     )
 
 

