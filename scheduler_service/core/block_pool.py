@@ -14,8 +14,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.num_idle_cached = 0  # free blocks whose content can be matched
+        self.num_spare = 0  # of these, such whose content can be had elsewhere
         self._ref_counts = [0] * (num_blocks + 1)
         self._is_idle_cached = bytearray(num_blocks + 1)
+        self._is_spare = bytearray(num_blocks + 1)
+        self._last_spare = 0  # behind it in the free list the others begin; 0: all of it
         self._next = [*range(1, num_blocks + 1), 0]
         self._previous = [num_blocks, *range(num_blocks)]
 
@@ -37,15 +40,22 @@ class BlockPool:
             self._unlink(block)
         self._ref_counts[block] += 1
 
-    def free(self, block: int, *, cached: bool, oldest: bool = False) -> None:
-        """One holder less. A block that nobody holds then is free, behind all others if its content is cached, unless
-        that is the `oldest` of all."""
+    def free(self, block: int, *, cached: bool, spare: bool = False) -> None:
+        """One holder less. A block that nobody holds then is free, behind all others if its content is cached; if that
+        can be had elsewhere too, the block is `spare`: behind the other spare ones, before the cached ones."""
         count = self._ref_counts[block] - 1
         if count < 0:
             raise RuntimeError(f"block {block} was freed by somebody who does not hold it")
         self._ref_counts[block] = count
-        if count == 0:
-            self._link(block, before=0 if cached and not oldest else self._next[0], cached=cached)
+        if count > 0:
+            return
+        if spare and cached:
+            self._link(block, before=self._next[self._last_spare], cached=True)
+            self._last_spare = block
+            self._is_spare[block] = True
+            self.num_spare += 1
+        else:
+            self._link(block, before=0 if cached else self._next[0], cached=cached)
 
     def expose(self, block: int) -> None:
         """An idle block's content is no longer cached: it goes to the head of the free list."""
@@ -60,11 +70,23 @@ class BlockPool:
             yield block
             block = self._next[block]
 
+    def blocks_to_spare(self) -> Iterator[int]:
+        """The free list from the oldest block on that is not spare."""
+        block = self._next[self._last_spare]
+        while block != 0:
+            yield block
+            block = self._next[block]
+
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]
         self._next[before] = after
         self._previous[after] = before
         self.num_free -= 1
+        if self._is_spare[block]:
+            self._is_spare[block] = False
+            self.num_spare -= 1
+        if block == self._last_spare:
+            self._last_spare = before
         if self._is_idle_cached[block]:
             self._is_idle_cached[block] = False
             self.num_idle_cached -= 1

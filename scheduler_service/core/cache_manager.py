@@ -10,6 +10,9 @@ from scheduler_service.core.prefix_index import Node, PrefixIndex
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 
+# Demotion keeps this part of the device's blocks free without loss, holding nothing or what the host holds too: an
+# admission takes many blocks at once, and what has no copy then is lost.
+_DEMOTION_SHARE = 4
 # Demotion: blocks a plan may order to be copied to the host, those under way at most, and the entries of the free list
 # it may look at.
 _MAX_DEMOTIONS = 16
@@ -318,11 +321,12 @@ class CacheManager:
         that the plan of `step` must order: (device block, host block)."""
         pool, host_pool = self.pool, self.host_pool
         num_unused = pool.num_free - pool.num_idle_cached
-        if not host_pool.num_free or not pool.num_idle_cached or num_unused > max(4, pool.num_blocks // 8):
+        has_enough = num_unused + pool.num_spare > pool.num_blocks // _DEMOTION_SHARE
+        if has_enough or not host_pool.num_free or not pool.num_idle_cached:
             return []
         chosen: list[Node] = []
         max_chosen = min(_MAX_DEMOTIONS, host_pool.num_free, _MAX_PENDING_DEMOTIONS - len(self.moves))
-        for i, block in enumerate(pool.free_blocks()):
+        for i, block in enumerate(pool.blocks_to_spare()):
             if len(chosen) >= max_chosen or i >= num_unused + _DEMOTION_WINDOW:
                 break
             node = self.index.node_of(block)

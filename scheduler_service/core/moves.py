@@ -49,16 +49,13 @@ class MoveLedger:
 
     def acknowledge(self, step: int) -> None:
         """The moves of all plans up to `step` are done."""
-        done = []
         while self._pending and self._pending[0].step <= step:
-            done.append(self._pending.popleft())
-        # What was demoted goes to the head of the free list, the oldest first: it was the oldest of all before.
-        for move in reversed(done):
+            move = self._pending.popleft()
             if move.node is not None:
                 self._copied(move, move.node)
             is_demoted = move.is_out and move.node is not None
             cached = self._index.is_cached(move.device_block)
-            self._pool.free(move.device_block, cached=cached, oldest=is_demoted)
+            self._pool.free(move.device_block, cached=cached, spare=is_demoted)
             self._host_pool.free(move.host_block, cached=self._index.node_of_host(move.host_block) is not None)
             self.num_moved_out += move.is_out
             self.num_moved_in += not move.is_out

@@ -56,6 +56,23 @@ def test_a_block_whose_content_is_forgotten_is_taken_first():
     assert next(pool.free_blocks()) == blocks[2]
 
 
+def test_spare_blocks_stand_before_the_cached_ones_in_the_order_they_came():
+    pool = BlockPool(6)
+    blocks = [pool.allocate() for _ in range(6)]
+    for block in blocks[:2]:
+        pool.free(block, cached=True)
+    for block in blocks[2:5]:
+        pool.free(block, cached=True, spare=True)
+    pool.free(blocks[5], cached=False)
+    assert list(pool.free_blocks()) == [blocks[i] for i in (5, 2, 3, 4, 0, 1)]
+    assert list(pool.blocks_to_spare()) == blocks[:2]
+    pool.share(blocks[4])
+    assert list(pool.blocks_to_spare()) == blocks[:2]
+    assert [pool.allocate() for _ in range(3)] == [blocks[5], blocks[2], blocks[3]]
+    assert (pool.num_spare, pool.num_idle_cached, pool.num_free) == (0, 2, 2)
+    assert list(pool.blocks_to_spare()) == blocks[:2]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_pool_against_a_list(seed):
     """Random calls; the model is a plain list."""

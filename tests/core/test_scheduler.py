@@ -116,7 +116,14 @@ class System:
     def add(self, prompt, max_tokens=8, *, request_id=None, n=1, seed=0, stop=(), **fields):
         sampling = SamplingParams(stop_token_ids=tuple(stop), **fields.pop("sampling", {}))
         request = Request(
-            request_id or f"r{len(self.sequences)}", "", tuple(prompt), sampling, max_tokens, seed, n, **fields
+            request_id or f"r{len(self.sequences)}",
+            fields.pop("tenant", ""),
+            tuple(prompt),
+            sampling,
+            max_tokens,
+            seed,
+            n,
+            **fields,
         )
         ids = self.scheduler.add(request, self.now)
         for index, sequence_id in enumerate(ids):
