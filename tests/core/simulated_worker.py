@@ -111,7 +111,8 @@ class SimulatedWorker:
     kv: dict[int, list[int]] = field(default_factory=dict)  # digests by device block
     host_kv: dict[int, list[int]] = field(default_factory=dict)
     poisoned: frozenset[int] = frozenset()  # a row whose input holds one of these tokens has no good logits
-    bad_rows: frozenset[int] = frozenset()  # sequences whose logits are bad though their input is good
+    # Sequences whose next sampling row goes wrong though its input is good: its logits, and what it writes.
+    bad_sequences: frozenset[int] = frozenset()
     pending: deque[Move] = field(default_factory=deque)
 
     @property
@@ -231,6 +232,8 @@ class SimulatedWorker:
             assert end <= len(row.block_ids) * self.block_size, "a row computes beyond its blocks"
             self._digest(row, end)
             self._read(row)
+            if end == len(row.token_ids) and row.opening.sequence_id in self.bad_sequences:
+                row.digests[row.num_computed :] = [BAD] * row.work
             self._write(row, end, written)
 
     def _digest(self, row: Row, end: int) -> None:
@@ -251,6 +254,9 @@ class SimulatedWorker:
             if self.pending:
                 self._assert_readable(block)
             content = self.kv.get(block, ())[first - index * size : last - index * size]
+            if BAD in content and row.digests[first] != BAD:  # somebody else's values are no numbers: these neither
+                bad = first + content.index(BAD)
+                row.digests[bad:] = [BAD] * (len(row.digests) - bad)
             assert content == row.digests[first:last], (
                 f"sequence {row.opening.sequence_id} reads what is not its own: positions {first} to {last} of its "
                 f"{start} computed, in block {block}"
@@ -289,7 +295,7 @@ class SimulatedWorker:
             if row.num_computed < len(row.token_ids):
                 continue
             prefix = row.digests[row.num_computed - 1]
-            is_good = prefix != BAD and opening.sequence_id not in self.bad_rows
+            is_good = prefix != BAD
             statuses.append(RowStatus.OK if is_good else RowStatus.NAN_LOGITS)
             if opening.sampling.num_candidates is not None:
                 row.work = 0

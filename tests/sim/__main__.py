@@ -34,10 +34,11 @@ def _report(summary: Summary, seconds: float, num_jobs: int) -> None:
     for state in sorted({*STATES, *summary.reached}):
         print(f"{summary.reached[state]:>10,}  {state}")
     per_core = summary.num_seeds / seconds / num_jobs
+    num_events = summary.num_audits
     print(
-        f"{summary.num_seeds:,} seeds, {summary.num_audits:,} audited events ({summary.num_audits / summary.num_seeds:.0f} "
-        f"a seed), {summary.num_steps:,} plans in {seconds:.1f} s: {per_core:.0f} seeds/s and "
-        f"{summary.num_audits / seconds / num_jobs:,.0f} events/s a core; log hash {summary.log_hash:016x}"
+        f"{summary.num_seeds:,} seeds, {num_events:,} audited events ({num_events / summary.num_seeds:.0f} a seed), "
+        f"{summary.num_steps:,} plans in {seconds:.1f} s: {per_core:.0f} seeds/s and "
+        f"{num_events / seconds / num_jobs:,.0f} events/s a core; log hash {summary.log_hash:016x}"
     )
     for seed, error in sorted(summary.failures.items()):
         print(f"seed {seed} failed: {error}\n    {command_for(seed)}")

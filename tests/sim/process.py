@@ -1,13 +1,14 @@
-"""The worker's process: the production session over a simulated machine, as `rpc/servicer.py` and `engine.py` drive it."""
+"""The worker's process: the production session over a simulated machine, driven as `rpc/servicer.py` does it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from scheduler_service.core.plan import RowStatus, StepPlan, WorkerCapacity
-from tests.core.simulated_worker import SimulatedWorker
+from tests.core.simulated_worker import BAD, SimulatedWorker
 from tests.sim.connection import Connection
 from tests.sim.scenario import BAD_TOKEN
 from worker_service.session import PROTOCOL_VERSION, ProtocolError, Session, SessionRegister
@@ -186,18 +187,20 @@ class WorkerProcess:
         )
 
     def spoil(self, sequence_id: int) -> None:
-        """From now on the sequence's logits are no numbers."""
+        """The next time that the sequence samples, what comes of it are no numbers."""
         assert self.machine is not None
-        self.machine.bad_rows |= {sequence_id}
+        self.machine.bad_sequences |= {sequence_id}
 
     def _note_bad_rows(self) -> None:
-        """Requests that may end for bad logits. A row that had some goes on until the scheduler hears of it."""
+        """Requests that may end for bad logits: not those that only read what others wrote."""
         assert self.machine is not None
         for row in self.machine.rows.values():
             client = self.simulation.client_of[row.opening.sequence_id]
             self.simulation.reached["bad logits of a beam"] += client.request.beam is not None
             is_bad = BAD_TOKEN in client.request.prompt_token_ids
-            client.may_be_bad |= is_bad or row.opening.sequence_id in self.machine.bad_rows
+            client.may_be_bad |= is_bad or row.opening.sequence_id in self.machine.bad_sequences
+            if BAD in row.digests and not client.may_be_bad:
+                self.simulation.reached["a request computes on another one's bad blocks"] += 1
 
     # What the session must refuse
 
@@ -222,9 +225,24 @@ class WorkerProcess:
     def refuse_late_plan(self, plan: StepPlan) -> None:
         if not self.is_alive or self.session is None or plan.epoch == self.session.epoch:
             return
+        self._refuse_plan(plan.epoch, plan.step)
+        self.simulation.reached["a plan of an old epoch is refused"] += 1
+
+    def refuse_wrong_plans(self) -> None:
+        """Again, too early, and one too many."""
+        if not self.is_alive or self.session is None:
+            return
+        epoch, step = self.session.epoch, self.session.last_planned_step
+        self._refuse_plan(epoch, step)
+        self._refuse_plan(epoch, step + 2)
+        if step - self.session.last_answered_step == self.session.pipeline_depth:
+            self._refuse_plan(epoch, step + 1)
+            self.simulation.reached["a plan too many is refused"] += 1
+
+    def _refuse_plan(self, epoch: int, step: int) -> None:
+        assert self.session is not None
         try:
-            self.session.plan(plan.epoch, plan.step)
+            copy(self.session).plan(epoch, step)
         except ProtocolError:
-            self.simulation.reached["a plan of an old epoch is refused"] += 1
-        else:
-            raise AssertionError(f"S9: a plan of an old epoch was taken: {plan}")
+            return
+        raise AssertionError(f"S9: step {step} of epoch {epoch} was taken by {vars(self.session)}")

@@ -59,6 +59,7 @@ STATES = (
     "bad logits while moves are under way",
     "bad logits while another request is swapped",
     "bad logits of a beam",
+    "a request computes on another one's bad blocks",
     "a result has rows that no longer count",
     "lost with two plans in flight",
     "lost while blocks are swapped out",
@@ -73,6 +74,7 @@ STATES = (
     "a false acknowledgement of moves is refused",
     "a stale hello is refused",
     "a plan of an old epoch is refused",
+    "a plan too many is refused",
     "a rival takes the worker",
 )
 
@@ -88,6 +90,10 @@ class Reach:
 
     def _group(self, client: Client) -> SequenceGroup:
         return self._simulation.scheduler._groups[client.key]
+
+    def is_elsewhere(self, client: Client) -> bool:
+        """Whether the client's request is swapped, or on its way there or back."""
+        return self._group(client).state not in (GroupState.WAITING, GroupState.RUNNING)
 
     def before_abort(self, client: Client) -> None:
         group, count = self._group(client), self._count

@@ -1,6 +1,6 @@
 """What one seed is about: a small world, drawn so that seeds differ in kind and not only in detail."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from scheduler_service.core.cost import PreemptionMode
@@ -23,11 +23,24 @@ FAULTS = (
     "stale_hello",
     "rival",  # another scheduler takes the worker for a moment
     "late_plan",
+    "wrong_plans",
     "false_result",
     "false_acknowledgement",
     "question",
     "clock_jump",
     "duplicate",  # a request is sent again while it runs
+)
+
+# How many of the seeds have requests of this kind.
+_FEATURES = (
+    ("samples", 0.4),
+    ("beams", 0.3),
+    ("stops", 0.3),
+    ("priorities", 0.25),
+    ("tenants", 0.25),
+    ("deadlines", 0.2),
+    ("bad", 0.15),
+    ("crash", 0.1),
 )
 
 
@@ -77,10 +90,10 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         caching=rng.random() < 0.85,
         watermark=rng.choice((0.0, 0.01, 0.1, 0.3)),
         policy=rng.choice(POLICIES),
-        preemption=rng.choice(list(PreemptionMode)),
-        max_waiting_requests=rng.choice((3, 100, 100, 100)),
-        max_waiting_tokens=rng.choice((20, 1000, 1000, 1000)),
-        max_tenant_waiting_requests=rng.choice((None, None, None, 3)),
+        preemption=rng.choice((PreemptionMode.SWAP, *PreemptionMode)),
+        max_waiting_requests=3 if rng.random() < 0.07 else 100,
+        max_waiting_tokens=20 if rng.random() < 0.07 else 1000,
+        max_tenant_waiting_requests=3 if rng.random() < 0.07 else None,
         step_seconds=0.01,
         delay_seconds=rng.choice((0.0, 0.002, 0.03)),
         wake_seconds=rng.choice((0.0, 0.0, 0.002, 0.02)),
@@ -92,20 +105,21 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
 
 
 def _draw_capacity(rng: Random) -> WorkerCapacity:
+    block_size = rng.choice((1, 2, 2, 3, 4, 4, 8))
     return WorkerCapacity(
         worker_id="w",
         model_digest=b"m",
         vocab_size=VOCAB_SIZE,
         max_model_len=MAX_MODEL_LEN,
-        block_size=rng.choice((1, 2, 2, 3, 4, 4, 8)),
-        num_device_blocks=rng.randint(4, 20),
+        block_size=block_size,
+        num_device_blocks=min(20, max(4, rng.randint(12, 60) // block_size)),
         block_bytes=1000,
         max_num_seqs=rng.choice((2, 6, 6)),
         max_num_batched_tokens=64,
         device="cpu",
         dtype="float32",
         attention_backend="none",
-        num_host_blocks=rng.choice((0, 4, 8, 12)) if rng.random() < 0.9 else rng.randint(1, 3),
+        num_host_blocks=rng.choice((0, rng.randint(1, 6), 12, 12)),
         swap_bandwidth=rng.choice((1e4, 1e6, 1e8)),
         sliding_window=rng.choice((0, 0, 0, rng.randint(1, 16))),
     )
@@ -123,15 +137,12 @@ def smaller(rng: Random, capacity: WorkerCapacity) -> dict[str, int]:
 
 def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]:
     num_positions = min(MAX_MODEL_LEN, capacity.num_device_blocks * capacity.block_size)
-    longest = max(1, min(24, num_positions - 2))
+    longest = max(1, min(20, num_positions - 2))
     stems = [[rng.randrange(BAD_TOKEN) for _ in range(longest)] for _ in range(rng.randint(1, 3))]
     spread = rng.choice((0.0, 0.2, 0.6))
-    num_features = rng.choice((0, 1, 2, 3))
-    features = rng.sample(
-        ("samples", "beams", "stops", "priorities", "tenants", "deadlines", "bad", "crash"), num_features
-    )
-    arrivals = []
-    for i in range(rng.randint(3, 8)):
+    features = [name for name, rate in _FEATURES if rng.random() < rate]
+    arrivals: list[Arrival] = []
+    for i in range(rng.randint(3, 7)):
         prompt = _draw_prompt(rng, stems, longest, capacity.block_size)
         crashes_worker = "crash" in features and rng.random() < 0.2
         if "bad" in features and rng.random() < 0.3:
@@ -140,8 +151,23 @@ def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]
         max_tokens = rng.randint(1, min(14, room)) if rng.random() < 0.97 else room + rng.randint(0, 2)
         time = rng.random() * spread
         request = _draw_request(rng, f"r{i}", prompt, max_tokens, features, time)
+        if rng.random() < 0.95:
+            request = _shrunk(request, capacity)
         arrivals.append(Arrival(request, time, crashes_worker, rng.choice((1, 1, 3, 1000))))
     return tuple(arrivals)
+
+
+def _shrunk(request: Request, capacity: WorkerCapacity) -> Request:
+    """With as many sequences as the pool can hold, most of the time."""
+    size = capacity.block_size
+    num_blocks = -(-(len(request.prompt_token_ids) + request.max_tokens - 1) // size)
+    num_shared = (len(request.prompt_token_ids) - 1) // size
+    num_copies = 1 if request.beam else 0
+    most = max(1, (capacity.num_device_blocks - num_shared) // (num_blocks - num_shared + num_copies))
+    if request.beam is None:
+        return replace(request, n=min(request.n, most))
+    width = min(request.beam.beam_width, most)
+    return replace(request, n=min(request.n, width), beam=replace(request.beam, beam_width=width))
 
 
 def _draw_prompt(rng: Random, stems: list[list[int]], longest: int, block_size: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 from scheduler_service.core.dispatch import Dispatch
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.policy import create_policy
-from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, TokenOutputs
+from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, Request, TokenOutputs
 from scheduler_service.core.scheduler import ProtocolError, Scheduler
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client
@@ -23,6 +23,7 @@ from tests.sim.connection import NEVER, Connection
 from tests.sim.move_ledger import MoveLedger
 from tests.sim.process import WorkerProcess
 from tests.sim.reach import Reach
+from tests.sim.root_ledger import RootLedger
 from tests.sim.scenario import MAX_MODEL_LEN, Arrival, draw_scenario, smaller
 
 _HEARTBEAT_LIMIT = 2.5
@@ -76,6 +77,7 @@ class Simulation:
         self.dialled: Connection | None = None  # waits for Ready
         self.old_connections: deque[Connection] = deque(maxlen=3)
         self.ledger = MoveLedger(scenario.capacity.block_size)
+        self.root_ledger = RootLedger(scenario.capacity.block_size)
         self.last_moved_step = 0
         self.cache_view = CacheView()
         self.process = WorkerProcess(self, scenario.capacity)
@@ -121,12 +123,16 @@ class Simulation:
         for event in self.scheduler.take_kv_events():
             self.cache_view.take(event)
             self.reach.cache_changed(event)
-        if not self.is_calm and self.rng.random() < self.scenario.fault_rate:
-            faults = self.scenario.faults
-            if faults:
-                self.at(self.now, getattr(self, self.rng.choice(faults)))
-            if self.num_audits > 150:
-                self._calm_down()
+        if not self.is_calm:
+            self._tempt_fate()
+
+    def _tempt_fate(self) -> None:
+        scenario, epoch = self.scenario, self.scheduler._epoch
+        is_delicate = epoch is not None and (epoch.swapped or epoch.loading)
+        if scenario.faults and self.rng.random() < scenario.fault_rate * (4 if is_delicate else 1):
+            self.at(self.now, getattr(self, self.rng.choice(scenario.faults)))
+        if self.num_audits > 150:
+            self._calm_down()
 
     def _calm_down(self) -> None:
         self.is_calm = True
@@ -257,6 +263,7 @@ class Simulation:
         assert plan.step == len(connection.plans) + 1
         connection.plans.append(plan)
         self.ledger.check(plan)
+        self.root_ledger.check(plan, self.client_of)
         self.at(connection.send_down(self.now, self._delay()), self.process.receive, connection, plan)
 
     def _delay(self) -> float:
@@ -319,6 +326,7 @@ class Simulation:
             self.note("ready", connection.epoch, _brief(self.process.capacity))
         self.dialled, self.connection = None, connection
         self.ledger, self.last_moved_step = MoveLedger(self.process.capacity.block_size), 0
+        self.root_ledger = RootLedger(self.process.capacity.block_size)
         capacity = self.process.capacity
         self._take(self.scheduler.worker_joined(capacity, connection.epoch, self.clock))
         self._audit(7, connection.epoch)
@@ -385,7 +393,11 @@ class Simulation:
             self.process.spoil(self.process.machine.rows[self.rng.choice(rows)].opening.sequence_id)
 
     def _any_client(self) -> Client | None:
-        return self.clients[self.rng.choice(sorted(self.clients))] if self.clients else None
+        """Often one whose blocks are not where it could run."""
+        keys = sorted(self.clients)
+        if self.rng.random() < 0.5:
+            keys = [key for key in keys if self.reach.is_elsewhere(self.clients[key])] or keys
+        return self.clients[self.rng.choice(keys)] if keys else None
 
     def cancel(self) -> None:
         client = self._any_client()
@@ -407,7 +419,7 @@ class Simulation:
             if not has_ended:
                 self.reach.before_stop(client, sequence_id)
             outputs = self.scheduler.stop(sequence_id, num_tokens, self.clock)
-            assert has_ended == (not outputs.ended)
+            assert [end.num_output_tokens for end in outputs.ended] == ([] if has_ended else [num_tokens])
             self._take(outputs)
             self._audit(9, sequence_id)
             self.wake()
@@ -423,6 +435,9 @@ class Simulation:
             plans = self.rng.choice(list(self.old_connections)).plans
             if plans:
                 self.process.refuse_late_plan(self.rng.choice(plans))
+
+    def wrong_plans(self) -> None:
+        self.process.refuse_wrong_plans()
 
     def false_result(self) -> None:
         """A worker that lies: the result answers nothing that is open, or does not fit its plan."""
@@ -471,13 +486,16 @@ class Simulation:
     def duplicate(self) -> None:
         client = self._any_client()
         if client is not None:
-            try:
-                self.scheduler.add(client.request, self.clock)
-            except AdmissionError as error:
-                assert error.reason is AdmissionReason.DUPLICATE
-                self._audit(10)
-            else:
-                raise AssertionError("a request was taken twice")
+            self.note("duplicate", client.key)
+            assert self._refusal(client.request) is AdmissionReason.DUPLICATE, "S8: a request was taken twice"
+            self._audit(10)
+
+    def _refusal(self, request: Request) -> AdmissionReason | None:
+        try:
+            self.scheduler.add(request, self.clock)
+        except AdmissionError as error:
+            return error.reason
+        return None
 
     # What the worker's process asks for
 

@@ -1,0 +1,428 @@
+"""Planted bugs: each must be caught by the simulator, or the simulator is not worth what it says.
+
+A mutant is a patch of the source as it stands. A snippet that is not there exactly once is an error, so that no mutant
+quietly becomes a no-op when the code changes. Run all: `python -m tests.sim.mutants`, or some: give parts of names.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_COPIED = ("scheduler_service", "worker_service", "tests/core", "tests/sim")
+_CORE = "scheduler_service/core/"
+_SESSION = "worker_service/session.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`patches`: (file, text as it is, text instead)."""
+
+    name: str
+    patches: tuple[tuple[str, str, str], ...]
+
+
+def _mutant(name: str, file: str, *snippets: str) -> Mutant:
+    """One file; `snippets` are old and new in turn."""
+    path = file if "/" in file else f"{_CORE}{file}.py"
+    return Mutant(name, tuple((path, old, new) for old, new in zip(snippets[::2], snippets[1::2], strict=True)))
+
+
+MUTANTS = (
+    # Blocks
+    _mutant(
+        "an aborted request keeps its blocks",
+        "epoch",
+        "        for sequence in group.sequences:\n            self.cache.release(sequence)\n",
+        "",
+    ),
+    _mutant(
+        "a swapped request's device blocks are freed twice",
+        "cache_manager",
+        "            sequence.block_table.clear()\n            sequence.node, sequence",
+        "            sequence.node, sequence",
+    ),
+    _mutant(
+        "a fork takes no reference",
+        "cache_manager",
+        "            if block:\n                self.pool.share(block)\n            sequence.block_table.append(block)",
+        "            sequence.block_table.append(block)",
+    ),
+    _mutant(
+        "a sample writes to the tail it shares",
+        "cache_manager",
+        "        if num_tokens % self.block_size == 0:\n            return []\n",
+        "        if True:\n            return []\n",
+    ),
+    _mutant(
+        "the first beam writes to a tail that others hold",
+        "epoch",
+        "copying.extend(holders if num_others else holders[1:])",
+        "copying.extend(holders[1:])",
+    ),
+    _mutant(
+        "the tail of a beam is copied to a wrong place",
+        "cache_manager",
+        "        return index, source, target  # the",
+        "        return max(0, index - 1), source, target  # the",
+    ),
+    _mutant(
+        "idle blocks that a request matches are free twice",
+        "cache_manager",
+        "- len(match.device) + num_idle",
+        "- len(match.device)",
+    ),
+    _mutant(
+        "an admission is given one block too many",
+        "cache_manager",
+        "if num_blocks + num_reserved <= self.pool.num_free else",
+        "if num_blocks + num_reserved <= self.pool.num_free + 1 else",
+    ),
+    _mutant(
+        "the watermark binds a request that is alone",
+        "cache_manager",
+        "num_reserved = 0 if alone else self._num_watermark_blocks",
+        "num_reserved = self._num_watermark_blocks",
+    ),
+    _mutant(
+        "a group that can never fit is admitted",
+        "cache_manager",
+        "return num_shared + num_rows * (num_blocks - num_shared) + num_copies",
+        "return num_blocks",
+    ),
+    _mutant(
+        "a request that is too long is admitted",
+        "scheduler",
+        "if num_tokens > self.max_sequence_tokens:",
+        "if num_tokens > self.max_sequence_tokens + 1:",
+    ),
+    _mutant(
+        "the window frees a block a token early",
+        "cache_manager",
+        "(sequence.num_computed_tokens - self.window + 1) // self.block_size",
+        "(sequence.num_computed_tokens - self.window + 2) // self.block_size",
+    ),
+    _mutant(
+        "a fork takes blocks that fell out of the window",
+        "cache_manager",
+        "return num_tokens if relative.num_freed_blocks <= first_needed else 0",
+        "return num_tokens",
+    ),
+    # The prefix cache
+    _mutant(
+        "the last token of a block is not compared",
+        "prefix_index",
+        "token_ids[start : start + self._block_size]",
+        "token_ids[start : start + max(1, self._block_size - 1)]",
+    ),
+    _mutant(
+        "the last token is matched too",
+        "cache_manager",
+        "max_blocks = (sequence.num_tokens - 1) // self.block_size",
+        "max_blocks = sequence.num_tokens // self.block_size",
+    ),
+    _mutant(
+        "salts share content",
+        "scheduler",
+        "root_key=(request.tenant, request.cache_salt, self._model_digest)",
+        'root_key=(request.tenant, "", self._model_digest)',
+    ),
+    _mutant(
+        "a block is published before its tokens are known",
+        "cache_manager",
+        "num_known = sequence.num_tokens - (sequence.group.beam is not None)",
+        "num_known = sequence.num_tokens + sequence.num_in_flight - (sequence.group.beam is not None)",
+    ),
+    _mutant(
+        "a beam publishes the block that it may compute again",
+        "cache_manager",
+        "num_known = sequence.num_tokens - (sequence.group.beam is not None)",
+        "num_known = sequence.num_tokens",
+    ),
+    _mutant(
+        "a reused block is still found by its old content",
+        "cache_manager",
+        "        block = self.pool.allocate()\n        self.index.forget(block)\n",
+        "        block = self.pool.allocate()\n",
+    ),
+    _mutant(
+        "a reused host block is still found by its old content",
+        "cache_manager",
+        "        self.index.forget_host(host_block)\n        return host_block",
+        "        return host_block",
+    ),
+    _mutant(
+        "bad blocks stay published",
+        "scheduler",
+        "                epoch.cache.unpublish(bad)\n",
+        "",
+    ),
+    _mutant(
+        "what was computed on bad blocks is kept",
+        "scheduler",
+        "                    self._redo(epoch, other)\n",
+        "                    pass\n",
+    ),
+    _mutant(
+        "copies of bad blocks on the host stay published",
+        "prefix_index",
+        "        for host_block in host_blocks:\n            self.forget_host(host_block)\n",
+        "",
+    ),
+    # Moves
+    _mutant(
+        "a swap's source is free before it was read",
+        "moves",
+        "        self._pool.share(move.device_block)\n",
+        "        if not move.is_out or move.node is not None:\n            self._pool.share(move.device_block)\n",
+        "            self._pool.free(move.device_block,",
+        "            if not move.is_out or move.node is not None:\n              self._pool.free(move.device_block,",
+    ),
+    _mutant(
+        "a load's source is free before it was read",
+        "moves",
+        "        self._host_pool.share(move.host_block)\n",
+        "        if move.is_out:\n            self._host_pool.share(move.host_block)\n",
+        "            self._host_pool.free(move.host_block,",
+        "            if move.is_out:\n              self._host_pool.free(move.host_block,",
+    ),
+    _mutant(
+        "a group is swapped in before it was swapped out",
+        "scheduler",
+        "        if group.state is GroupState.SWAPPED:\n            return self._swap_in",
+        "        if group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT):\n            return self._swap_in",
+    ),
+    _mutant(
+        "a group is opened before its blocks are there",
+        "scheduler",
+        "if group.moved_step <= epoch.last_moved_step]",
+        "if group.moved_step <= epoch.last_acknowledged_step]",
+    ),
+    _mutant(
+        "moves of the next step are taken for done",
+        "moves",
+        "self._pending[0].step <= step:",
+        "self._pending[0].step <= step + 1:",
+    ),
+    _mutant(
+        "a demoted block is on the host before it was copied",
+        "cache_manager",
+        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node))\n",
+        "            self.moves.add(Move(step, node.blocks[0], host_block, True, node))\n"
+        "            self.index.add_host_copy(node, host_block)\n",
+    ),
+    _mutant(
+        "a swap takes idle copies on the host for free",
+        "cache_manager",
+        "return sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)",
+        "return sum(copy == 0 for copy in copies)",
+    ),
+    # Rows and results
+    _mutant(
+        "a victim is resumed with a token in flight",
+        "scheduler",
+        "if group is None or draft.num_free_tokens <= 0 or epoch.last_acknowledged_step < group.resume_step:",
+        "if group is None or draft.num_free_tokens <= 0:",
+    ),
+    _mutant(
+        "a row that ended is not told",
+        "epoch",
+        "            self.slots.end_row(sequence.slot)\n            self.num_rows -= 1\n",
+        "            self.num_rows -= 1\n",
+    ),
+    _mutant(
+        "all samples draw as the first",
+        "epoch",
+        "sample_index=sequence.sample_index,",
+        "sample_index=0,",
+    ),
+    _mutant(
+        "a swapped sequence is opened with nothing to compute",
+        "scheduler",
+        "            row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))\n",
+        "            row.start_from(row.num_computed_tokens)\n",
+    ),
+    _mutant(
+        "a plan computes more than its budget",
+        "scheduler",
+        "            num_free -= 0 if sequence.is_decoding else num_tokens\n",
+        "            num_free -= 0 if sequence.is_decoding else num_tokens // 2\n",
+    ),
+    _mutant(
+        "tokens in flight outlive the end of their sequence",
+        "scheduler",
+        "            if sample.status is RowStatus.OK and sample.sequence not in dispatch.dropped:\n",
+        "            if sample.status is RowStatus.OK:\n",
+    ),
+    _mutant(
+        "a stop text drops no tokens",
+        "scheduler",
+        "            del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]\n",
+        "",
+    ),
+    _mutant(
+        "a result of an old epoch is accepted",
+        "scheduler",
+        "if (result.epoch, result.step) != (epoch.number, dispatch.step):",
+        "if result.step != dispatch.step:",
+    ),
+    _mutant(
+        "a result of another step is accepted",
+        "scheduler",
+        "if (result.epoch, result.step) != (epoch.number, dispatch.step):",
+        "if result.epoch != epoch.number:",
+    ),
+    _mutant(
+        "what was in flight is still awaited in the next epoch",
+        "sequence",
+        "            sequence.forget_cache()\n            sequence.forget_in_flight()\n",
+        "            sequence.forget_cache()\n",
+    ),
+    _mutant(
+        "a beam's score forgets the length penalty",
+        "beam",
+        "exponent = -self._params.length_penalty * math.log(num_tokens)",
+        "exponent = -math.log(num_tokens)",
+    ),
+    _mutant(
+        "a beam that forks keeps the tokens of the old one",
+        "scheduler",
+        "                row.token_ids = parent.token_ids.copy()\n",
+        "",
+    ),
+    # Who is served
+    _mutant(
+        "the first is the victim, not the last",
+        "scheduler",
+        "self._preempt(epoch, draft, self._running.last())",
+        "self._preempt(epoch, draft, next(iter(self._running)))",
+    ),
+    _mutant(
+        "the newest running group is served first",
+        "sequence",
+        "insort(self._groups, group, key=_order)",
+        "self._groups.insert(0, group)",
+    ),
+    _mutant(
+        "a group waits for blocks that do not come back",
+        "scheduler",
+        "if num_missing <= pool.num_free + moves.num_returning:",
+        "if num_missing <= pool.num_free + pool.num_blocks:",
+    ),
+    _mutant(
+        "nobody is admitted in place of a group that gave way to none",
+        "scheduler",
+        "if (draft.is_empty or not draft.has_preempted) and self",
+        "if not draft.has_preempted and self",
+    ),
+    _mutant(
+        "a plan that only opens a row is dropped",
+        "plan_draft",
+        " or self.swaps_in or self.openings)",
+        " or self.swaps_in)",
+    ),
+    _mutant(
+        "crashes are charged to nobody",
+        "quarantine",
+        "            request.num_crashes += 1\n",
+        "",
+    ),
+    _mutant(
+        "crashes are charged to whoever waits",
+        "quarantine",
+        "            if len(charged) == 1:\n",
+        "            if len(charged) <= 2:\n",
+    ),
+    _mutant(
+        "suspects are tried beside others",
+        "quarantine",
+        "return not self._trial or request in self._trial",
+        "return True",
+    ),
+    # What is told
+    _mutant(
+        "a block's removal from the device is told to nobody",
+        "prefix_index",
+        "            self._changes.append((node, Tier.DEVICE, False))\n",
+        "            pass\n",
+    ),
+    # The session
+    _mutant(
+        "the same epoch is accepted twice",
+        _SESSION,
+        "if hello.epoch <= self.last_epoch:",
+        "if hello.epoch < self.last_epoch:",
+    ),
+    _mutant("plans of another epoch are carried out", _SESSION, "if epoch != self.epoch:", "if False:"),
+    _mutant("a plan is carried out twice", _SESSION, "if step != self.last_planned_step + 1:", "if False:"),
+    _mutant(
+        "more plans than the pipeline takes are accepted",
+        _SESSION,
+        "if num_unfinished >= self.pipeline_depth:",
+        "if num_unfinished > self.pipeline_depth:",
+    ),
+)
+
+
+def _plant(mutant: Mutant, folder: Path) -> None:
+    """A copy of what the simulator needs, with the bug in it."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for part in _COPIED:
+        shutil.copytree(ROOT / part, folder / part, ignore=ignored)
+    (folder / "tests" / "__init__.py").touch()
+    for file, old, new in mutant.patches:
+        path = folder / file
+        source = path.read_text()
+        if source.count(old) != 1:
+            raise SystemExit(f"{mutant.name}: {file} has this {source.count(old)} times, not once:\n{old}")
+        path.write_text(source.replace(old, new))
+
+
+def _hunt(mutant: Mutant, num_seeds: int, first: int) -> tuple[Mutant, str]:
+    """The line of the first failing seed, or nothing."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _plant(mutant, folder)
+        program = (
+            "from tests.sim.campaign import run_seed\n"
+            f"for seed in range({first}, {first + num_seeds}):\n"
+            "    for failed, error in run_seed(seed).failures.items():\n"
+            f"        print(f'seed {{failed - {first}}}: {{error[:100]}}')\n"
+            "        raise SystemExit\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": name}
+        run = subprocess.run(
+            [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        if run.returncode != 0:
+            return mutant, f"could not run: {run.stderr[-1000:]}"
+        return mutant, run.stdout.strip().replace("\n", " ")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of the names of mutants; all by default")
+    parser.add_argument("--seeds", type=int, default=5000, help="at most so many seeds each (default 5000)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTANTS if not arguments.names or any(name in m.name for name in arguments.names)]
+    survivors, started = [], time.perf_counter()
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for mutant, caught in pool.map(lambda mutant: _hunt(mutant, arguments.seeds, arguments.first), chosen):
+            print(f"{mutant.name}: {caught or 'NOT CAUGHT'}", flush=True)
+            if not caught.startswith("seed"):
+                survivors.append(mutant.name)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught in {time.perf_counter() - started:.0f} s")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

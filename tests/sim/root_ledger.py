@@ -1,0 +1,38 @@
+"""Whose content each block holds, from the plans alone: nothing is shared between tenants or salts (S7)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from scheduler_service.core.plan import StepPlan
+from tests.sim.client import Client
+
+
+class RootLedger:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._device: dict[int, Any] = {}  # root of what a block was last written with, by block
+        self._host: dict[int, Any] = {}
+        self._rows: dict[int, Any] = {}  # root of the row in a slot
+
+    def check(self, plan: StepPlan, client_of: Mapping[int, Client]) -> None:
+        """Assert that every row opens on content of its own root only."""
+        device, host = self._device, self._host
+        if plan.swap_out_device_blocks or plan.swap_in_device_blocks:
+            outs = [device.get(block) for block in plan.swap_out_device_blocks]
+            ins = [host.get(block) for block in plan.swap_in_host_blocks]
+            host.update(zip(plan.swap_out_host_blocks, outs, strict=True))
+            device.update(zip(plan.swap_in_device_blocks, ins, strict=True))
+        for opening in plan.openings:
+            request = client_of[opening.sequence_id].request
+            root = self._rows[opening.slot] = (request.tenant, request.cache_salt)
+            num_full = opening.num_computed_tokens // self._block_size
+            for block in opening.block_ids[:num_full]:
+                assert not block or device[block] == root, f"S7: a block of {device[block]} is read by {root}: {plan}"
+            for block in opening.block_ids[num_full:]:
+                device[block] = root
+        for source, target in zip(plan.fork_source_slots, plan.fork_target_slots, strict=True):
+            self._rows[target] = self._rows[source]
+        for slot, block in zip(plan.append_slots, plan.append_block_ids, strict=True):
+            device[block] = self._rows[slot]
+        for slot, block in zip(plan.set_block_slots, plan.set_block_ids, strict=True):
+            device[block] = self._rows[slot]
