@@ -76,6 +76,27 @@ async def test_everything_asked_for_is_sent(scheduler: ScriptedScheduler, url: s
     )  # fmt: skip
 
 
+async def test_beam_search_is_asked_for_without_the_default_temperature(scheduler: ScriptedScheduler, url: str) -> None:
+    defaults = pb.SamplingParams(
+        n=1, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_p=1, top_k=0, min_p=0, ignore_eos=False,
+        max_tokens=16, min_tokens=0, include_stop_str_in_output=False, skip_special_tokens=True, beam_width=4,
+    )  # fmt: skip
+    names = {
+        "heuristic": pb.EARLY_STOPPING_HEURISTIC, False: pb.EARLY_STOPPING_HEURISTIC, "first": pb.EARLY_STOPPING_FIRST,
+        True: pb.EARLY_STOPPING_FIRST, "never": pb.EARLY_STOPPING_NEVER,
+    }  # fmt: skip
+    await collect(url, "Once", SamplingParams(beam_width=4))
+    assert scheduler.requests.pop().sampling == defaults
+    for early_stopping, expected in names.items():
+        await collect(url, "Once", SamplingParams(beam_width=4, length_penalty=-1, early_stopping=early_stopping))
+        sampling = scheduler.requests.pop().sampling
+        assert (sampling.length_penalty, sampling.early_stopping) == (-1, expected)
+    # One that was chosen is sent, for the server to judge; so is the default without beams.
+    for chosen in (SamplingParams(beam_width=4, temperature=1.0), SamplingParams()):
+        await collect(url, "Once", chosen)
+        assert scheduler.requests.pop().sampling.temperature == 1
+
+
 async def test_none_leaves_a_field_unset(scheduler: ScriptedScheduler, url: str) -> None:
     await collect(url, "Once")
     await collect(url, "Once", SamplingParams(**{field.name: None for field in fields(SamplingParams)}))
@@ -94,6 +115,7 @@ def test_sampling_params_have_every_field_of_the_proto() -> None:
     [
         {"n": 1.0}, {"temperature": "hot"}, {"top_k": True}, {"ignore_eos": 1}, {"stop": 5}, {"stop": ["a", 5]},
         {"stop_token_ids": 5}, {"stop_token_ids": ["a"]}, {"logit_bias": [1]}, {"logit_bias": {"a": 1.0}},
+        {"beam_width": 2.5}, {"length_penalty": "long"}, {"early_stopping": "soon"}, {"early_stopping": 1.0},
     ],
 )  # fmt: skip
 def test_types_are_checked(wrong: dict[str, object]) -> None:

@@ -204,6 +204,23 @@ async def test_deadlines_hold_while_running_and_while_queued(checkpoint: Path) -
         await stack.until_idle()
 
 
+async def test_a_tenant_has_a_queue_of_its_own(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_num_seqs=1, max_tenant_waiting_requests=2) as stack:
+        stack.worker.step_seconds = 0.005
+        messages = [request(PROMPT, max_tokens=20) for _ in range(10)]
+        for message in messages:
+            message.tenant = "many"
+        errors, other = await asyncio.gather(
+            asyncio.gather(*(status_of(stack, message) for message in messages)),
+            status_of(stack, request(PROMPT, max_tokens=3)),
+        )
+        refused = [error for error in errors if error is not None]
+        assert 0 < len(refused) < 10
+        assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert details(refused[0])[1].retry_delay.seconds > 0
+        assert other is None
+
+
 async def test_bad_logits_end_their_own_request_only(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.002

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from tests.contract.scheduler_stack import Result, expected_tokens, make_checkpoint, request, serve
+from tests.contract.scheduler_stack import Result, Stack, expected_tokens, make_checkpoint, request, serve
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -39,6 +39,26 @@ async def test_many_streams_at_once(checkpoint: Path) -> None:
                 assert result.token_ids[index] == expected
         loads = await stack.until_idle()
         assert loads.num_generation_tokens == sum((30 + seed) * (1 + seed % 3) for seed in range(40))
+
+
+async def test_an_earlier_deadline_goes_first_where_deadlines_count(checkpoint: Path) -> None:
+    for policy, first_prompts in (("deadline", [3, 2, 1]), ("priority", [1, 2, 3])):
+        order: list[int] = []
+        async with serve(checkpoint, policy=policy, max_num_seqs=1) as stack:
+            stack.worker.step_seconds = 0.002
+
+            async def generate(first: int, stack: Stack = stack, order: list[int] = order, **call: float) -> None:
+                await stack.generate(request([first, *PROMPT], max_tokens=5), **call)
+                order.append(first)
+
+            running = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=100)))
+            await stack.until(lambda loads: loads.num_running == 1)
+            waiting = []
+            for num_waiting, (first, call) in enumerate([(1, {}), (2, {"timeout": 40.0}), (3, {"timeout": 20.0})], 1):
+                waiting.append(asyncio.create_task(generate(first, **call)))
+                await stack.until(lambda loads, num=num_waiting: loads.num_waiting == num)
+            await asyncio.gather(running, *waiting)
+        assert order == first_prompts
 
 
 async def test_a_burst_of_calls_is_served_whole(checkpoint: Path) -> None:

@@ -60,6 +60,14 @@ def test_every_option_has_a_help_text() -> None:
         ({"pipeline_depth": 0}, "--pipeline-depth"),
         ({"worker_timeout": float("nan")}, "--worker-timeout"),
         ({"max_model_len": 1}, "--max-model-len"),
+        ({"watermark": 1.0}, "--watermark"),
+        ({"watermark": float("nan")}, "--watermark"),
+        ({"policy": "random"}, "--policy"),
+        ({"preemption": "kill"}, "--preemption"),
+        ({"max_tenant_waiting_requests": 0}, "--max-tenant-waiting-requests"),
+        ({"detached_retention": -1.0}, "--detached-retention"),
+        ({"max_detached_requests": -1}, "--max-detached-requests"),
+        ({"kv_events_buffer": 0}, "--kv-events-buffer"),
         ({"tls_cert": "x"}, "--tls-key"),
         ({"tls_client_ca": "x"}, "--tls-cert"),
         ({"worker_tls_cert": "x", "worker_tls_key": "x"}, "--worker-tls-ca"),
@@ -135,7 +143,9 @@ def _reflected_services(target: str) -> list[str]:
 
 async def test_metrics(checkpoint: Path) -> None:
     port = free_port()
-    async with serve(checkpoint, metrics_port=port, served_model_name="story") as stack:
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest, num_host_blocks=7, swap_bandwidth=1e9)
+    await worker.start()
+    async with serve(checkpoint, worker=worker, metrics_port=port, served_model_name="story") as stack:
         await stack.generate(request(PROMPT, max_tokens=20, n=2))
         await stack.generate(request(PROMPT, max_tokens=7))
         text = await asyncio.to_thread(_scrape, f"http://127.0.0.1:{port}/metrics")
@@ -160,7 +170,40 @@ async def test_metrics(checkpoint: Path) -> None:
     assert value("vllm:iteration_tokens_total_sum") >= 47
     assert value("pagewire:epochs_total") == 1
     assert value("pagewire:plan_bytes_count") > 0
-    assert value("vllm:cache_config_info", block_size="4", num_gpu_blocks="400") == 1
+    assert value("vllm:cache_config_info", block_size="4", num_gpu_blocks="400", num_cpu_blocks="7") == 1
+    assert value("vllm:num_requests_swapped") == 0
+    assert value("vllm:cpu_cache_usage_perc") == 0
+    assert (value("pagewire:device_blocks"), value("pagewire:host_blocks")) == (400, 7)
+    assert value("pagewire:cached_device_blocks") > 0
+    assert value("pagewire:cached_prompt_tokens_total", tier="device") == value("vllm:prefix_cache_hits_total")
+    assert value("pagewire:cached_prompt_tokens_total", tier="host") == 0
+    # Two copies of one content are stored once.
+    assert 0 < value("pagewire:kv_events_total", kind="stored") <= value("pagewire:cached_device_blocks")
+    assert value("pagewire:kv_events_total", kind="removed") == 0
+    assert value("pagewire:invariant_failures_total") == 0
+
+
+async def test_metrics_of_a_full_cache(checkpoint: Path) -> None:
+    port = free_port()
+    digest = read_model_info(str(checkpoint)).digest
+    worker = FakeWorker(digest, num_device_blocks=64, num_host_blocks=300, swap_bandwidth=1e12)
+    await worker.start()
+    async with serve(checkpoint, worker=worker, metrics_port=port, preemption="swap") as stack:
+        prompts = [[index, *PROMPT] for index in range(20)]
+        await asyncio.gather(*(stack.generate(request(prompt, max_tokens=100)) for prompt in prompts))
+        loads = await stack.loads()
+        text = await asyncio.to_thread(_scrape, f"http://127.0.0.1:{port}/metrics")
+    values = {
+        (sample.name, *(sample.labels[name] for name in ("kind", "direction") if name in sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert values["vllm:num_preemptions_total",] == loads.num_preemptions > 0
+    assert values["pagewire:preemptions_total", "swap"] == loads.num_swap_preemptions > 0
+    assert values["pagewire:preemptions_total", "recompute"] == loads.num_preemptions - loads.num_swap_preemptions
+    assert values["pagewire:moved_blocks_total", "out"] == loads.num_moved_blocks_out > 0
+    assert values["pagewire:moved_blocks_total", "in"] == loads.num_moved_blocks_in > 0
+    assert values["pagewire:kv_events_total", "removed"] > 0
 
 
 def _scrape(url: str) -> str:

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, WorkerCapacity
 from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.metrics import Metrics
 from scheduler_service.rpc.call import Call
 from scheduler_service.rpc.sample import Sample
@@ -39,9 +41,9 @@ CAPACITY = WorkerCapacity(
 class LocalLink:
     """Carries a plan out one turn of the event loop later. At most two plans may wait."""
 
-    def __init__(self, loop: StepLoop) -> None:
+    def __init__(self, loop: StepLoop, worker: SimulatedWorker | None = None) -> None:
         self._loop = loop
-        self._worker = SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32)
+        self._worker = worker or SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32)
         self.num_waiting = 0
         self.max_waiting = 0
         self.closed = ""
@@ -60,10 +62,32 @@ class LocalLink:
             self._loop.result(self._worker.execute(plan))
 
 
+class LateMoves(LocalLink):
+    """Moves are done a while after their step, and told of apart from results."""
+
+    num_moved = 0
+
+    def _execute(self, plan: StepPlan) -> None:
+        self.num_waiting -= 1
+        result = self._worker.execute(plan, apply_moves=False)
+        if plan.swap_out_device_blocks or plan.swap_in_device_blocks:
+            asyncio.get_running_loop().call_later(0.001, self._finish_moves)
+        self._loop.result(result)
+
+    def _finish_moves(self) -> None:
+        self.num_moved += 1
+        self._loop.moved(self._worker.finish_moves(len(self._worker.pending)))
+
+
+def make_scheduler(**options: object) -> Scheduler:
+    return Scheduler(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200, **options)
+
+
 @asynccontextmanager
-async def running_loop(**options: float) -> AsyncIterator[StepLoop]:
-    scheduler = Scheduler(max_num_seqs=8, max_num_batched_tokens=32, max_model_len=200)
-    loop = StepLoop(scheduler, Metrics(), **({"worker_timeout": 60.0} | options))
+async def running_loop(
+    scheduler: Scheduler | None = None, metrics: Metrics | None = None, **options: float
+) -> AsyncIterator[StepLoop]:
+    loop = StepLoop(scheduler or make_scheduler(), metrics or Metrics(), **({"worker_timeout": 60.0} | options))
     task = asyncio.create_task(loop.run())
     yield loop
     task.cancel()
@@ -87,7 +111,7 @@ class Reader:
 
 
 def make_request(name: int, num_tokens: int = 20) -> Request:
-    return Request(str(name), "", (name, 1, 2, 3, 4), SamplingParams(), num_tokens)
+    return Request(str(name), "", (name % VOCAB_SIZE, 1, 2, 3, 4), SamplingParams(), num_tokens)
 
 
 async def test_plans_flow_two_at_a_time_and_tokens_come_out() -> None:
@@ -120,6 +144,84 @@ async def test_a_result_that_does_not_fit_ends_the_epoch() -> None:
         loop.worker_ready(CAPACITY, 2, LocalLink(loop))
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert loop.num_worker_losses == 1
+
+
+async def test_moves_are_done_when_the_worker_says_so() -> None:
+    async with running_loop(make_scheduler(preemption=PreemptionMode.SWAP)) as loop:
+        worker = SimulatedWorker(30, 4, VOCAB_SIZE, 8, 32, num_host_blocks=60)
+        link = LateMoves(loop, worker)
+        loop.worker_ready(replace(CAPACITY, num_device_blocks=30, num_host_blocks=60, swap_bandwidth=1e9), 1, link)
+        readers = [Reader() for _ in range(12)]
+        for name, reader in enumerate(readers):
+            loop.submit(make_request(name, num_tokens=60), reader.deliver)
+        for name, reader in enumerate(readers):
+            await asyncio.wait_for(reader.ended.wait(), 20)
+            prompt = make_request(name).prompt_token_ids
+            assert reader.token_ids == reference(prompt, 60, seed=0, sample_index=0, vocab_size=VOCAB_SIZE)
+        assert loop.stats().num_swap_preemptions > 0
+        assert link.num_moved > 0
+        assert not link.closed
+
+
+async def test_moves_of_a_plan_that_never_was_end_the_epoch() -> None:
+    async with running_loop() as loop:
+        link = LocalLink(loop)
+        loop.worker_ready(CAPACITY, 1, link)
+        loop.moved(77)
+        while not link.closed:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert "77" in link.closed
+        assert not loop.is_connected
+
+
+async def test_a_broken_invariant_ends_the_epoch_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, metrics, num_checks = make_scheduler(), Metrics(), 0
+
+    def check_sample() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        assert num_checks != 2, "a block is in two places"
+
+    monkeypatch.setattr(scheduler, "check_sample", check_sample)
+    async with running_loop(scheduler, metrics) as loop:
+        link = LocalLink(loop)
+        loop.worker_ready(CAPACITY, 1, link)
+        for _ in range(5):
+            readers = [Reader() for _ in range(5)]
+            for name, reader in enumerate(readers):
+                loop.submit(make_request(name, num_tokens=150), reader.deliver)
+            while not all(reader.ended.is_set() for reader in readers):
+                await asyncio.sleep(0)
+                if not loop.is_connected:
+                    assert "invariant" in link.closed
+                    link = LocalLink(loop)
+                    loop.worker_ready(CAPACITY, 2, link)
+            for name, reader in enumerate(readers):
+                prompt = make_request(name).prompt_token_ids
+                assert reader.token_ids == reference(prompt, 150, seed=0, sample_index=0, vocab_size=VOCAB_SIZE)
+        assert num_checks > 2
+        assert metrics.num_invariant_failures == 1
+        assert loop.num_worker_losses == 1
+
+
+async def test_waiting_for_kv_events() -> None:
+    async with running_loop(kv_event_log=KvEventLog(2)) as loop:
+        loop.worker_ready(CAPACITY, 1, LocalLink(loop))
+        assert loop.kv_snapshot().events == ()
+        start = loop.kv_event_starts[1]
+        waiting = [asyncio.create_task(loop.next_kv_events(start)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting)
+        reader = Reader()
+        loop.submit(make_request(1), reader.deliver)
+        batches = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+        assert {batch.sequence_number for batch in batches} == {start + 1}
+        assert batches[0].events
+        await asyncio.wait_for(reader.ended.wait(), 5)
+        snapshot = loop.kv_snapshot()
+        assert (snapshot.sequence_number, len(snapshot.events)) == (loop.kv_event_starts[1], 24 // 4)
+        with pytest.raises(LookupError):
+            await loop.next_kv_events(start)
 
 
 def _one_step() -> StepPlan:
