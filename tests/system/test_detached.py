@@ -1,0 +1,167 @@
+"""Detached requests through both services: clients come and go, workers die, and nothing is lost."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from pagewire import Client, SamplingParams
+from pagewire.errors import NotFound, OutOfRange
+from tests.system import oracle
+from tests.system.oracle import BeamSearch
+from tests.system.services import System, running
+
+STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+PROMPT = "Once upon a time"
+WORKER = ["--dtype", "float32", "--num-device-blocks", 200]
+NUM_TOKENS = 300
+SAMPLING = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return oracle.load(STORYTELLER)
+
+
+@pytest.fixture(scope="module")
+def prompt_token_ids():
+    return Tokenizer.from_file(str(STORYTELLER / "tokenizer.json")).encode(PROMPT).ids
+
+
+@pytest.fixture(scope="module")
+def expected(reference, prompt_token_ids):
+    return oracle.greedy(reference, prompt_token_ids, NUM_TOKENS)
+
+
+async def attached(client: Client, request_id: str, *, from_token: int = 0, until: int | None = None, index: int = 0):
+    """The tokens and the text of a sample from a token on; with `until`, the client leaves after so many tokens."""
+    tokens: list[int] = []
+    texts: list[str] = []
+    stream = client.attach(request_id, from_token=from_token)
+    async for output in stream:
+        if output.index == index:
+            assert output.first_token == from_token + len(tokens)
+            tokens += output.token_ids
+            texts.append(output.text)
+        if until is not None and len(tokens) >= until:
+            break
+    await stream.aclose()
+    return tokens, "".join(texts)
+
+
+async def until_worker_lost(client: Client, num_losses: int) -> None:
+    while (await client.loads()).num_worker_losses < num_losses:  # noqa: ASYNC110 - in another process
+        await asyncio.sleep(0.02)
+
+
+def replace_worker(system: System) -> None:
+    system.worker.kill()
+    system.restart_worker()
+
+
+async def test_clients_come_and_go_and_the_worker_dies(expected):
+    with running(STORYTELLER, worker=WORKER) as system:
+        async with Client(system.url) as client:
+            request_id = await client.submit(PROMPT, SAMPLING)
+            tokens, text = await attached(client, request_id, until=10)
+            assert tokens == expected[: len(tokens)]
+        replace_worker(system)
+        async with Client(system.url) as client:
+            await until_worker_lost(client, 1)
+            rest, rest_text = await attached(client, request_id, from_token=len(tokens))
+            assert tokens + rest == expected
+            again, full_text = await attached(client, request_id)
+            assert again == expected
+            assert text + rest_text == full_text
+            replace_worker(system)
+            await until_worker_lost(client, 2)
+            for start in (1, 17, NUM_TOKENS - 1, NUM_TOKENS):
+                last, last_text = await attached(client, request_id, from_token=start)
+                assert last == expected[start:]
+                assert full_text.endswith(last_text)
+            result = await client.result(request_id)
+            assert list(result.outputs[0].token_ids) == expected
+            assert result.outputs[0].text == full_text
+            while not (await client.loads()).worker_connected:  # noqa: ASYNC110 - in another process
+                await asyncio.sleep(0.02)
+            assert (await client.loads()).num_held_blocks == 0
+
+
+async def test_many_readers_of_one_request(expected):
+    """Some at the same time, some leave early: each gets the same tokens, and the request does not mind."""
+    with running(STORYTELLER, worker=WORKER) as system:
+        async with Client(system.url) as client:
+            request_id = await client.submit(PROMPT, SAMPLING)
+            await attached(client, request_id, until=5)
+            readers = [attached(client, request_id, from_token=start) for start in (0, 1, 5, 5)]
+            leavers = [attached(client, request_id, until=num_tokens) for num_tokens in (1, 20, 60)]
+            results = await asyncio.gather(*readers, *leavers)
+    for (tokens, _), start in zip(results, (0, 1, 5, 5), strict=False):
+        assert tokens == expected[start:]
+    for tokens, _ in results[4:]:
+        assert tokens == expected[: len(tokens)]
+
+
+async def test_samples_and_hypotheses_of_detached_requests(reference, prompt_token_ids):
+    """Under preemption, and with the worker killed before anybody attaches."""
+    temperature, seed, search = 0.9, 11, BeamSearch(beam_width=4, n=3, max_tokens=60)
+    samples = [
+        oracle.sampled(reference, prompt_token_ids, 80, temperature=temperature, seed=seed, sample_index=index)
+        for index in range(3)
+    ]
+    hypotheses = [hypothesis.token_ids for hypothesis in oracle.beams(reference, prompt_token_ids, search)]
+    drawn = SamplingParams(temperature=temperature, seed=seed, n=3, max_tokens=80, ignore_eos=True)
+    searched = SamplingParams(n=3, beam_width=4, max_tokens=60, ignore_eos=True)
+    worker = ["--dtype", "float32", "--num-device-blocks", 24, "--num-host-blocks", 100]
+    with running(STORYTELLER, worker=worker, scheduler=["--preemption", "swap"]) as system:
+        async with Client(system.url) as client:
+            submitted = [await client.submit(PROMPT, sampling) for sampling in (drawn, searched) * 4]
+            await attached(client, submitted[0], until=3)
+            replace_worker(system)
+            await until_worker_lost(client, 1)
+            for request_id, tokens in zip(submitted, [samples, hypotheses] * 4, strict=True):
+                for index in range(3):
+                    assert (await attached(client, request_id, index=index))[0] == tokens[index]
+            loads = await client.loads()
+    assert loads.num_preemptions > 0
+    assert (loads.num_held_blocks, loads.num_held_host_blocks) == (0, 0)
+
+
+async def test_abort_ends_it_for_every_reader():
+    with running(STORYTELLER, worker=WORKER) as system:
+        async with Client(system.url) as client:
+            request_id = await client.submit(PROMPT, SAMPLING)
+            reader = asyncio.create_task(attached(client, request_id))
+            await attached(client, request_id, until=3)
+            await client.abort(request_id)
+            tokens, _ = await reader
+            result = await client.result(request_id)
+            assert result.outputs[0].finish_reason == "abort"
+            assert list(result.outputs[0].token_ids) == tokens
+            assert len(tokens) < NUM_TOKENS
+            assert (await client.loads()).num_held_blocks == 0
+
+
+async def test_nobody_finds_what_is_foreign_expired_or_unknown():
+    with running(STORYTELLER, worker=WORKER, scheduler=["--detached-retention", 1]) as system:
+        async with Client(system.url) as client:
+            short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            request_id = await client.submit(PROMPT, short, tenant="one")
+            tokens = [t async for output in client.attach(request_id, tenant="one") for t in output.token_ids]
+            assert len(tokens) == 4
+            with pytest.raises(OutOfRange, match="4"):
+                await anext(client.attach(request_id, tenant="one", from_token=5))
+            for foreign in ("", "two"):
+                with pytest.raises(NotFound):
+                    await anext(client.attach(request_id, tenant=foreign))
+            with pytest.raises(NotFound):
+                await client.result("never heard of")
+
+            async def until_expired() -> None:
+                while True:
+                    await client.result(request_id, tenant="one")
+                    await asyncio.sleep(0.05)
+
+            with pytest.raises(NotFound):
+                await asyncio.wait_for(until_expired(), 20)
