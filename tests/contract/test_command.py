@@ -168,7 +168,7 @@ def test_an_error_is_one_line(
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in (["complete", "Once"], ["status"], ["chat", "-q", "hello"]):
+    for verb in (["complete", "Once"], ["status"], ["chat", "-q", "hello"], ["submit", "Once"], ["attach", "x"]):
         assert main([*verb, "--url", "127.0.0.1:1"]) == 1
         captured = capsys.readouterr()
         assert captured.out == ""
@@ -227,10 +227,12 @@ def test_help_of_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
-@pytest.mark.parametrize("verb", ["complete", "chat", "status", "serve", "worker", "scheduler", "demo"])
+@pytest.mark.parametrize(
+    "verb", ["complete", "chat", "submit", "attach", "result", "status", "serve", "worker", "scheduler", "demo"]
+)
 def test_help_loads_nothing_heavy(verb: str) -> None:
     heavy = ["torch", "numpy", "tokenizers", "transformers"]
-    if verb in ("complete", "chat", "status", "demo"):
+    if verb not in ("serve", "worker", "scheduler"):
         heavy += ["scheduler_service", "worker_service"]
     program = f"""
 import contextlib, io, sys

@@ -125,7 +125,8 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetResult(self, request, context):
-        """The state of a detached request and all of its output so far. NOT_FOUND as in Attach.
+        """The state of a detached request and all of its output so far, in one message; Attach sends long ones in pieces.
+        NOT_FOUND as in Attach.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
