@@ -306,12 +306,12 @@ class Scheduler:
         epoch = self._epoch
         cache = epoch.cache if epoch else None
         swapped = [*epoch.swapped, *epoch.loading] if epoch else []
-        num_queued_swapped = sum(group.num_waiting_sequences for group in epoch.swapped) if epoch else 0
+        queued = list(epoch.swapped) if epoch else []  # they stand in the queue too
         return SchedulerStats(
             num_running=epoch.num_rows if epoch else 0,
-            num_waiting=self._waiting.num_sequences - num_queued_swapped,
+            num_waiting=self._waiting.num_sequences - sum(group.num_waiting_sequences for group in queued),
             num_swapped=sum(group.num_unfinished for group in swapped),
-            num_waiting_tokens=self._waiting.num_prompt_tokens,
+            num_waiting_tokens=self._waiting.num_prompt_tokens - sum(group.num_waiting_tokens for group in queued),
             num_device_blocks=cache.pool.num_blocks if cache else 0,
             num_held_blocks=cache.num_held_blocks if cache else 0,
             num_cached_blocks=cache.index.num_cached_blocks if cache else 0,
