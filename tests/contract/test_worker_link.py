@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -10,10 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.liveness import Liveness
 from scheduler_service.rpc.wire import PROTOCOL_VERSION
-from tests.contract.fake_worker import FakeWorker
+from scheduler_service.rpc.worker_link import Session, WorkerLink
+from tests.contract.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
 from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -167,6 +171,81 @@ async def test_server_info_knows_the_worker_only_while_it_is_there(checkpoint: P
         assert not info.HasField("worker")
 
 
+# Moves, with a scheduler that writes down what it is told
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[tuple[str, object]] = asyncio.Queue()
+
+    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: Session) -> None:
+        self.events.put_nowait(("ready", (capacity, link)))
+
+    def moved(self, step: int) -> None:
+        self.events.put_nowait(("moved", step))
+
+    def result(self, result: StepResult) -> None:
+        self.events.put_nowait(("result", result.step))
+
+    def worker_lost(self, reason: str) -> None:
+        self.events.put_nowait(("lost", reason))
+
+    async def next(self) -> tuple[str, object]:
+        return await asyncio.wait_for(self.events.get(), 20)
+
+
+@asynccontextmanager
+async def linked(worker: FakeWorker) -> AsyncIterator[tuple[Listener, WorkerCapacity, Session]]:
+    await worker.start()
+    listener = Listener()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
+        link = WorkerLink(channel, listener, instance_id="one", model_digest=b"digest", pipeline_depth=2)
+        running = asyncio.create_task(link.run())
+        _, (capacity, session) = await listener.next()
+        yield listener, capacity, session
+        running.cancel()
+    await worker.kill()
+
+
+SWAP_OUT = {"swap_out_device_blocks": (1, 2), "swap_out_host_blocks": (4, 3)}
+WORK = {"work_slots": (0,), "work_num_tokens": (4,)}
+
+
+def opening(num_computed_tokens: int = 0) -> RowOpening:
+    return RowOpening(0, 7, tuple(range(9)), 9, num_computed_tokens, (1, 2, 3), SamplingParams(), 0, 0)
+
+
+async def test_moves_are_told_of_before_the_result_and_only_when_they_are_news() -> None:
+    async with linked(FakeWorker(b"digest", num_host_blocks=4)) as (listener, capacity, session):
+        assert (capacity.num_host_blocks, capacity.swap_bandwidth) == (4, 1e9)
+        session.send(StepPlan(session.epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(8,)))
+        assert [await listener.next() for _ in range(2)] == [("moved", 1), ("result", 1)]
+        session.send(StepPlan(session.epoch, 2, (0,), **SWAP_OUT))  # nothing but moves
+        assert [await listener.next() for _ in range(2)] == [("moved", 2), ("result", 2)]
+        await asyncio.sleep(3 * HEARTBEAT_INTERVAL)
+        assert listener.events.empty()
+
+
+async def test_moves_that_take_their_time_are_told_of_by_a_heartbeat() -> None:
+    worker = FakeWorker(b"digest", num_host_blocks=4)
+    worker.holds_moves = True
+    async with linked(worker) as (listener, _, session):
+        session.send(StepPlan(session.epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(8,)))
+        assert [await listener.next() for _ in range(2)] == [("moved", 1), ("result", 1)]
+        session.send(StepPlan(session.epoch, 2, (0,), **SWAP_OUT))
+        assert [await listener.next() for _ in range(2)] == [("result", 2), ("moved", 2)]
+
+
+async def test_a_result_of_another_epoch_ends_the_session_before_it_is_heard() -> None:
+    worker = FakeWorker(b"digest")
+    worker.garbage = worker_pb2.ExecuteResponse(result=worker_pb2.StepResult(epoch=5)).SerializeToString()
+    async with linked(worker) as (listener, _, session):
+        session.send(StepPlan(session.epoch, 1, openings=(opening(),), **WORK))
+        kind, reason = await listener.next()
+        assert kind == "lost"
+        assert f"of epoch 5 in epoch {session.epoch}" in str(reason)
+
+
 # Liveness, on a clock of its own
 
 
@@ -215,6 +294,31 @@ def test_long_steps_raise_the_limit() -> None:
     liveness.sent(2, 8, 20.0)
     at, _ = judged(liveness, 20, 1000)
     assert 219 < at < 222
+
+
+def test_moves_are_judged_once_their_step_has_finished() -> None:
+    liveness = Liveness(0.0)
+    liveness.sent(1, 8, 0.0)
+    liveness.sent(2, 0, 0.0, has_moves=True)
+    assert judged(liveness, 0, 100) == (100, "")  # step 1 is of a new shape
+    liveness.finished(1, 100.0, 100.0)
+    liveness.sent(3, 1, 100.0, has_moves=True)
+    assert judged(liveness, 100, 300) == (300, "")
+    liveness.finished(2, 0.1, 300.0)
+    liveness.finished(3, 0.1, 300.0)
+    assert judged(liveness, 300, 1200) == (1200, "")
+    liveness.moved(2, 1200.0)
+    at, verdict = judged(liveness, 1200, 5000)
+    assert 2199 < at < 2202
+    assert "the moves of step 3" in verdict
+
+
+def test_moves_that_are_done_are_not_judged() -> None:
+    liveness = Liveness(0.0)
+    liveness.sent(1, 0, 0.0, has_moves=True)
+    liveness.moved(1, 1.0)
+    liveness.finished(1, 0.1, 1.0)
+    assert judged(liveness, 1, 500) == (500, "")
 
 
 def test_a_gap_of_the_judge_restarts_the_timers() -> None:

@@ -230,6 +230,43 @@ async def test_higher_epoch_takes_over_after_the_running_step() -> None:
         assert runner.log == ["reset", "1:1", "reset", "2:1"]
 
 
+class SlowContext:
+    """A call whose peer takes its time to read. gRPC takes no status while a write is under way."""
+
+    def __init__(self) -> None:
+        self.requests = iter([hello(1)])
+        self.log: list[str] = []
+        self.is_writing = asyncio.Event()
+        self.may_finish = asyncio.Event()
+
+    async def read(self) -> pb.ExecuteRequest:
+        return next(self.requests)
+
+    async def write(self, response: pb.ExecuteResponse) -> None:
+        self.is_writing.set()
+        await self.may_finish.wait()
+        self.log.append("written")
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.log.append(details)
+
+
+async def test_status_waits_for_the_write_that_is_under_way() -> None:
+    engine = Engine(lambda: LoadedWorker(FakeRunner(), READY))
+    servicer, context = WorkerServicer(engine), SlowContext()
+    loop = asyncio.get_running_loop()
+    engine.start(lambda error: loop.call_soon_threadsafe(servicer.set_loaded))
+    call = asyncio.ensure_future(servicer.Execute(None, context))
+    await asyncio.wait_for(context.is_writing.wait(), 20)
+    closing = asyncio.ensure_future(servicer.close())
+    await asyncio.wait([call], timeout=0.05)
+    assert context.log == []
+    context.may_finish.set()
+    await asyncio.wait_for(asyncio.gather(call, closing), 20)
+    assert context.log == ["written", "the worker is shutting down"]
+    assert await loop.run_in_executor(None, engine.stop, 20)
+
+
 async def test_step_that_never_ends_ends_the_process() -> None:
     runner = FakeRunner()
     runner.blocked = {1}
