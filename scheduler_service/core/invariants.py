@@ -7,34 +7,42 @@ is SWAPPED, and then no move names its host blocks.
 from __future__ import annotations
 
 from array import array
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 from scheduler_service.core.block_pool import BlockPool
+from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.epoch import Epoch
-from scheduler_service.core.prefix_index import Node
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
 if TYPE_CHECKING:
     from scheduler_service.core.scheduler import Scheduler
 
 _QUEUED = (GroupState.WAITING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
+_SWAPPED = (GroupState.SWAPPING_OUT, GroupState.SWAPPED)
+
+LiveGroups = list[tuple[SequenceGroup, list[Sequence]]]  # each with its live sequences
 
 
 def check(scheduler: Scheduler) -> None:
-    """Assert S1 to S5, S7, S8 and S10 to S12."""
+    """Assert S1 to S5, S7, S8 and S10 to S12. Written to be called after every event of a simulation."""
     epoch = scheduler._epoch
-    groups = list(scheduler._groups.values())
+    groups = [(group, group.live_sequences) for group in scheduler._groups.values()]
     _check_queues(scheduler, groups)
-    for group in groups:
-        _check_group(group, epoch)
+    for group, live in groups:
+        _check_group(group, live, epoch)
     if epoch is None:
         assert not len(scheduler._running), "requests run without a worker"
         return
-    _check_rows(epoch, groups)
-    _check_dispatches(scheduler, epoch)
+    in_flight = _check_dispatches(scheduler, epoch)
+    _check_rows(epoch, groups, in_flight)
     _check_blocks(epoch, groups)
-    _check_content(epoch, groups)
+    _check_content(epoch.cache)
+    for group, _ in groups:
+        if group.state is GroupState.RUNNING:
+            for sequence in group.sequences:
+                if sequence.num_published_blocks:
+                    _check_published(epoch.cache.block_size, sequence)
 
 
 def check_sample(scheduler: Scheduler) -> None:
@@ -54,165 +62,177 @@ def check_sample(scheduler: Scheduler) -> None:
         assert sequence.num_computed_tokens <= num_positions, f"S5: {sequence.sequence_id}"
 
 
-def _check_queues(scheduler: Scheduler, groups: list[SequenceGroup]) -> None:
+def _check_queues(scheduler: Scheduler, groups: LiveGroups) -> None:
     running = list(scheduler._running)
     assert all(a.order < b.order for a, b in pairwise(running))
-    waiting = set(scheduler._waiting)
-    for group in groups:
-        assert (group in waiting) == (group.state in _QUEUED), f"{group.state} and the queue disagree"
+    waiting = {group for queued in scheduler._waiting._groups.values() for group in queued}
+    num_running = num_loading = num_samples = 0
+    for group, live in groups:
+        state = group.state
+        assert (group in waiting) == (state in _QUEUED), f"{state} and the queue disagree"
         assert group.num_lone_crashes < 2, "S10: a request that must fail is still there"
         assert group.num_unfinished > 0, "S8: a request outlived itself"
-    assert len(waiting) + len(running) + sum(g.state is GroupState.SWAPPING_IN for g in groups) == len(groups), "S8"
-    assert set(running) == {group for group in groups if group.state is GroupState.RUNNING}
-    num_samples = sum(len(group.live_sequences) for group in groups if group.beam is None)
+        num_running += state is GroupState.RUNNING
+        num_loading += state is GroupState.SWAPPING_IN
+        if group.beam is None:
+            assert len(live) == group.num_unfinished
+            num_samples += len(live)
+    assert len(waiting) + len(running) + num_loading == len(groups), "S8"
+    assert len(running) == num_running
+    assert all(group.state is GroupState.RUNNING for group in running)
     assert len(scheduler._sequences) == num_samples, "S8: a sequence is in no request, or in one too many"
     assert sum(scheduler._num_tenant_requests.values()) == len(groups), "S8: a tenant is counted wrong"
 
 
-def _check_group(group: SequenceGroup, epoch: Epoch | None) -> None:
+def _check_group(group: SequenceGroup, live: list[Sequence], epoch: Epoch | None) -> None:
     state = group.state
     for sequence in group.sequences:
-        if state is not GroupState.RUNNING:
+        if state is GroupState.RUNNING:
+            assert sequence.slot >= 0 or not sequence.block_table, "S8: a sequence without a row holds blocks"
+        else:
             assert sequence.slot < 0, f"S8: a sequence of a request that is {state.value} has a row"
-        if state not in (GroupState.RUNNING, GroupState.SWAPPING_IN):
-            assert not sequence.block_table, f"S8: a request that is {state.value} holds blocks"
-        if state not in (GroupState.SWAPPING_OUT, GroupState.SWAPPED):
-            assert not sequence.host_table, f"S8: a request that is {state.value} holds host blocks"
-        if sequence.slot < 0 and state is GroupState.RUNNING:
-            assert not sequence.block_table, "S8: a sequence without a row holds blocks"
-    if state not in (GroupState.RUNNING, GroupState.SWAPPING_IN):
-        assert not group.reserved_slots
+            if sequence.block_table:
+                assert state is GroupState.SWAPPING_IN, f"S8: a request that is {state.value} holds blocks"
+        if sequence.host_table:
+            assert state in _SWAPPED, f"S8: a request that is {state.value} holds host blocks"
+    if group.reserved_slots:
+        assert state in (GroupState.RUNNING, GroupState.SWAPPING_IN)
     if epoch is not None:
         assert (group in epoch.loading) == (state is GroupState.SWAPPING_IN)
-        assert (group in epoch.swapped) == (state in (GroupState.SWAPPING_OUT, GroupState.SWAPPED))
+        assert (group in epoch.swapped) == (state in _SWAPPED)
         if state is GroupState.SWAPPED:
             assert group.moved_step <= epoch.last_moved_step, "S4: swapped before it was moved"
-    if group.beam is None:
-        assert len(group.live_sequences) == group.num_unfinished
 
 
-def _check_rows(epoch: Epoch, groups: list[SequenceGroup]) -> None:
+def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]) -> None:
     block_size = epoch.cache.block_size
-    slots = list(epoch.slots._free)
+    slots = epoch.slots._free.copy()
     num_rows = 0
-    for group in groups:
-        slots.extend(group.reserved_slots)
-        unborn = group.beam.unborn_slots if group.beam else ()
-        live = group.live_sequences
-        for sequence in group.sequences:
+    for group, live in groups:
+        slots += group.reserved_slots
+        for sequence in live:
+            num_in_flight = sequence.num_in_flight
+            assert num_in_flight == in_flight.get(sequence, 0), f"S5: {sequence}"
             if sequence.slot < 0:
                 continue
-            slots.append(sequence.slot)
-            num_rows += sequence.slot not in unborn
-            if sequence not in live:
-                continue
-            num_computed, num_expected = sequence.num_computed_tokens, sequence.num_tokens + sequence.num_in_flight
+            num_computed, num_expected = sequence.num_computed_tokens, len(sequence.token_ids) + num_in_flight
             assert num_computed <= len(sequence.block_table) * block_size, f"S5: {sequence}"
             assert num_computed <= num_expected <= sequence.max_num_tokens, f"S5, planned too far: {sequence}"
-            assert (sequence in epoch.active) == (not sequence.is_decoding and sequence.num_uncomputed_tokens > 0)
-            assert sequence.is_decoding == (epoch.decoding._rows.get(sequence.slot) is sequence)
-            if sequence.is_decoding:
+            is_decoding = sequence.is_decoding
+            assert (sequence in epoch.active) == (not is_decoding and sequence.num_uncomputed_tokens > 0)
+            assert is_decoding == (epoch.decoding._rows.get(sequence.slot) is sequence)
+            if is_decoding:
                 assert num_computed == num_expected - 1, f"S5: a decoding row is not at its end: {sequence}"
                 assert sequence.due_step > epoch.num_steps, "a decoding row was not looked at when it was due"
+        if group.state is GroupState.RUNNING:
+            slots += [sequence.slot for sequence in group.sequences if sequence.slot >= 0]
+            num_rows += sum(sequence.slot >= 0 for sequence in group.sequences)
+            if group.beam is not None:
+                num_rows -= len(group.beam.unborn_slots)
     assert num_rows == epoch.num_rows
     slots.sort()
     assert slots == list(range(epoch.slots.num_slots)), "a slot is lost, or has two owners"
 
 
-def _check_dispatches(scheduler: Scheduler, epoch: Epoch) -> None:
+def _check_dispatches(scheduler: Scheduler, epoch: Epoch) -> dict[Sequence, int]:
+    """Samples on their way that count, by sequence."""
     dispatches = epoch.unacknowledged
     assert len(dispatches) <= scheduler.pipeline_depth, "S11"
     in_flight: dict[Sequence, int] = {}
     for dispatch in dispatches:
         assert dispatch.num_tokens <= scheduler.num_step_tokens, f"S11: step {dispatch.step}"
-        num_row_tokens = sum(row.num_tokens for row in dispatch.rows)
-        assert dispatch.num_tokens == num_row_tokens + len(dispatch.columns.slots)
-        slots = [row.slot for row in dispatch.rows] + dispatch.columns.slots
+        slots = dispatch.columns.slots.copy()
+        sampled = dispatch.columns.sequences.copy()
+        num_tokens = len(slots)
+        for row in dispatch.rows:
+            num_tokens += row.num_tokens
+            slots.append(row.slot)
+            if row.samples:
+                sampled.append(row.sequence)
+        assert dispatch.num_tokens == num_tokens
         assert len(slots) == len(set(slots)), f"two rows of step {dispatch.step} share a slot"
-        sampled = [row.sequence for row in dispatch.rows if row.samples] + dispatch.columns.sequences
         for sequence in sampled:
             if sequence not in dispatch.dropped:
                 in_flight[sequence] = in_flight.get(sequence, 0) + 1
-    for group in scheduler._groups.values():
-        for sequence in group.live_sequences:
-            assert sequence.num_in_flight == in_flight.get(sequence, 0), f"S5: {sequence.num_in_flight} {in_flight}"
+    return in_flight
 
 
-def _check_blocks(epoch: Epoch, groups: list[SequenceGroup]) -> None:
+def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
     cache = epoch.cache
     holders, host_holders = [0] * (cache.pool.num_blocks + 1), [0] * (cache.host_pool.num_blocks + 1)
-    for group in groups:
+    for group, _ in groups:
         for sequence in group.sequences:
             for block in sequence.block_table:
                 holders[block] += 1
             for block in sequence.host_table:
                 host_holders[block] += 1
-    for group in groups:
-        for sequence in group.open_sequences:
-            _check_writable(epoch, sequence, holders)
+    for group, _ in groups:
+        if group.state is GroupState.RUNNING:
+            for sequence in group.sequences:
+                _check_writable(cache, sequence, holders)
     for move in cache.moves:
         assert move.step > epoch.last_moved_step, "S3: an acknowledged move is still pending"
+        if move.is_out:
+            assert cache.index.node_of_host(move.host_block) is None, "S4: content is found before it was moved"
+        else:
+            assert cache.index.node_of(move.device_block) is None, "S4: content is found before it was moved"
         holders[move.device_block] += 1
         host_holders[move.host_block] += 1
     _check_pool(cache.pool, holders)
     _check_pool(cache.host_pool, host_holders)
 
 
-def _check_writable(epoch: Epoch, sequence: Sequence, holders: list[int]) -> None:
+def _check_writable(cache: CacheManager, sequence: Sequence, holders: list[int]) -> None:
     """S12. A beam's tail may be shared until the plan that writes it."""
-    cache = epoch.cache
-    first = sequence.num_computed_tokens // cache.block_size
-    for i in range(first, len(sequence.block_table)):
-        block = sequence.block_table[i]
-        is_beam = sequence.group.beam is not None
+    is_beam = sequence.group.beam is not None
+    for block in sequence.block_table[sequence.num_computed_tokens // cache.block_size :]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
         assert not cache.index.is_cached(block), f"S12: block {block} will be written and is published"
 
 
 def _check_pool(pool: BlockPool, holders: list[int]) -> None:
-    num_free = 0
-    for block in pool.free_blocks():
-        assert holders[block] == 0, f"S1: block {block} is free and held"
-        num_free += 1
-        assert num_free <= pool.num_free, "S1: the free list is a loop"
-    assert num_free == pool.num_free, "S1: the free list is cut"
-    num_held = 0
-    for block in range(1, pool.num_blocks + 1):
-        assert pool._ref_counts[block] == holders[block], f"S2: block {block}"
-        num_held += holders[block] > 0
-    assert num_held + num_free == pool.num_blocks, "S1: a block is lost"
+    holders[0] = 0  # holes of a window
+    if pool._ref_counts != holders:
+        wrong = [block for block, num_holders in enumerate(holders) if pool.ref_count(block) != num_holders]
+        raise AssertionError(f"S2: the reference counts of blocks {wrong}")
+    free = list(islice(pool.free_blocks(), pool.num_blocks + 1))
+    assert len(free) == len(set(free)) == pool.num_free, "S1: the free list is cut, or a loop"
+    assert not any(map(holders.__getitem__, free)), "S1: a block is free and held"
+    assert holders.count(0) - 1 == len(free), "S1: a block is lost"
     assert pool.num_idle_cached == sum(pool._is_idle_cached)
 
 
-def _check_content(epoch: Epoch, groups: list[SequenceGroup]) -> None:
-    cache = epoch.cache
+def _check_content(cache: CacheManager) -> None:
     index = cache.index
     num_copies = num_host_copies = 0
-    for cached in index.nodes():
-        assert cached.blocks or cached.host_block or cached.children, "S8: a node outlived its copies and descendants"
-        num_copies += len(cached.blocks)
-        for block in cached.blocks:
-            assert index.node_of(block) is cached
-            assert (cache.pool.ref_count(block) == 0) == bool(cache.pool._is_idle_cached[block]), f"S1: block {block}"
-        if cached.host_block:
+    for node in index.nodes():
+        num_copies += len(node.blocks)
+        if not node.blocks:
+            assert node.host_block or node.children, "S8: a node outlived its copies and descendants"
+        if node.host_block:
             num_host_copies += 1
-            assert index.node_of_host(cached.host_block) is cached
+            assert index.node_of_host(node.host_block) is node
     assert num_copies == index.num_cached_blocks, "a block holds two contents"
     assert num_host_copies == index.num_cached_host_blocks
-    for group in groups:
-        for sequence in group.open_sequences:
-            _check_published(epoch, sequence)
+    for pool, nodes in ((cache.pool, index._node_of_block), (cache.host_pool, index._node_of_host_block)):
+        idle = [node is not None and count == 0 for node, count in zip(nodes, pool._ref_counts, strict=True)]
+        assert idle == list(map(bool, pool._is_idle_cached)), "S1: an idle block is taken for cached, or is not"
+    for block, cached in enumerate(index._node_of_block):
+        assert cached is None or block in cached.blocks, "a block holds two contents"
 
 
-def _check_published(epoch: Epoch, sequence: Sequence) -> None:
+def _check_published(block_size: int, sequence: Sequence) -> None:
     """S7: what it has published or matched is what its tokens say."""
-    block_size = epoch.cache.block_size
-    node: Node | None = sequence.node
-    for i in reversed(range(sequence.num_published_blocks)):
+    node, num_published = sequence.node, sequence.num_published_blocks
+    token_bytes = []
+    for i in range(num_published - 1, -1, -1):
         assert node is not None
-        assert node.root_key == sequence.root_key, "S7: another tenant's, salt's or model's block"
-        tokens = array("I", sequence.token_ids[i * block_size : (i + 1) * block_size]).tobytes()
-        assert node.token_bytes == tokens, "S7: the block's tokens are others"
+        token_bytes.append(node.token_bytes)
         assert i < sequence.num_freed_blocks or sequence.block_table[i] in node.blocks, "S7: not that content"
         node = node.parent
-    assert node is None or node.parent is None
+    assert node is not None
+    assert node.parent is None
+    assert node.root_key == sequence.root_key, "S7: another tenant's, salt's or model's block"
+    token_bytes.reverse()
+    tokens = array("I", sequence.token_ids[: num_published * block_size]).tobytes()
+    assert b"".join(token_bytes) == tokens, "S7: the block's tokens are others"

@@ -9,7 +9,7 @@ Moves are done at once, or held back until `finish_moves`: what touches a block 
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from math import gcd
 
@@ -112,7 +112,7 @@ class SimulatedWorker:
     host_kv: dict[int, list[int]] = field(default_factory=dict)
     poisoned: frozenset[int] = frozenset()  # a row whose input holds one of these tokens has no good logits
     # Sequences whose next sampling row goes wrong though its input is good: its logits, and what it writes.
-    bad_sequences: frozenset[int] = frozenset()
+    bad_sequences: Set[int] = frozenset()
     pending: deque[Move] = field(default_factory=deque)
 
     @property
@@ -133,13 +133,19 @@ class SimulatedWorker:
         self.last_step = plan.step
         for slot in plan.released_slots:
             del self.rows[slot]
-        self._move(plan)
+        if plan.swap_out_device_blocks or plan.swap_in_host_blocks:
+            self._move(plan)
         if apply_moves:
             self.finish_moves(len(self.pending))
-        self._copy(plan)
+        if plan.copy_source_blocks:
+            self._copy(plan)
+        for opening in plan.openings:
+            self._open(opening)
+        if plan.fork_target_slots or plan.append_token_slots:
+            self._patch_beams(plan)
         self._patch(plan)
         working = [(slot, row) for slot, row in sorted(self.rows.items()) if row.work]
-        num_tokens = sum(row.work for _, row in working)
+        num_tokens = sum([row.work for _, row in working])
         assert num_tokens <= self.max_num_batched_tokens
         has_moves = bool(plan.swap_out_host_blocks or plan.swap_in_host_blocks)
         assert num_tokens or has_moves or plan.openings, "a plan does nothing"
@@ -189,14 +195,18 @@ class SimulatedWorker:
 
     # Rows
 
-    def _patch(self, plan: StepPlan) -> None:
-        for opening in plan.openings:
-            self._open(opening)
+    def _patch_beams(self, plan: StepPlan) -> None:
         sources = [self.rows[slot].fork() for slot in plan.fork_source_slots]
         for slot, row in zip(plan.fork_target_slots, sources, strict=True):
             assert 0 <= slot < self.max_num_seqs
             self.rows[slot] = row
         assert len(set(plan.fork_target_slots)) == len(plan.fork_target_slots), "two forks have one target"
+        for slot, token_id in zip(plan.append_token_slots, plan.append_token_ids, strict=True):
+            assert 0 <= token_id < self.vocab_size
+            self.rows[slot].token_ids.append(token_id)
+        assert len(set(plan.append_token_slots)) == len(plan.append_token_slots), "a row gets two tokens"
+
+    def _patch(self, plan: StepPlan) -> None:
         for slot, block in zip(plan.append_slots, plan.append_block_ids, strict=True):
             assert 1 <= block <= self.num_blocks
             self.rows[slot].block_ids.append(block)
@@ -204,10 +214,6 @@ class SimulatedWorker:
             assert 1 <= block <= self.num_blocks
             assert 0 <= index < len(self.rows[slot].block_ids)
             self.rows[slot].block_ids[index] = block
-        for slot, token_id in zip(plan.append_token_slots, plan.append_token_ids, strict=True):
-            assert 0 <= token_id < self.vocab_size
-            self.rows[slot].token_ids.append(token_id)
-        assert len(set(plan.append_token_slots)) == len(plan.append_token_slots), "a row gets two tokens"
         for slot, num_tokens in zip(plan.work_slots, plan.work_num_tokens, strict=True):
             self.rows[slot].work = num_tokens
         assert len(set(plan.work_slots)) == len(plan.work_slots), "a row is patched twice"

@@ -67,6 +67,7 @@ class WorkerProcess:
             capacity.num_host_blocks,
             capacity.sliding_window,
             poisoned=frozenset((BAD_TOKEN,)),
+            bad_sequences=simulation.bad_sequences,
         )
         simulation.at(connection.send_up(simulation.now, simulation._delay()), simulation.receive_ready, connection)
 
@@ -151,7 +152,7 @@ class WorkerProcess:
             simulation.reach.forks(plan, set(self.machine.rows).difference(plan.released_slots))
         result = self.machine.execute(plan, apply_moves=not simulation.scenario.move_seconds)
         if self._poison_runs():
-            simulation.reached["a request crashes the worker"] += 1
+            simulation.poison_crashed()
             self.die(0.2)
             return
         if RowStatus.NAN_LOGITS in result.statuses:
@@ -185,11 +186,6 @@ class WorkerProcess:
         return any(
             client_of[row.opening.sequence_id].arrival.crashes_worker for row in self.machine.rows.values() if row.work
         )
-
-    def spoil(self, sequence_id: int) -> None:
-        """The next time that the sequence samples, what comes of it are no numbers."""
-        assert self.machine is not None
-        self.machine.bad_sequences |= {sequence_id}
 
     def _note_bad_rows(self) -> None:
         """Requests that may end for bad logits: not those that only read what others wrote."""

@@ -10,7 +10,6 @@ from scheduler_service.core.request import BeamParams, EarlyStopping, Request
 
 VOCAB_SIZE = 97
 BAD_TOKEN = VOCAB_SIZE - 1  # in a prompt: no good logits ever come of it
-MAX_MODEL_LEN = 64
 
 FAULTS = (
     "crash",  # the worker's process dies and is started again
@@ -39,7 +38,7 @@ _FEATURES = (
     ("priorities", 0.25),
     ("tenants", 0.25),
     ("deadlines", 0.2),
-    ("bad", 0.15),
+    ("bad", 0.2),
     ("crash", 0.1),
 )
 
@@ -49,6 +48,7 @@ class Arrival:
     request: Request
     time: float
     crashes_worker: bool
+    goes_bad: bool  # its first sampling row has bad logits, and writes bad blocks
     reads_every: int  # tokens until the client takes what is there
 
 
@@ -60,6 +60,7 @@ class Scenario:
     capacity: WorkerCapacity
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_model_len: int
     depth: int
     caching: bool
     watermark: float
@@ -85,7 +86,8 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         seed=seed,
         capacity=capacity,
         max_num_seqs=rng.randint(1, 6),
-        max_num_batched_tokens=rng.choice((1, 2, 3, 5, 8, 16, 64)),
+        max_num_batched_tokens=rng.choice((1, 2, 4, 8, 16, 64, 64)),
+        max_model_len=capacity.max_model_len,
         depth=rng.choice((1, 2, 2)),
         caching=rng.random() < 0.85,
         watermark=rng.choice((0.0, 0.01, 0.1, 0.3)),
@@ -110,7 +112,7 @@ def _draw_capacity(rng: Random) -> WorkerCapacity:
         worker_id="w",
         model_digest=b"m",
         vocab_size=VOCAB_SIZE,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=rng.choice((64, 64, 20)),
         block_size=block_size,
         num_device_blocks=min(20, max(4, rng.randint(12, 60) // block_size)),
         block_bytes=1000,
@@ -136,7 +138,7 @@ def smaller(rng: Random, capacity: WorkerCapacity) -> dict[str, int]:
 
 
 def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]:
-    num_positions = min(MAX_MODEL_LEN, capacity.num_device_blocks * capacity.block_size)
+    num_positions = min(capacity.max_model_len - 1, capacity.num_device_blocks * capacity.block_size)
     longest = max(1, min(20, num_positions - 2))
     stems = [[rng.randrange(BAD_TOKEN) for _ in range(longest)] for _ in range(rng.randint(1, 3))]
     spread = rng.choice((0.0, 0.2, 0.6))
@@ -144,8 +146,11 @@ def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]
     arrivals: list[Arrival] = []
     for i in range(rng.randint(3, 7)):
         prompt = _draw_prompt(rng, stems, longest, capacity.block_size)
+        if arrivals and rng.random() < 0.2:
+            prompt = list(rng.choice(arrivals).request.prompt_token_ids)
         crashes_worker = "crash" in features and rng.random() < 0.2
-        if "bad" in features and rng.random() < 0.3:
+        goes_bad = "bad" in features and rng.random() < 0.3
+        if "bad" in features and rng.random() < 0.15:
             prompt[rng.randrange(len(prompt))] = BAD_TOKEN
         room = max(1, num_positions + 1 - len(prompt))
         max_tokens = rng.randint(1, min(14, room)) if rng.random() < 0.97 else room + rng.randint(0, 2)
@@ -153,7 +158,7 @@ def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]
         request = _draw_request(rng, f"r{i}", prompt, max_tokens, features, time)
         if rng.random() < 0.95:
             request = _shrunk(request, capacity)
-        arrivals.append(Arrival(request, time, crashes_worker, rng.choice((1, 1, 3, 1000))))
+        arrivals.append(Arrival(request, time, crashes_worker, goes_bad, rng.choice((1, 1, 3, 1000))))
     return tuple(arrivals)
 
 

@@ -24,7 +24,7 @@ from tests.sim.move_ledger import MoveLedger
 from tests.sim.process import WorkerProcess
 from tests.sim.reach import Reach
 from tests.sim.root_ledger import RootLedger
-from tests.sim.scenario import MAX_MODEL_LEN, Arrival, draw_scenario, smaller
+from tests.sim.scenario import Arrival, draw_scenario, smaller
 
 _HEARTBEAT_LIMIT = 2.5
 _BACKOFF = 0.1
@@ -59,7 +59,7 @@ class Simulation:
         self.scheduler = Scheduler(
             max_num_seqs=scenario.max_num_seqs,
             max_num_batched_tokens=scenario.max_num_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=scenario.max_model_len,
             pipeline_depth=scenario.depth,
             max_waiting_requests=scenario.max_waiting_requests,
             max_waiting_tokens=scenario.max_waiting_tokens,
@@ -71,6 +71,8 @@ class Simulation:
         )
         self.clients: dict[tuple[str, str], Client] = {}  # that are served
         self.client_of: dict[int, Client] = {}  # by sequence, also of those that have ended
+        self.bad_sequences: set[int] = set()  # whose next sampling row goes wrong
+        self.num_losses = self.num_poison_crashes = 0
         self.num_expected = len(scenario.arrivals)  # arrivals to come
         self.epoch = 0
         self.connection: Connection | None = None  # of the epoch that the scheduler is in
@@ -182,6 +184,8 @@ class Simulation:
             num_rows = request.beam.beam_width if request.beam else request.n
             for sequence_id in range(sequence_ids[0], sequence_ids[0] + num_rows):
                 self.client_of[sequence_id] = client
+                if arrival.goes_bad:
+                    self.bad_sequences.add(sequence_id)
             if request.deadline is not None:
                 self.at(request.deadline, self.abort, client)
         self._audit(1)
@@ -352,6 +356,7 @@ class Simulation:
         live = [group for group in dispatched if not group.is_finished]
         if len(live) == 1:
             self.clients[live[0].request.tenant, live[0].request.request_id].num_lone_crashes += 1
+        self.num_losses += 1
         self.connection = None
         self.old_connections.append(connection)
         self._take(self.scheduler.worker_lost(self.clock))
@@ -361,6 +366,19 @@ class Simulation:
     def _unacknowledged(self) -> list[Dispatch]:
         epoch = self.scheduler._epoch
         return epoch.unacknowledged if epoch else []
+
+    def poison_crashed(self) -> None:
+        """S10: one request among n is found by its 3 + log2(n)-th crash, if nothing else goes wrong."""
+        self.reached["a request crashes the worker"] += 1
+        self.num_poison_crashes += 1
+        arrivals = self.scenario.arrivals
+        is_sole_cause = sum(arrival.crashes_worker for arrival in arrivals) == 1 and not self.num_other_losses
+        limit = 3 + (len(arrivals) - 1).bit_length()
+        assert not is_sole_cause or self.num_poison_crashes <= limit, f"S10: {limit + 1} crashes by one request"
+
+    @property
+    def num_other_losses(self) -> int:
+        return self.num_losses - (self.num_poison_crashes - 1)
 
     # Faults
 
@@ -390,7 +408,7 @@ class Simulation:
     def bad_row(self) -> None:
         rows = sorted(self.process.machine.rows) if self.process.machine else []
         if rows:
-            self.process.spoil(self.process.machine.rows[self.rng.choice(rows)].opening.sequence_id)
+            self.bad_sequences.add(self.process.machine.rows[self.rng.choice(rows)].opening.sequence_id)
 
     def _any_client(self) -> Client | None:
         """Often one whose blocks are not where it could run."""
