@@ -49,6 +49,21 @@ CASES = {
         32,
         {"max_num_batched_tokens": 5, "max_num_seqs": 8},
     ),
+    "mistral, window of 50, chunks of 64": ("mistral", {"sliding_window": 50}, 16, {"max_num_batched_tokens": 64}),
+    "mistral, window of 200, small pool": ("mistral", {"sliding_window": 200}, 8, {"num_device_blocks": 100}),
+    "mistral, no window": ("mistral", {"sliding_window": None, "num_key_value_heads": 4}, 32, {}),
+    "qwen2, window of 40 in every layer, chunks of 100": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0},
+        8,
+        {"max_num_batched_tokens": 100},
+    ),
+    "qwen2, window of 40 in the second layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+        16,
+        {},
+    ),
     "gpt2, odd head size, chunks of 48": ("gpt2", {"n_embd": 76}, 8, {"max_num_batched_tokens": 48}),
 }
 
