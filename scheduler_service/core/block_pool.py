@@ -50,12 +50,14 @@ class BlockPool:
         if count > 0:
             return
         if spare and cached:
-            self._link(block, before=self._next[self._last_spare], cached=True)
-            self._last_spare = block
-            self._is_spare[block] = True
-            self.num_spare += 1
+            self._link_spare(block)
         else:
             self._link(block, before=0 if cached else self._next[0], cached=cached)
+
+    def spare(self, block: int) -> None:
+        """An idle block's content can be had elsewhere too."""
+        self._unlink(block)
+        self._link_spare(block)
 
     def expose(self, block: int) -> None:
         """An idle block's content is no longer cached: it goes to the head of the free list."""
@@ -90,6 +92,12 @@ class BlockPool:
         if self._is_idle_cached[block]:
             self._is_idle_cached[block] = False
             self.num_idle_cached -= 1
+
+    def _link_spare(self, block: int) -> None:
+        self._link(block, before=self._next[self._last_spare], cached=True)
+        self._last_spare = block
+        self._is_spare[block] = True
+        self.num_spare += 1
 
     def _link(self, block: int, *, before: int, cached: bool) -> None:
         previous = self._previous[before]

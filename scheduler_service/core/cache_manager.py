@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from scheduler_service.core.block_pool import BlockPool
 from scheduler_service.core.moves import Move, MoveLedger
@@ -12,11 +13,11 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup
 
 # Demotion keeps this part of the device's blocks free without loss, holding nothing or what the host holds too: an
 # admission takes many blocks at once, and what has no copy then is lost.
-_DEMOTION_SHARE = 4
-# Demotion: blocks a plan may order to be copied to the host, those under way at most, and the entries of the free list
-# it may look at.
+_DEMOTION_SHARE = 2
+_MIN_DEMOTION_RESERVE = 4
+# Blocks a plan may order to be copied to the host beyond twice those that it computes, and the entries of the free list
+# it may look at in vain.
 _MAX_DEMOTIONS = 16
-_MAX_PENDING_DEMOTIONS = 64
 _DEMOTION_WINDOW = 64
 
 
@@ -316,22 +317,31 @@ class CacheManager:
 
     # The host tier
 
-    def demote(self, step: int) -> list[tuple[int, int]]:
+    def demote(self, step: int, num_tokens: int) -> list[tuple[int, int]]:
         """Copy the oldest idle cached blocks to the host before they are needed for something else. Returns the moves
-        that the plan of `step` must order: (device block, host block)."""
-        pool, host_pool = self.pool, self.host_pool
+        that the plan of `step`, which computes `num_tokens`, must order: (device block, host block). Every block there
+        is to demote was computed once, so plans that copy more than they compute keep ahead of any load."""
+        pool = self.pool
         num_unused = pool.num_free - pool.num_idle_cached
-        has_enough = num_unused + pool.num_spare > pool.num_blocks // _DEMOTION_SHARE
-        if has_enough or not host_pool.num_free or not pool.num_idle_cached:
+        num_lossless = num_unused + pool.num_spare + len(self.moves)
+        num_wanted = max(_MIN_DEMOTION_RESERVE, pool.num_blocks // _DEMOTION_SHARE) - num_lossless
+        max_chosen = min(num_wanted, _MAX_DEMOTIONS + 2 * self.num_blocks_for(num_tokens), self.host_pool.num_free)
+        if max_chosen <= 0 or not pool.num_idle_cached:
             return []
         chosen: list[Node] = []
-        max_chosen = min(_MAX_DEMOTIONS, host_pool.num_free, _MAX_PENDING_DEMOTIONS - len(self.moves))
-        for i, block in enumerate(pool.blocks_to_spare()):
-            if len(chosen) >= max_chosen or i >= num_unused + _DEMOTION_WINDOW:
-                break
+        spare: list[int] = []
+        for block in islice(pool.blocks_to_spare(), num_unused + max_chosen + _DEMOTION_WINDOW):
             node = self.index.node_of(block)
-            if node is not None and not node.host_block and not node.is_moving and node.blocks[0] == block:
+            if node is None or node.is_moving:
+                continue
+            if node.host_block or node.blocks[0] != block:
+                spare.append(block)
+            else:
                 chosen.append(node)
+            if len(chosen) + len(spare) >= max_chosen:
+                break
+        for block in spare:
+            pool.spare(block)
         swaps = []
         for node in chosen:
             host_block = self._allocate_host()

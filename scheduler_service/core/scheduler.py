@@ -179,7 +179,7 @@ class Scheduler:
             while self._admit(epoch, draft, now):
                 pass
         if draft.num_tokens:
-            draft.swaps_out.extend(epoch.cache.demote(draft.step))
+            draft.swaps_out.extend(epoch.cache.demote(draft.step, draft.num_tokens))
         return epoch.dispatch(draft)
 
     def complete(self, result: StepResult, now: float) -> TokenOutputs:

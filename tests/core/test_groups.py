@@ -211,6 +211,24 @@ def test_a_prefix_that_was_evicted_to_the_host_is_loaded_and_not_computed():
     assert [system.tokens[i] for i in ids] == [system.expected(i) for i in ids]
 
 
+def test_prompts_of_a_single_step_do_not_outrun_demotion():
+    """Each of them takes many blocks in the only plan it has."""
+    system = System(num_blocks=200, num_host_blocks=1000, budget=400)
+    shared = prompt_of(200)
+    system.join()
+    system.add([*shared, 1], 1)
+    system.run()
+    for i in range(10):
+        system.add(prompt_of(240, i + 1), 1)
+        system.run()
+    before = system.scheduler.stats()
+    system.add([*shared, 2], 1)
+    system.run()
+    after = system.scheduler.stats()
+    assert after.num_host_cached_prompt_tokens - before.num_host_cached_prompt_tokens == 200
+    system.assert_exact()
+
+
 def test_content_that_nobody_can_load_cheaper_is_computed():
     system = System(num_blocks=32, num_host_blocks=64, max_num_seqs=4)
     system.join()
