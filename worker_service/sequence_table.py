@@ -184,7 +184,7 @@ class SequenceTable:
         sources = self._occupied_slots(plan.fork_source_slots)
         targets = _as_array(plan.fork_target_slots)
         self._check_range(targets)
-        _check_distinct("forks have the same target", targets)
+        _check_distinct("forks have the same target", plan.fork_target_slots)
         # An array that is indexed by an array is copied: every source is read before a target is written.
         num_tokens = self.num_tokens[sources].max()
         self.token_ids[targets, :num_tokens] = self.token_ids[sources, :num_tokens]
@@ -201,14 +201,16 @@ class SequenceTable:
         _check_lengths("appended blocks", plan.append_slots, plan.append_block_ids)
         slots, block_ids = self._occupied_slots(plan.append_slots), _as_array(plan.append_block_ids)
         self._check_block_ids(slots, block_ids)
-        indexes = self.num_blocks[slots] + _earlier_equals(slots)
+        indexes = self.num_blocks[slots]
+        if len(set(plan.append_slots)) < len(slots):
+            indexes += _earlier_equals(slots)
         beyond = np.flatnonzero(indexes >= self.limits.max_num_blocks)
         if len(beyond):
             raise ProtocolError(
                 f"slot {slots[beyond[0]]} has {indexes[beyond[0]]} blocks already, enough for max_model_len"
             )
         self.block_tables[slots, indexes] = block_ids
-        np.add.at(self.num_blocks, slots, 1)
+        np.maximum.at(self.num_blocks, slots, indexes + 1)
 
     def _set_blocks(self, plan: StepPlan) -> None:
         _check_lengths("set blocks", plan.set_block_slots, plan.set_block_indexes, plan.set_block_ids)
@@ -224,7 +226,7 @@ class SequenceTable:
     def _append_tokens(self, plan: StepPlan) -> None:
         _check_lengths("appended tokens", plan.append_token_slots, plan.append_token_ids)
         slots, token_ids = self._occupied_slots(plan.append_token_slots), _as_array(plan.append_token_ids)
-        _check_distinct("tokens are appended to the same slot", slots)
+        _check_distinct("tokens are appended to the same slot", plan.append_token_slots)
         beyond = np.flatnonzero((token_ids < 0) | (token_ids >= self.limits.vocab_size))
         if len(beyond):
             raise ProtocolError(
@@ -242,7 +244,7 @@ class SequenceTable:
     def _patch_work(self, plan: StepPlan) -> None:
         _check_lengths("patches of work", plan.work_slots, plan.work_num_tokens)
         slots, num_tokens = self._occupied_slots(plan.work_slots), _as_array(plan.work_num_tokens)
-        _check_distinct("patches of work name the same slot", slots)
+        _check_distinct("patches of work name the same slot", plan.work_slots)
         beyond = np.flatnonzero((num_tokens < 0) | (num_tokens > self.limits.max_num_batched_tokens))
         if len(beyond):
             raise ProtocolError(
@@ -294,8 +296,8 @@ def _check_lengths(what: str, *columns: tuple[int, ...]) -> None:
         raise ProtocolError(f"{what}: the columns have {', '.join(str(len(column)) for column in columns)} entries")
 
 
-def _check_distinct(what: str, values: IntArray) -> None:
-    if len(np.unique(values)) != len(values):
+def _check_distinct(what: str, values: tuple[int, ...]) -> None:
+    if len(set(values)) != len(values):
         raise ProtocolError(f"two {what}")
 
 
