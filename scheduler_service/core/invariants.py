@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from scheduler_service.core.block_pool import BlockPool
 from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.epoch import Epoch
+from scheduler_service.core.prefix_index import Node
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
 if TYPE_CHECKING:
@@ -169,7 +170,8 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
     for group, _ in groups:
         if group.state is GroupState.RUNNING:
             for sequence in group.sequences:
-                _check_writable(cache, sequence, holders)
+                if sequence.block_table:
+                    _check_writable(cache, sequence, holders)
     for move in cache.moves:
         assert move.step > epoch.last_moved_step, "S3: an acknowledged move is still pending"
         if move.is_out:
@@ -179,7 +181,8 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
         holders[move.device_block] += 1
         host_holders[move.host_block] += 1
     _check_pool(cache.pool, holders)
-    _check_pool(cache.host_pool, host_holders)
+    if cache.host_pool.num_blocks:
+        _check_pool(cache.host_pool, host_holders)
 
 
 def _check_writable(cache: CacheManager, sequence: Sequence, holders: list[int]) -> None:
@@ -204,21 +207,27 @@ def _check_pool(pool: BlockPool, holders: list[int]) -> None:
 
 def _check_content(cache: CacheManager) -> None:
     index = cache.index
+    nodes, host_nodes = index._node_of_block, index._node_of_host_block
     num_copies = num_host_copies = 0
     for node in index.nodes():
-        num_copies += len(node.blocks)
-        if not node.blocks:
-            assert node.host_block or node.children, "S8: a node outlived its copies and descendants"
+        for block in node.blocks:
+            assert nodes[block] is node, "a block holds two contents"
+            num_copies += 1
         if node.host_block:
+            assert host_nodes[node.host_block] is node, "a host block holds two contents"
             num_host_copies += 1
-            assert index.node_of_host(node.host_block) is node
-    assert num_copies == index.num_cached_blocks, "a block holds two contents"
-    assert num_host_copies == index.num_cached_host_blocks
-    for pool, nodes in ((cache.pool, index._node_of_block), (cache.host_pool, index._node_of_host_block)):
-        idle = [node is not None and count == 0 for node, count in zip(nodes, pool._ref_counts, strict=True)]
-        assert idle == list(map(bool, pool._is_idle_cached)), "S1: an idle block is taken for cached, or is not"
-    for block, cached in enumerate(index._node_of_block):
-        assert cached is None or block in cached.blocks, "a block holds two contents"
+        elif not node.blocks:
+            assert node.children, "S8: a node outlived its copies and descendants"
+    assert num_copies == index.num_cached_blocks == len(nodes) - nodes.count(None), "a block holds two contents"
+    assert num_host_copies == index.num_cached_host_blocks == len(host_nodes) - host_nodes.count(None)
+    _check_idle(cache.pool, nodes)
+    if num_host_copies:
+        _check_idle(cache.host_pool, host_nodes)
+
+
+def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
+    idle = [node is not None and count == 0 for node, count in zip(nodes, pool._ref_counts, strict=True)]
+    assert pool._is_idle_cached == bytes(idle), "S1: an idle block is taken for cached, or is not"
 
 
 def _check_published(block_size: int, sequence: Sequence) -> None:

@@ -554,7 +554,7 @@ class Scheduler:
             num_blocks = cache.num_fork_blocks(sequence, relative)
         else:
             num_blocks = cache.num_opening_blocks(sequence, match)
-        is_alone = len(self._running) == 1 and not epoch.loading
+        is_alone = epoch.num_rows == len(group.open_sequences) and not epoch.loading
         if cache.can_allocate(num_blocks, 0, alone=is_alone) is not Allocation.OK:
             return False
         if forks and relative is not None:
