@@ -48,6 +48,7 @@ class Dispatch:
     extended: tuple[Sequence, ...]  # decoding rows that began a block: the one before is full when the result is here
     num_tokens: int
     num_prompt_tokens: int
+    has_moves: bool
     dropped: set[Sequence] = field(default_factory=set)
 
     def sampling_rows(self) -> list[PlannedRow]:

@@ -203,6 +203,7 @@ class Epoch:
                 num_prompt_tokens=sum(
                     row.num_tokens for row in rows if row.start + row.num_tokens <= row.sequence.num_prompt_tokens
                 ),
+                has_moves=bool(draft.swaps_out or draft.swaps_in),
             )
         )
         plan = _freeze(draft, self.number, self.slots.take_released(), self.slots.patch(rows))

@@ -194,7 +194,8 @@ class Scheduler:
                 f"but epoch {epoch.number} step {dispatch.step} is the oldest unacknowledged"
             )
         reading = read_result(dispatch, result, epoch.capacity.vocab_size)
-        epoch.cost.observe_step(dispatch.num_tokens, dispatch.num_prompt_tokens, result.duration_us / 1e6)
+        if not dispatch.has_moves:  # a worker may do them in the time of the step
+            epoch.cost.observe_step(dispatch.num_tokens, dispatch.num_prompt_tokens, result.duration_us / 1e6)
         outputs = TokenOutputs()
         for row, entries in reading.prompt_logprobs:
             if row.sequence not in dispatch.dropped:
