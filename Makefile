@@ -4,8 +4,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTOS := $(shell find protos/pagewire -name '*.proto')
 MODEL := models/storyteller
+SEEDS := 5000
+FIRST := 0
 
-.PHONY: help setup run test lint protos model bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam clean
+.PHONY: help setup run test sim sim-mutants lint protos model bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -21,6 +23,12 @@ run: $(READY)  ## serve the bundled model and stream one completion
 
 test: $(READY)  ## every test that needs no GPU
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+sim: $(READY)  ## simulate SEEDS=n histories of the scheduler and a failing worker, from seed FIRST=n on
+	$(BIN)/python -m tests.sim --seeds $(SEEDS) --first $(FIRST)
+
+sim-mutants: $(READY)  ## plant bugs, and see that the simulator finds each
+	$(BIN)/python -m tests.sim.mutants --seeds $(SEEDS) --first $(FIRST)
 
 lint: $(READY)  ## ruff, mypy, buf lint, buf breaking
 	$(BIN)/ruff check .

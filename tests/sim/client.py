@@ -4,7 +4,7 @@ Tokens go through the production `TokenStream`. Every token is compared as it co
 undisturbed run is, every end with the reason it claims.
 """
 
-from scheduler_service.core.request import EndReason, Hypothesis, SequenceEnd
+from scheduler_service.core.request import EndReason, Hypothesis, SequenceEnd, TokenLogprobs
 from scheduler_service.stream import Delta, TokenStream
 from tests.core.simulated_worker import digest, digest_all, next_token
 from tests.sim import beam_oracle
@@ -52,6 +52,7 @@ class _Sample:
         self.received: list[int] = []
         self.end: SequenceEnd | None = None
         self._prefix = digest_all(client.request.prompt_token_ids)
+        self._num_logprobs = self._num_prompt_logprobs = 0
         self._must_end = False
         self._hypothesis: Hypothesis | None = None
 
@@ -69,6 +70,25 @@ class _Sample:
         self._must_end = stops or number + 1 == request.max_tokens
         if len(self.stream.token_ids) >= self.client.arrival.reads_every:
             self.read()
+
+    def logprob(self, entry: TokenLogprobs) -> None:
+        """Of the token that has just come. The simulated worker says how many tokens there were."""
+        request = self.client.request
+        assert request.sampling.num_logprobs is not None, "nobody asked for it"
+        self._num_logprobs += 1
+        assert entry.logprob == -float(len(request.prompt_token_ids) + self._num_logprobs)
+        assert self._num_logprobs == self.stream.num_published, "S6: a log-probability without its token"
+
+    def prompt_logprobs(self, entries: list[TokenLogprobs]) -> None:
+        """Of each prompt token but the first, once and in order."""
+        request = self.client.request
+        assert request.sampling.num_prompt_logprobs is not None
+        assert self.index == 0, "nobody asked for it"
+        first = self._num_prompt_logprobs + 1
+        tokens = request.prompt_token_ids[first : first + len(entries)]
+        found = [(entry.token_id, entry.logprob) for entry in entries]
+        assert found == [(token_id, -float(first + i)) for i, token_id in enumerate(tokens)], "S6: of other tokens"
+        self._num_prompt_logprobs += len(entries)
 
     def hypothesis(self, hypothesis: Hypothesis) -> None:
         assert self._hypothesis is None, "S6: a hypothesis twice"
@@ -95,6 +115,10 @@ class _Sample:
         request, reason, client = self.client.request, end.reason, self.client
         assert end.num_prompt_tokens == len(request.prompt_token_ids)
         if reason in (EndReason.STOP, EndReason.LENGTH):
+            if request.sampling.num_prompt_logprobs is not None and self.index == 0:
+                assert self._num_prompt_logprobs == len(request.prompt_token_ids) - 1, (
+                    "prompt log-probabilities are missing"
+                )
             if request.beam is not None:
                 self._check_hypothesis(end)
             elif end.stop_token_id is not None or reason is EndReason.LENGTH:

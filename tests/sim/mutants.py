@@ -141,12 +141,6 @@ MUTANTS = (
         "num_known = sequence.num_tokens + sequence.num_in_flight - (sequence.group.beam is not None)",
     ),
     _mutant(
-        "a beam publishes the block that it may compute again",
-        "cache_manager",
-        "num_known = sequence.num_tokens - (sequence.group.beam is not None)",
-        "num_known = sequence.num_tokens",
-    ),
-    _mutant(
         "a reused block is still found by its old content",
         "cache_manager",
         "        block = self.pool.allocate()\n        self.index.forget(block)\n",
@@ -175,6 +169,17 @@ MUTANTS = (
         "prefix_index",
         "        for host_block in host_blocks:\n            self.forget_host(host_block)\n",
         "",
+    ),
+    Mutant(
+        "a second bad row unpublishes what others wrote since the first",
+        (
+            (f"{_CORE}scheduler.py", "                bad.has_failed = True", "                bad.has_failed = False"),
+            (
+                f"{_CORE}cache_manager.py",
+                "max(sequence.num_matched_blocks, sequence.num_published_blocks) > other",
+                "sequence.num_matched_blocks > other",
+            ),
+        ),
     ),
     # Moves
     _mutant(
@@ -244,10 +249,18 @@ MUTANTS = (
         "sample_index=0,",
     ),
     _mutant(
-        "a swapped sequence is opened with nothing to compute",
+        "a swapped beam is opened with nothing to compute",
         "scheduler",
-        "            row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))\n",
-        "            row.start_from(row.num_computed_tokens)\n",
+        "            sequence.start_from(min(sequence.num_computed_tokens, sequence.num_tokens - 1))\n",
+        "",
+        "row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))",
+        "row.start_from(row.num_computed_tokens)",
+    ),
+    _mutant(
+        "the watermark binds a group beside which nobody has a row",
+        "scheduler",
+        "is_alone = epoch.num_rows == len(group.open_sequences) and",
+        "is_alone = len(self._running) == 1 and",
     ),
     _mutant(
         "a plan computes more than its budget",

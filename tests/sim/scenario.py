@@ -33,11 +33,12 @@ FAULTS = (
 # How many of the seeds have requests of this kind.
 _FEATURES = (
     ("samples", 0.4),
-    ("beams", 0.3),
+    ("beams", 0.4),
     ("stops", 0.3),
     ("priorities", 0.25),
     ("tenants", 0.25),
     ("deadlines", 0.2),
+    ("logprobs", 0.2),
     ("bad", 0.2),
     ("crash", 0.1),
 )
@@ -90,16 +91,16 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         max_model_len=capacity.max_model_len,
         depth=rng.choice((1, 2, 2)),
         caching=rng.random() < 0.85,
-        watermark=rng.choice((0.0, 0.01, 0.1, 0.3)),
+        watermark=rng.choice((0.0, 0.0, 0.01, 0.2, 0.5)),
         policy=rng.choice(POLICIES),
-        preemption=rng.choice((PreemptionMode.SWAP, *PreemptionMode)),
+        preemption=rng.choice((PreemptionMode.SWAP, PreemptionMode.SWAP, *PreemptionMode)),
         max_waiting_requests=3 if rng.random() < 0.07 else 100,
         max_waiting_tokens=20 if rng.random() < 0.07 else 1000,
         max_tenant_waiting_requests=3 if rng.random() < 0.07 else None,
         step_seconds=0.01,
         delay_seconds=rng.choice((0.0, 0.002, 0.03)),
         wake_seconds=rng.choice((0.0, 0.0, 0.002, 0.02)),
-        move_seconds=rng.choice((0.0, 0.005, 0.02, 0.1)),
+        move_seconds=rng.choice((0.0, 0.005, 0.03, 0.15)),
         faults=tuple(rng.sample(FAULTS, num_faults)),
         fault_rate=rng.choice((0.01, 0.03, 0.1)),
         arrivals=arrivals,
@@ -121,7 +122,7 @@ def _draw_capacity(rng: Random) -> WorkerCapacity:
         device="cpu",
         dtype="float32",
         attention_backend="none",
-        num_host_blocks=rng.choice((0, rng.randint(1, 6), 12, 12)),
+        num_host_blocks=rng.choice((0, rng.randint(1, 6), 12, 12, 12)),
         swap_bandwidth=rng.choice((1e4, 1e6, 1e8)),
         sliding_window=rng.choice((0, 0, 0, rng.randint(1, 16))),
     )
@@ -142,9 +143,10 @@ def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]
     longest = max(1, min(20, num_positions - 2))
     stems = [[rng.randrange(BAD_TOKEN) for _ in range(longest)] for _ in range(rng.randint(1, 3))]
     spread = rng.choice((0.0, 0.2, 0.6))
+    most_tokens = rng.choice((3, 12, 12, 16))
     features = [name for name, rate in _FEATURES if rng.random() < rate]
     arrivals: list[Arrival] = []
-    for i in range(rng.randint(3, 7)):
+    for i in range(rng.randint(3, 6)):
         prompt = _draw_prompt(rng, stems, longest, capacity.block_size)
         if arrivals and rng.random() < 0.2:
             prompt = list(rng.choice(arrivals).request.prompt_token_ids)
@@ -153,7 +155,7 @@ def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]
         if "bad" in features and rng.random() < 0.15:
             prompt[rng.randrange(len(prompt))] = BAD_TOKEN
         room = max(1, num_positions + 1 - len(prompt))
-        max_tokens = rng.randint(1, min(14, room)) if rng.random() < 0.97 else room + rng.randint(0, 2)
+        max_tokens = rng.randint(1, min(most_tokens, room)) if rng.random() < 0.97 else room + rng.randint(0, 2)
         time = rng.random() * spread
         request = _draw_request(rng, f"r{i}", prompt, max_tokens, features, time)
         if rng.random() < 0.95:
@@ -191,7 +193,7 @@ def _draw_request(
     if "stops" in features and rng.random() < 0.6:
         stops = tuple(rng.sample(range(VOCAB_SIZE), rng.choice((1, 5, 20))))
     beam, n = None, 1
-    if "beams" in features and rng.random() < 0.5:
+    if "beams" in features and rng.random() < 0.6:
         width = rng.randint(1, 4)
         penalty = rng.choice((1.0, 0.0, 2.0, -1.0))
         beam, n = BeamParams(width, penalty, rng.choice(list(EarlyStopping))), rng.randint(1, width)
@@ -205,6 +207,8 @@ def _draw_request(
             stop_token_ids=stops,
             min_tokens=rng.choice((0, 0, 3)) if stops else 0,
             num_candidates=beam.beam_width + len(stops) if beam else None,
+            num_logprobs=0 if "logprobs" in features and not beam and rng.random() < 0.5 else None,
+            num_prompt_logprobs=0 if "logprobs" in features and not beam and rng.random() < 0.5 else None,
         ),
         max_tokens=max_tokens,
         seed=rng.randrange(1 << 32),

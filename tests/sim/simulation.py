@@ -131,8 +131,11 @@ class Simulation:
     def _tempt_fate(self) -> None:
         scenario, epoch = self.scenario, self.scheduler._epoch
         is_delicate = epoch is not None and (epoch.swapped or epoch.loading)
-        if scenario.faults and self.rng.random() < scenario.fault_rate * (4 if is_delicate else 1):
-            self.at(self.now, getattr(self, self.rng.choice(scenario.faults)))
+        if scenario.faults and self.rng.random() < scenario.fault_rate * (8 if is_delicate else 1):
+            faults = scenario.faults
+            if is_delicate and self.rng.random() < 0.5:
+                faults = tuple(fault for fault in faults if fault in ("cancel", "stop")) or faults
+            self.at(self.now, getattr(self, self.rng.choice(faults)))
         if self.num_audits > 150:
             self._calm_down()
 
@@ -227,6 +230,10 @@ class Simulation:
             client.num_lone_crashes = 0
             client.samples[sequence_id].token(token_id, self.now)
             self.log_hash = hash((self.log_hash, sequence_id, token_id))
+        for sequence_id, entry in outputs.logprobs.items():
+            self.client_of[sequence_id].samples[sequence_id].logprob(entry)
+        for sequence_id, entries in outputs.prompt_logprobs.items():
+            self.client_of[sequence_id].samples[sequence_id].prompt_logprobs(entries)
         for hypothesis in outputs.hypotheses:
             client = self.client_of[hypothesis.sequence_id]
             client.samples[hypothesis.sequence_id].hypothesis(hypothesis)
@@ -253,6 +260,7 @@ class Simulation:
         while self.connection is not None:
             plan = self.scheduler.schedule(self.clock)
             if plan is None:
+                self._audit(13)
                 return
             self.num_steps += 1
             assert not self.max_steps or self.num_steps <= self.max_steps, "L1: too many steps"
@@ -413,7 +421,7 @@ class Simulation:
     def _any_client(self) -> Client | None:
         """Often one whose blocks are not where it could run."""
         keys = sorted(self.clients)
-        if self.rng.random() < 0.5:
+        if self.rng.random() < 0.7:
             keys = [key for key in keys if self.reach.is_elsewhere(self.clients[key])] or keys
         return self.clients[self.rng.choice(keys)] if keys else None
 
@@ -427,10 +435,12 @@ class Simulation:
         client = self._any_client()
         if client is None or client.request.beam is not None:
             return
-        sequence_id = self.rng.choice(sorted(client.samples))
-        sample = client.samples[sequence_id]
-        sample.read()
-        if sample.received:
+        for sample in client.samples.values():
+            sample.read()
+        sequence_ids = [sequence_id for sequence_id, sample in client.samples.items() if sample.received]
+        if sequence_ids:
+            sequence_id = self.rng.choice(sequence_ids)
+            sample = client.samples[sequence_id]
             num_tokens = self.rng.randint(1, len(sample.received))
             self.note("stop", sequence_id, num_tokens)
             has_ended = sample.end is not None
