@@ -26,7 +26,7 @@ GOAL = 0.97
 BLOCK_SIZE = 16
 VOCAB_SIZE = SHAPES["54M"]["vocab_size"]
 # Prompt and output tokens of the requests: the same lengths in every round, so that every round needs as many blocks.
-PROMPT_LENGTHS, OUTPUT_LENGTHS = (64, 448), (32, 96)
+PROMPT_LENGTHS, OUTPUT_LENGTHS = (32, 160), (64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def report(figures: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.preemption", description="What a small pool costs.")
-    parser.add_argument("--num-requests", type=int, default=24, help="requests of a round (default: 24)")
+    parser.add_argument("--num-requests", type=int, default=20, help="requests of a round (default: 20)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each mode (default: 5)")
     parser.add_argument("--output", type=Path, default=RESULTS / "preemption.json", help="raw numbers")
     arguments = parser.parse_args()
