@@ -41,6 +41,11 @@ class Epoch:
     def last_acknowledged_step(self) -> int:
         return self.unacknowledged[0].step - 1 if self.unacknowledged else self.clock.num_steps
 
+    @property
+    def is_idle(self) -> bool:
+        """The worker has nothing to answer: nothing changes unless a plan is made."""
+        return not self.unacknowledged and not len(self.cache.moves)
+
     # Rows
 
     def reserve_slots(self, group: SequenceGroup, num_slots: int) -> None:

@@ -451,8 +451,11 @@ class Scheduler:
         group = self._next_waiting()
         if group is None or draft.num_free_tokens <= 0 or epoch.last_acknowledged_step < group.resume_step:
             return False
-        if group.state is GroupState.SWAPPED:
+        if group.state is GroupState.SWAPPED and any(sequence.host_table for sequence in group.live_sequences):
             return self._swap_in(epoch, draft, group)
+        if group.state is GroupState.SWAPPED:  # what was swapped of it has ended meanwhile
+            del epoch.swapped[group]
+            group.state = GroupState.WAITING
         return group.state is GroupState.WAITING and self._start(epoch, draft, group, now)
 
     def _start(self, epoch: Epoch, draft: PlanDraft, group: SequenceGroup, now: float) -> bool:
@@ -528,12 +531,17 @@ class Scheduler:
         """Open the other sequences of groups whose prompt is computed. False if one had no room: nobody is admitted
         before it."""
         for group in sorted(epoch.partial, key=lambda group: group.order):
+            if group not in epoch.partial:  # it has just given way
+                continue
             for sequence in group.unopened_sequences:
                 relatives = [row for row in group.open_sequences if row.forkable_from]
                 if group.open_sequences and not any(row.forkable_from <= draft.step for row in relatives):
                     break
-                if not self._open_sibling(epoch, draft, sequence, relatives, now):
-                    return False
+                while not self._open_sibling(epoch, draft, sequence, relatives, now):
+                    # Groups that wait for siblings hold on to blocks: when nothing else happens, the last gives way.
+                    if not (draft.is_empty and epoch.is_idle) or self._running.last() is group:
+                        return False
+                    self._preempt(epoch, draft, self._running.last())
             else:
                 del epoch.partial[group]
         return True
@@ -556,6 +564,7 @@ class Scheduler:
         else:
             num_blocks = cache.num_opening_blocks(sequence, match)
         is_alone = epoch.num_rows == len(group.open_sequences) and not epoch.loading
+        is_alone = is_alone or (draft.is_empty and epoch.is_idle)
         if cache.can_allocate(num_blocks, 0, alone=is_alone) is not Allocation.OK:
             return False
         if forks and relative is not None:
