@@ -31,7 +31,7 @@ class Client:
         self.num_live = request.n
         self.num_lone_crashes = 0  # since a token of it was last confirmed
         self.num_preemptions_seen = 0
-        self.is_aborted = False
+        self.is_aborted = self.is_abandoned = False
         self.may_be_bad = False
         self._expected_hypotheses: beam_oracle.Hypotheses | None = None
 
@@ -130,6 +130,8 @@ class _Sample:
                 assert end.stop_token_id == (self.received[-1] if is_stop else None)
         elif reason is EndReason.ABORT:
             assert client.is_aborted, "nobody aborted it"
+        elif reason is EndReason.NO_WORKER:
+            assert client.is_abandoned, "the worker's timeout has not passed"
         elif reason is EndReason.NAN_LOGITS:
             assert client.may_be_bad, "no row of it had bad logits"
         elif reason is EndReason.CRASHES_WORKER:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import RowStatus, StepPlan, WorkerCapacity
 from tests.core.simulated_worker import BAD, SimulatedWorker
 from tests.sim.connection import Connection
@@ -133,11 +135,11 @@ class WorkerProcess:
         simulation = self.simulation
         self._is_busy = True
         seconds = simulation.scenario.step_seconds * (0.5 + simulation.rng.random())
-        simulation.after(seconds, self._finish, self.connection)
+        simulation.after(seconds, self._finish, self.connection, seconds)
 
-    def _finish(self, connection: Connection) -> None:
+    def _finish(self, connection: Connection, seconds: float) -> None:
         """The step that runs is done, if the process still is."""
-        if self._is_absent(self._finish, connection):
+        if self._is_absent(self._finish, connection, seconds):
             return
         simulation = self.simulation
         self._is_busy = False
@@ -157,6 +159,10 @@ class WorkerProcess:
             return
         if RowStatus.NAN_LOGITS in result.statuses:
             self._note_bad_rows()
+        if (
+            simulation.scenario.preemption is PreemptionMode.AUTO
+        ):  # else the rate stays unknown, and loads are preferred
+            result = replace(result, duration_us=int(seconds * 1e6))
         self.session.answer(plan.step)
         simulation.at(
             connection.send_up(simulation.now, simulation._delay()), simulation.receive_result, connection, result

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.request import BlockRemoved, KvEvent, Tier
@@ -23,11 +24,14 @@ STATES = (
     "ended: nan_logits",
     "ended: crashes_worker",
     "ended: no_longer_fits",
+    "ended: no_worker",
     "a request that can never fit is refused",
     "the queue is full",
     "a plan has moves only",
     "preempted by swapping",
     "preempted by recomputing",
+    "swapped because it is cheaper",
+    "recomputed because it is cheaper",
     "preempted with a token in flight",
     "preempted in the middle of its prompt",
     "a group with shared blocks is swapped",
@@ -185,11 +189,14 @@ class Reach:
         if any(sequence.num_in_flight > 0 for sequence in group.sequences):
             count["preempted with a token in flight"] += 1
         is_beam = group.beam is not None
+        is_choice = epoch.cost.prefill_rate is not None and self._simulation.scenario.preemption is PreemptionMode.AUTO
         if group.state is GroupState.WAITING:
             count["preempted by recomputing"] += 1
+            count["recomputed because it is cheaper"] += is_choice and epoch.cache.host_pool.num_blocks > 0
             count["beams are recomputed"] += is_beam
             return
         count["preempted by swapping"] += 1
+        count["swapped because it is cheaper"] += is_choice
         count["beams are swapped"] += is_beam
         host_blocks = [block for sequence in group.sequences for block in sequence.host_table if block]
         if len(set(host_blocks)) < len(host_blocks):

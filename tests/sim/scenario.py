@@ -74,6 +74,7 @@ class Scenario:
     delay_seconds: float  # of a message on its way, at most
     wake_seconds: float  # between an event and the plan that follows from it, at most
     move_seconds: float  # of one move, at most; 0: moves are done before the forward of their plan
+    worker_timeout: float  # without a worker for so long, all requests end
     faults: tuple[str, ...]
     fault_rate: float
     arrivals: tuple[Arrival, ...]
@@ -87,7 +88,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         seed=seed,
         capacity=capacity,
         max_num_seqs=rng.randint(1, 6),
-        max_num_batched_tokens=rng.choice((1, 2, 4, 8, 16, 64, 64)),
+        max_num_batched_tokens=rng.choice((1, 2, 3, 4, 5, 6, 8, 16, 64, 64)),
         max_model_len=capacity.max_model_len,
         depth=rng.choice((1, 2, 2)),
         caching=rng.random() < 0.85,
@@ -101,6 +102,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         delay_seconds=rng.choice((0.0, 0.002, 0.03)),
         wake_seconds=rng.choice((0.0, 0.0, 0.002, 0.02)),
         move_seconds=rng.choice((0.0, 0.005, 0.03, 0.15)),
+        worker_timeout=rng.choice((0.3, 60.0, 60.0, 60.0)),
         faults=tuple(rng.sample(FAULTS, num_faults)),
         fault_rate=rng.choice((0.01, 0.03, 0.1)),
         arrivals=arrivals,
@@ -194,7 +196,7 @@ def _draw_request(
         stops = tuple(rng.sample(range(VOCAB_SIZE), rng.choice((1, 5, 20))))
     beam, n = None, 1
     if "beams" in features and rng.random() < 0.6:
-        width = rng.randint(1, 4)
+        width = rng.choice((1, 2, 2, 3, 4))
         penalty = rng.choice((1.0, 0.0, 2.0, -1.0))
         beam, n = BeamParams(width, penalty, rng.choice(list(EarlyStopping))), rng.randint(1, width)
     elif "samples" in features and rng.random() < 0.6:

@@ -15,7 +15,7 @@ from typing import Any
 from scheduler_service.core.dispatch import Dispatch
 from scheduler_service.core.plan import StepPlan, StepResult
 from scheduler_service.core.policy import create_policy
-from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, Request, TokenOutputs
+from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import ProtocolError, Scheduler
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client
@@ -196,12 +196,15 @@ class Simulation:
         if self.is_calm and not self.num_expected:
             self._bound_steps()
 
+    def _check_misfit(self, request: Request) -> None:
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        assert num_tokens > self.scheduler.max_sequence_tokens or request.n > 1 or request.beam, "it fits"
+
     def _check_refusal(self, arrival: Arrival, error: AdmissionError) -> None:
         request, scenario = arrival.request, self.scenario
         if error.reason is AdmissionReason.INVALID:
             self.reached["a request that can never fit is refused"] += 1
-            num_tokens = len(request.prompt_token_ids) + request.max_tokens
-            assert num_tokens > self.scheduler.max_sequence_tokens or request.n > 1 or request.beam, str(error)
+            self._check_misfit(request)
         elif error.reason is AdmissionReason.QUEUE_FULL:
             self.reached["the queue is full"] += 1
             assert (
@@ -240,6 +243,8 @@ class Simulation:
         for end in outputs.ended:
             client = self.client_of[end.sequence_id]
             self.note("end", client.key, client.samples[end.sequence_id].index, end.reason, end.message)
+            if end.reason is EndReason.NO_LONGER_FITS:
+                self._check_misfit(client.request)
             client.samples[end.sequence_id].finish(end)
             self.reached[f"ended: {end.reason.value}"] += 1
             self.log_hash = hash((self.log_hash, end.sequence_id, end.num_output_tokens))
@@ -369,7 +374,18 @@ class Simulation:
         self.old_connections.append(connection)
         self._take(self.scheduler.worker_lost(self.clock))
         self._audit(8, connection.epoch)
+        self.after(self.scenario.worker_timeout, self._time_out, self.num_losses)
         self.after(_BACKOFF, self.dial)
+
+    def _time_out(self, num_losses: int) -> None:
+        """No worker has come since that loss."""
+        if self.connection is None and self.num_losses == num_losses and not self.is_calm:
+            self.note("timed out")
+            for client in self.clients.values():
+                client.is_abandoned = True
+            self._take(self.scheduler.worker_timed_out(self.clock))
+            assert not self.clients, "a request outlives the worker's timeout"
+            self._audit(14)
 
     def _unacknowledged(self) -> list[Dispatch]:
         epoch = self.scheduler._epoch
