@@ -201,8 +201,8 @@ MUTANTS = (
     _mutant(
         "a group is swapped in before it was swapped out",
         "scheduler",
-        "        if group.state is GroupState.SWAPPED:\n            return self._swap_in",
-        "        if group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT):\n            return self._swap_in",
+        "if group.state is GroupState.SWAPPED and any(",
+        "if group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT) and any(",
     ),
     _mutant(
         "a group is opened before its blocks are there",
@@ -255,12 +255,6 @@ MUTANTS = (
         "",
         "row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))",
         "row.start_from(row.num_computed_tokens)",
-    ),
-    _mutant(
-        "the watermark binds a group beside which nobody has a row",
-        "scheduler",
-        "is_alone = epoch.num_rows == len(group.open_sequences) and",
-        "is_alone = len(self._running) == 1 and",
     ),
     _mutant(
         "a plan computes more than its budget",
@@ -336,6 +330,20 @@ MUTANTS = (
         "if not draft.has_preempted and self",
     ),
     _mutant(
+        "groups that lack room for their samples wait for each other",
+        "scheduler",
+        "if not (draft.is_empty and epoch.is_idle) or self._running.last() is group:",
+        "if True:",
+        "        is_alone = is_alone or (draft.is_empty and epoch.is_idle)\n",
+        "",
+    ),
+    _mutant(
+        "a group of which nothing is swapped any more is swapped in",
+        "scheduler",
+        " and any(sequence.host_table for sequence in group.live_sequences):",
+        ":",
+    ),
+    _mutant(
         "a plan that only opens a row is dropped",
         "plan_draft",
         " or self.swaps_in or self.openings)",
@@ -384,6 +392,15 @@ MUTANTS = (
 )
 
 
+def _misplaced(mutant: Mutant) -> str:
+    """Why the mutant cannot be planted, or nothing."""
+    for file, old, _ in mutant.patches:
+        num_found = (ROOT / file).read_text().count(old)
+        if num_found != 1:
+            return f"{mutant.name}: {file} has this {num_found} times, not once:\n{old}\n"
+    return ""
+
+
 def _plant(mutant: Mutant, folder: Path) -> None:
     """A copy of what the simulator needs, with the bug in it."""
     ignored = shutil.ignore_patterns("__pycache__")
@@ -392,10 +409,7 @@ def _plant(mutant: Mutant, folder: Path) -> None:
     (folder / "tests" / "__init__.py").touch()
     for file, old, new in mutant.patches:
         path = folder / file
-        source = path.read_text()
-        if source.count(old) != 1:
-            raise SystemExit(f"{mutant.name}: {file} has this {source.count(old)} times, not once:\n{old}")
-        path.write_text(source.replace(old, new))
+        path.write_text(path.read_text().replace(old, new))
 
 
 def _hunt(mutant: Mutant, num_seeds: int, first: int) -> tuple[Mutant, str]:
@@ -427,6 +441,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     arguments = parser.parse_args()
     chosen = [m for m in MUTANTS if not arguments.names or any(name in m.name for name in arguments.names)]
+    misplaced = "".join(_misplaced(mutant) for mutant in chosen)
+    if misplaced:
+        raise SystemExit(misplaced)
     survivors, started = [], time.perf_counter()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for mutant, caught in pool.map(lambda mutant: _hunt(mutant, arguments.seeds, arguments.first), chosen):

@@ -84,11 +84,12 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     capacity = _draw_capacity(rng)
     num_faults = rng.choice((0, 1, 2, 3, 5, len(FAULTS)))
     arrivals = _draw_arrivals(rng, capacity)
+    max_num_seqs = rng.randint(1, 6)
     return Scenario(
         seed=seed,
         capacity=capacity,
-        max_num_seqs=rng.randint(1, 6),
-        max_num_batched_tokens=rng.choice((1, 2, 3, 4, 5, 6, 8, 16, 64, 64)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=rng.choice((max_num_seqs, max_num_seqs, max_num_seqs + 1, 1, 3, 8, 16, 64, 64)),
         max_model_len=capacity.max_model_len,
         depth=rng.choice((1, 2, 2)),
         caching=rng.random() < 0.85,
