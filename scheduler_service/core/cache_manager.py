@@ -183,6 +183,14 @@ class CacheManager:
         self._extend(sequence, num_blocks)
         return sequence.block_table[len(sequence.block_table) - num_blocks :]
 
+    def append_next(self, sequence: Sequence) -> int:
+        """One block, for a row that begins it."""
+        if self.window:
+            self.slide(sequence)
+        block = self._allocate()
+        sequence.block_table.append(block)
+        return block
+
     def shared_tail(self, sequence: Sequence) -> int:
         """The block that the next position is written to, if others hold it too; else 0."""
         index = sequence.num_computed_tokens // self.block_size

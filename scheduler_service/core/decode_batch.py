@@ -6,6 +6,7 @@ row joins or leaves.
 """
 
 from bisect import bisect_left
+from collections import defaultdict
 from dataclasses import dataclass
 
 from scheduler_service.core.sequence import Sequence, StepClock
@@ -45,7 +46,7 @@ class DecodeBatch:
         self._clock = clock
         self._block_size = block_size
         self._rows: dict[int, Sequence] = {}  # by slot
-        self._due: dict[int, list[Sequence]] = {}  # by step; an entry counts if it is still the row's due_step
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step; an entry counts if it is still the row's due_step
         self._columns: DecodeColumns | None = None
 
     def __len__(self) -> int:
@@ -93,5 +94,5 @@ class DecodeBatch:
         return self._columns
 
     def _set_due(self, sequence: Sequence, block_step: int) -> None:
-        sequence.due_step = min(block_step, sequence.last_step)
-        self._due.setdefault(sequence.due_step, []).append(sequence)
+        due_step = sequence.due_step = min(block_step, sequence.last_step)
+        self._due[due_step].append(sequence)

@@ -153,9 +153,7 @@ class Epoch:
     def extend_decoding(self, due: list[Sequence], draft: PlanDraft) -> None:
         """A block for each decoding row that needs one."""
         for sequence in due:
-            self.cache.slide(sequence)
-            (block,) = self.cache.append(sequence, 1)
-            draft.appended_blocks.append((sequence.slot, block))
+            draft.appended_blocks.append((sequence.slot, self.cache.append_next(sequence)))
             self.decoding.extended(sequence, draft.step)
         draft.extended.extend(due)
 

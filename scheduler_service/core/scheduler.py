@@ -945,6 +945,8 @@ class Scheduler:
 
     def _charge(self, sequence: Sequence) -> None:
         """Tell the policy of the output since the last time."""
+        if not self._policy.ranks_tenants:
+            return
         num_tokens = sequence.num_output_tokens - sequence.num_charged_tokens
         if num_tokens > 0:
             sequence.num_charged_tokens += num_tokens
