@@ -5,7 +5,7 @@ from collections import deque
 from contextlib import nullcontext, suppress
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -175,6 +175,7 @@ class System:
         live = [sequence for group in self.scheduler._groups.values() for sequence in group.sequences]
         num_restarts = 2 + sum(VOCAB - 1 in sequence.token_ids for sequence in live)
         max_steps = 4 * num_restarts * sum(sequence.max_num_tokens + 4 for sequence in live) + 1
+        max_steps += len(self.worker.pending)
         for _ in range(max_steps):
             while self.plan():
                 self.scheduler.check()
@@ -724,5 +725,6 @@ TestSchedulerMachine.settings = settings(
     stateful_step_count=60,
     deadline=None,
     report_multiple_bugs=False,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking a history takes minutes
     suppress_health_check=list(HealthCheck),
 )
