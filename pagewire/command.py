@@ -30,6 +30,7 @@ VERBS = {
     "attach": Verb("pagewire.detached", "attach", "stream a submitted request, from any token on"),
     "result": Verb("pagewire.detached", "result", "show a submitted request's output so far"),
     "status": Verb("pagewire.status", "main", "show what a server does"),
+    "bench": Verb("pagewire.bench.command", "main", "measure throughput, latency or a running server"),
     "replay": Verb("pagewire.replay", "main", "run a recording of a scheduler again, without a worker"),
     "demo": Verb("pagewire.demo", "main", "serve a model, stream one completion, and end"),
 }

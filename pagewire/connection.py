@@ -10,13 +10,15 @@ DEFAULT_URL = "127.0.0.1:50051"
 URL_VARIABLE = "PAGEWIRE_URL"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    url = os.environ.get(URL_VARIABLE) or DEFAULT_URL
-    parser.add_argument(
-        "--url",
-        default=url,
-        help=f"server, HOST:PORT or grpcs://HOST:PORT (default: {DEFAULT_URL}; env {URL_VARIABLE})",
-    )
+def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None) -> None:
+    """Adds the flags. `without_url` says what a verb does that needs none; then `--url` has no default, whatever the
+    environment says."""
+    text = "server, HOST:PORT or grpcs://HOST:PORT"
+    if without_url is None:
+        url = os.environ.get(URL_VARIABLE) or DEFAULT_URL
+        parser.add_argument("--url", default=url, help=f"{text} (default: {DEFAULT_URL}; env {URL_VARIABLE})")
+    else:
+        parser.add_argument("--url", help=f"{text} (default: {without_url})")
     parser.add_argument("--tls-ca", metavar="FILE", help="PEM file of who signs the server's certificate; turns TLS on")
     parser.add_argument("--tls-cert", metavar="FILE", help="PEM file of this client's certificate, for mutual TLS")
     parser.add_argument("--tls-key", metavar="FILE", help="PEM file of this client's private key, for mutual TLS")

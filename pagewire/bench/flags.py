@@ -1,0 +1,177 @@
+"""What the flags of the bench verbs may be, and the ones that several verbs have. Names are those of `vllm bench`."""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagewire.bench.statistics import OBJECTIVES
+from pagewire.bench.table import LATENCIES
+from pagewire.bench.workload import LengthRange
+from pagewire.options import Parser, suggestion
+from pagewire.sampling import SamplingParams
+
+
+def count(text: str) -> int:
+    """An integer of at least 1."""
+    return _integer(text, 1)
+
+
+def count_or_zero(text: str) -> int:
+    """An integer of at least 0."""
+    return _integer(text, 0)
+
+
+def positive(text: str) -> float:
+    """A number above 0; "inf" too."""
+    value = _number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def percents(text: str) -> list[float]:
+    """Parses "50,99": numbers from 0 to 100."""
+    values = [_number(part) for part in text.split(",")]
+    for value in values:
+        if not 0 <= value <= 100:
+            raise argparse.ArgumentTypeError(f"{value:g} is no percentile: they are 0 to 100, such as 50,99")
+    return values
+
+
+def latencies(text: str) -> list[str]:
+    """Parses "ttft,itl"."""
+    names = text.split(",")
+    for name in names:
+        if name not in LATENCIES:
+            known = ", ".join(LATENCIES)
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {known}{suggestion(name, LATENCIES)}")
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRatio:
+    """How far lengths are spread about the one asked for, in [0, 1)."""
+
+    input: float
+    output: float
+
+
+def range_ratio(text: str) -> RangeRatio:
+    """Parses 0.5, or {"input": 0.5, "output": 0}, as vLLM takes it."""
+    if not text.lstrip().startswith("{"):
+        value = _ratio(text)
+        return RangeRatio(value, value)
+    try:
+        parts = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object: {error}") from None
+    if set(parts) != {"input", "output"}:
+        raise argparse.ArgumentTypeError(f'{text} has other keys than {{"input": RATIO, "output": RATIO}}')
+    return RangeRatio(_ratio(str(parts["input"])), _ratio(str(parts["output"])))
+
+
+def objectives(parser: Parser, pairs: Sequence[str]) -> dict[str, float]:
+    """Parses "ttft:200 tpot:50", milliseconds, to seconds by name; ends the command for what cannot be."""
+    limits: dict[str, float] = {}
+    for pair in pairs:
+        name, colon, value = pair.partition(":")
+        if not colon:
+            parser.error(f"--goodput: {pair!r} is no NAME:MS, such as ttft:200")
+        if name not in OBJECTIVES:
+            parser.error(f"--goodput: {name!r} is none of {', '.join(OBJECTIVES)}{suggestion(name, OBJECTIVES)}")
+        if name in limits:
+            parser.error(f"--goodput: {name} is there twice")
+        try:
+            limits[name] = float(value) / 1e3
+        except ValueError:
+            parser.error(f"--goodput: {value!r} is no number of milliseconds")
+        if not limits[name] >= 0:
+            parser.error(f"--goodput: {pair}, but an objective must be at least 0 ms")
+    return limits
+
+
+def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
+    group = parser.add_argument_group("requests", "Prompts of random tokens; the output always has its whole length.")
+    for name, default, text in (("input", input_len, "prompt"), ("output", output_len, "output")):
+        group.add_argument(
+            f"--{name}-len",
+            f"--random-{name}-len",
+            type=count,
+            default=default,
+            metavar="INT",
+            help=f"{text} tokens of a request (default: {default})",
+        )
+    group.add_argument("--seed", type=int, default=0, metavar="INT", help="of everything that is drawn (default: 0)")
+
+
+def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
+    text = f"requests to send (default: {num_prompts})"
+    parser.add_argument("--num-prompts", type=count, default=num_prompts, metavar="INT", help=text)
+    parser.add_argument(
+        "--random-range-ratio",
+        type=range_ratio,
+        default=RangeRatio(0.0, 0.0),
+        metavar="RATIO",
+        help='lengths are drawn from LEN * (1 - RATIO) to LEN * (1 + RATIO); {"input": RATIO, "output": RATIO} for two '
+        "(default: 0)",
+    )
+    text = "tokens that all prompts begin with, before their own (default: 0)"
+    parser.add_argument("--random-prefix-len", type=count_or_zero, default=0, metavar="INT", help=text)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, temperature: float | None) -> None:
+    default = "the server's" if temperature is None else f"{temperature:g}"
+    text = f"0 is greedy (default: {default})"
+    parser.add_argument("--temperature", type=float, default=temperature, metavar="FLOAT", help=text)
+    parser.add_argument("--top-p", type=float, metavar="FLOAT", help="as in `pagewire complete`")
+    parser.add_argument("--top-k", type=int, metavar="INT", help="as in `pagewire complete`")
+
+
+def sampling(parsed: argparse.Namespace) -> SamplingParams:
+    """Without an end but the length; what is not given is left to the server."""
+    return SamplingParams(
+        temperature=parsed.temperature,
+        top_p=parsed.top_p,
+        top_k=parsed.top_k,
+        min_p=None,
+        presence_penalty=None,
+        frequency_penalty=None,
+        repetition_penalty=None,
+        ignore_eos=True,
+        min_tokens=None,
+    )
+
+
+def length_ranges(parsed: argparse.Namespace) -> tuple[LengthRange, LengthRange]:
+    """Of prompts and outputs."""
+    ratio: RangeRatio = parsed.random_range_ratio
+    return LengthRange.around(parsed.input_len, ratio.input), LengthRange.around(parsed.output_len, ratio.output)
+
+
+def _integer(text: str, minimum: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def _ratio(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to below 1")
+    return value

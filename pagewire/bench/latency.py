@@ -1,0 +1,180 @@
+"""`pagewire bench latency`: how long one batch of requests takes that has the server to itself."""
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pagewire.bench import chart, flags, result, server_times, target
+from pagewire.bench.load import exit_code, progress_line
+from pagewire.bench.profile import Profile, profile, report
+from pagewire.bench.run import RequestRecord, Run, run
+from pagewire.bench.server_times import ServerTimes
+from pagewire.bench.statistics import Summary, summarize
+from pagewire.bench.workload import LengthRange, Workload
+from pagewire.client import Client
+from pagewire.options import Parser
+from pagewire.server import ServerInfo
+from pagewire.supervisor import free_port
+
+PERCENTS = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """Seconds of each iteration that ended, all its requests' records, and where the time went, if that was asked."""
+
+    info: ServerInfo
+    latencies: tuple[float, ...]
+    records: tuple[RequestRecord, ...]
+    was_interrupted: bool
+    profile: Profile | None = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    own, serve_flags = target.split_serve_flags(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(own)
+    _check(parser, parsed)
+    path = result.path_of(parser, parsed, "pagewire-latency")
+    chart.check(parser, parsed.chart)
+    metrics_url, extra_flags = parsed.metrics_url, []
+    if parsed.profile and parsed.url is None:
+        port = free_port("127.0.0.1")
+        metrics_url, extra_flags = f"http://127.0.0.1:{port}/metrics", [f"--metrics-port={port}"]
+    with target.opened(parser, parsed, serve_flags, extra_flags) as client:
+        measured = asyncio.run(_Bench(parsed, client, metrics_url).iterate())
+    summary = summarize(measured.latencies, PERCENTS)
+    if summary is not None:
+        print(latency_table(summary), flush=True)
+    if measured.profile is not None:
+        print(report(measured.profile), flush=True)
+    if path is not None:
+        result.write(path, _figures(parsed, measured, summary))
+    if parsed.chart is not None and measured.latencies:
+        text = f"{parsed.batch_size} at a time, {parsed.input_len} tokens in, {parsed.output_len} out"
+        chart.draw_latencies(parsed.chart, f"{measured.info.served_model_name}, {text}", measured.latencies)
+    return exit_code(Run(measured.records, sum(measured.latencies), measured.was_interrupted))
+
+
+def latency_table(summary: Summary) -> str:
+    lines = [f"Avg latency: {summary.mean} seconds", f"Std latency: {summary.std} seconds"]
+    lines += [f"{percent:g}% percentile latency: {value} seconds" for percent, value in summary.percentiles]
+    return "\n".join(lines)
+
+
+class _Bench:
+    def __init__(self, parsed: argparse.Namespace, client: Client, metrics_url: str | None) -> None:
+        self._parsed = parsed
+        self._client = client
+        self._metrics_url = metrics_url
+        input_len, output_len = (LengthRange.around(length, 0.0) for length in (parsed.input_len, parsed.output_len))
+        self._workload = Workload(parsed.batch_size, input_len, output_len)
+        self._num_batches = 0
+
+    async def iterate(self) -> Iterations:
+        async with self._client:
+            info = await self._client.server_info()
+            target.check_fits(self._workload, info)
+            warmed = await self._batches("latency (warming up)", info, self._workload, self._parsed.num_iters_warmup)
+            if warmed.was_interrupted:
+                return replace(warmed, latencies=(), records=())
+            if not self._parsed.profile:
+                return await self._batches("latency", info, self._workload, self._parsed.num_iters)
+            return await self._profiled(info)
+
+    async def _profiled(self, info: ServerInfo) -> Iterations:
+        prefills = replace(self._workload, output_len=LengthRange(1, 1))
+        before = await self._read()
+        measured = await self._batches("latency (first tokens)", info, prefills, self._parsed.num_iters)
+        if measured.was_interrupted:
+            return replace(measured, latencies=(), records=())
+        between = await self._read()
+        measured = await self._batches("latency", info, self._workload, self._parsed.num_iters)
+        if measured.was_interrupted or not all(record.is_finished for record in measured.records):
+            return measured
+        after = await self._read()
+        found = profile(between.since(before), after.since(between), measured.records)
+        return replace(measured, profile=found)
+
+    async def _read(self) -> ServerTimes:
+        assert self._metrics_url is not None, "--profile was checked to have one"
+        return await asyncio.to_thread(server_times.read, self._metrics_url)
+
+    async def _batches(self, name: str, info: ServerInfo, workload: Workload, num_iters: int) -> Iterations:
+        """One batch after the other, each of other prompts. An interrupted batch has no latency."""
+        parsed = self._parsed
+        latencies: list[float] = []
+        records: list[RequestRecord] = []
+        line = progress_line(name, num_iters * workload.num_prompts, not parsed.disable_tqdm)
+        was_interrupted = False
+        for _ in range(num_iters):
+            requests = replace(workload, seed=parsed.seed + self._num_batches * workload.num_prompts)
+            self._num_batches += 1
+            planned = requests.requests(info.vocab_size)
+            salt = target.new_cache_salt()
+            ran = await run(self._client, planned, flags.sampling(parsed), line, cache_salt=salt)
+            was_interrupted = ran.was_interrupted
+            if was_interrupted:
+                break
+            records += ran.records
+            if all(record.is_finished for record in ran.records):
+                latencies.append(ran.duration)
+        line.close()
+        return Iterations(info, tuple(latencies), tuple(records), was_interrupted)
+
+
+def _parser() -> Parser:
+    description = "Measure how long a request takes that has the server to itself."
+    parser = Parser(prog="pagewire bench latency", description=description)
+    target.add_flags(parser)
+    flags.add_length_flags(parser, input_len=32, output_len=128)
+    flags.add_sampling_flags(parser, temperature=1.0)
+    text = "requests at the same time (default: 1)"
+    parser.add_argument("--batch-size", type=flags.count, default=1, metavar="INT", help=text)
+    text = "iterations that go first and are not measured (default: 10)"
+    parser.add_argument("--num-iters-warmup", type=flags.count_or_zero, default=10, metavar="INT", help=text)
+    text = "iterations to measure (default: 30)"
+    parser.add_argument("--num-iters", type=flags.count, default=30, metavar="INT", help=text)
+    text = "print where the time of a token goes: on the worker, between its steps, on the way to the client"
+    parser.add_argument("--profile", action="store_true", help=text)
+    text = "with --profile and --url: the server's metrics, http://HOST:9090/metrics"
+    parser.add_argument("--metrics-url", metavar="URL", help=text)
+    parser.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    chart.add_flag(parser)
+    result.add_flags(parser, with_output_json=True)
+    return parser
+
+
+def _check(parser: Parser, parsed: argparse.Namespace) -> None:
+    if not parsed.profile:
+        if parsed.metrics_url is not None:
+            parser.error("--metrics-url is for --profile, which is not given")
+        return
+    if parsed.batch_size != 1 or parsed.output_len < 2:
+        parser.error(
+            f"--profile looks at one stream of two tokens or more: --batch-size is {parsed.batch_size} and "
+            f"--output-len {parsed.output_len}, give 1 and at least 2"
+        )
+    if (parsed.url is None) != (parsed.metrics_url is None):
+        parser.error("--profile needs --metrics-url with --url, and takes none without")
+
+
+def _figures(parsed: argparse.Namespace, measured: Iterations, summary: Summary | None) -> dict[str, Any]:
+    figures = result.header("latency", measured.info, parsed.metadata, measured.was_interrupted)
+    figures |= {
+        "batch_size": parsed.batch_size,
+        "input_len": parsed.input_len,
+        "output_len": parsed.output_len,
+        "seed": parsed.seed,
+        "avg_latency": None if summary is None else summary.mean,
+        "std_latency": None if summary is None else summary.std,
+        "latencies": measured.latencies,
+        "percentiles": {} if summary is None else {f"{p:g}": value for p, value in summary.percentiles},
+    }
+    if measured.profile is not None:
+        figures["profile"] = asdict(measured.profile)
+    if parsed.save_detailed:
+        figures |= result.request_details(Run(measured.records, 0.0))
+    return figures

@@ -1,0 +1,81 @@
+"""Puts a workload on a server: checks that it fits, warms up, runs it, and says how it ended."""
+
+import sys
+from dataclasses import dataclass, replace
+
+from pagewire.bench import target
+from pagewire.bench.progress import NoProgress, ProgressLine
+from pagewire.bench.run import Run, run
+from pagewire.bench.workload import Workload
+from pagewire.client import Client
+from pagewire.command import FAILURE, INTERRUPTED, SUCCESS
+from pagewire.sampling import SamplingParams
+from pagewire.server import ServerInfo
+
+MAX_SHOWN_ERRORS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A workload and how it is sent. `num_warmups` requests of it go first, unmeasured."""
+
+    name: str
+    workload: Workload
+    sampling: SamplingParams
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    request_id_prefix: str | None = None
+    shows_progress: bool = True
+
+
+async def put(load: Load, client: Client) -> tuple[ServerInfo, Run]:
+    """The server and what was measured. CommandError if a request cannot fit the server."""
+    async with client:
+        info = await client.server_info()
+        target.check_fits(load.workload, info)
+        requests = load.workload.requests(info.vocab_size)
+        warm_up = replace(load.workload, num_prompts=load.num_warmups, request_rate=float("inf"))
+        if load.num_warmups:
+            line = progress_line(f"{load.name} (warming up)", load.num_warmups, load.shows_progress)
+            warmed = await run(
+                client,
+                warm_up.requests(info.vocab_size),
+                load.sampling,
+                line,
+                cache_salt=target.new_cache_salt(),
+                max_concurrency=load.max_concurrency,
+            )
+            line.close()
+            if warmed.was_interrupted:
+                return info, Run((), 0.0, was_interrupted=True)
+        line = progress_line(load.name, len(requests), load.shows_progress)
+        measured = await run(
+            client,
+            requests,
+            load.sampling,
+            line,
+            cache_salt=target.new_cache_salt(),
+            request_id_prefix=load.request_id_prefix,
+            max_concurrency=load.max_concurrency,
+        )
+        line.close()
+        return info, measured
+
+
+def progress_line(name: str, num_requests: int, is_shown: bool) -> ProgressLine | NoProgress:
+    return ProgressLine(name, num_requests, sys.stderr) if is_shown else NoProgress()
+
+
+def exit_code(measured: Run) -> int:
+    """Says on standard error what failed. A run in which nothing finished is a failure, unless it was interrupted."""
+    errors = [record.error for record in measured.records if record.error is not None]
+    for error in errors[:MAX_SHOWN_ERRORS]:
+        print(f"a request failed: {error}", file=sys.stderr)
+    if len(errors) > MAX_SHOWN_ERRORS:
+        print(f"and {len(errors) - MAX_SHOWN_ERRORS} more failed", file=sys.stderr)
+    if measured.was_interrupted:
+        has_measured = any(record.deltas for record in measured.records)
+        text = "the figures are those of what was measured until then" if has_measured else "nothing was measured yet"
+        print(f"interrupted: {text}", file=sys.stderr)
+        return INTERRUPTED
+    return SUCCESS if any(record.is_finished for record in measured.records) else FAILURE

@@ -1,0 +1,106 @@
+"""Where the time of one stream goes, as far as it shows from outside.
+
+The client's clock and the server's own metrics measure the same tokens at three places: on the worker, where the
+scheduler makes a token known, and where the client has it. What lies between two places is their difference. Steps
+that compute prompts are told from those that decode by a second run of the same shape with one output token each. Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagewire.bench.run import RequestRecord
+from pagewire.bench.server_times import ServerTimes
+from pagewire.errors import CommandError
+
+COLUMN = 46
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Means, in seconds. What lies between two places can be negative by the measuring's own error."""
+
+    num_requests: int
+    num_prefill_steps: float  # of a request
+    prefill: float  # of a request, on the worker
+    server_ttft: float
+    client_ttft: float
+    decode_step: float  # on the worker
+    server_itl: float
+    client_itl: float
+    plan_bytes: float  # of a step, on the wire
+
+    @property
+    def admission(self) -> float:
+        """From the arrival at the scheduler to the first token, the worker's steps aside."""
+        return self.server_ttft - self.prefill
+
+    @property
+    def first_delivery(self) -> float:
+        """The request's way in, and the first token's way out."""
+        return self.client_ttft - self.server_ttft
+
+    @property
+    def between_steps(self) -> float:
+        """Of a token's time, what the worker does not compute: plans, results and the wire, where nothing hides it."""
+        return self.server_itl - self.decode_step
+
+    @property
+    def delivery(self) -> float:
+        """How much slower tokens reach the client than they are made known; a constant delay does not show."""
+        return self.client_itl - self.server_itl
+
+
+def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRecord]) -> Profile:
+    """From what the server measured of as many requests of one token (`prefill`) as there are of all (`full`).
+
+    CommandError if the server's counts are not those of these requests: others ran beside them.
+    """
+    num_requests = len(records)
+    num_tokens = sum(record.num_output_tokens for record in records)
+    if (prefill.num_output_tokens, full.num_output_tokens) != (num_requests, num_tokens):
+        raise CommandError(
+            f"the server made {prefill.num_output_tokens:.0f} + {full.num_output_tokens:.0f} tokens meanwhile, this "
+            f"benchmark {num_requests} + {num_tokens}: --profile needs a server that does nothing else"
+        )
+    itls = [itl for record in records for itl in record.itls]
+    ttfts = [record.ttft for record in records if record.ttft is not None]
+    return Profile(
+        num_requests=num_requests,
+        num_prefill_steps=prefill.steps.count / num_requests,
+        prefill=prefill.steps.sum / num_requests,
+        server_ttft=full.first_tokens.mean,
+        client_ttft=sum(ttfts) / len(ttfts),
+        decode_step=full.steps.since(prefill.steps).mean,
+        server_itl=full.later_tokens.mean,
+        client_itl=sum(itls) / len(itls),
+        plan_bytes=full.plan_bytes.mean,
+    )
+
+
+def report(found: Profile) -> str:
+    """Two tables: the first token, and each token after it."""
+    steps = "step" if found.num_prefill_steps == 1 else "steps"
+    first = [
+        (f"worker ({found.num_prefill_steps:g} {steps})", found.prefill),
+        ("queue, scheduler and wire to the worker", found.admission),
+        ("request in, token out", found.first_delivery),
+    ]
+    later = [
+        ("worker step", found.decode_step),
+        ("scheduler and wire between steps", found.between_steps),
+        ("delivery to the client", found.delivery),
+    ]
+    return "\n".join(
+        [
+            *_part(f"First token, mean of {found.num_requests} requests", first, found.client_ttft),
+            *_part("Each token after it", later, found.client_itl),
+            f"A plan has {found.plan_bytes:.0f} bytes on the wire.",
+        ]
+    )
+
+
+def _part(title: str, rows: Sequence[tuple[str, float]], total: float) -> list[str]:
+    lines = [f"{title:<{COLUMN}} {'ms':>9} {'%':>7}"]
+    for name, seconds in [*rows, ("at the client", total)]:
+        lines.append(f"  {name:<{COLUMN - 2}} {seconds * 1e3:9.3f} {100 * seconds / total:7.1f}")
+    return lines

@@ -1,0 +1,61 @@
+"""One line on a terminal that says how far a run is; elsewhere a line now and then."""
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+TERMINAL_INTERVAL_S = 0.1
+LOG_INTERVAL_S = 10.0
+
+
+class ProgressLine:
+    """Counts requests and tokens of a run. On no terminal it says nothing in the first ten seconds."""
+
+    def __init__(self, name: str, num_requests: int, file: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = name
+        self._num_requests = num_requests
+        self._file = file
+        self._clock = clock
+        self._is_terminal = file.isatty()
+        self._interval = TERMINAL_INTERVAL_S if self._is_terminal else LOG_INTERVAL_S
+        self._started_at = self._written_at = clock()
+        self._num_ended = 0
+        self._num_tokens = 0
+
+    def tokens_came(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        self._write_now_and_then()
+
+    def request_ended(self) -> None:
+        self._num_ended += 1
+        self._write_now_and_then()
+
+    def close(self) -> None:
+        """Leaves the terminal's line empty for what follows."""
+        if self._is_terminal:
+            self._file.write("\r\033[K")
+            self._file.flush()
+
+    def _write_now_and_then(self) -> None:
+        now = self._clock()
+        if now - self._written_at < self._interval:
+            return
+        self._written_at = now
+        seconds = now - self._started_at
+        rate = self._num_tokens / seconds
+        text = f"{self._name}: {self._num_ended} of {self._num_requests} requests, {rate:.1f} tok/s, {seconds:.0f} s"
+        self._file.write(f"\r\033[K{text}" if self._is_terminal else f"{text}\n")
+        self._file.flush()
+
+
+class NoProgress:
+    """For those who want none."""
+
+    def tokens_came(self, num_tokens: int) -> None:
+        pass
+
+    def request_ended(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

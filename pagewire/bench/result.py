@@ -1,0 +1,120 @@
+"""The JSON file of a run, with the keys of `vllm bench`."""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pagewire.bench.run import Run
+from pagewire.bench.statistics import ServingMetrics
+from pagewire.bench.table import LATENCIES, percent_name
+from pagewire.options import Parser
+from pagewire.server import ServerInfo
+
+
+def add_flags(parser: argparse.ArgumentParser, *, with_output_json: bool) -> None:
+    group = parser.add_argument_group("result")
+    group.add_argument("--save-result", action="store_true", help="write the figures to a JSON file")
+    group.add_argument("--result-dir", metavar="DIR", default=".", help="where to (default: the current directory)")
+    group.add_argument("--result-filename", metavar="NAME", help="its name (default: of the load and the time)")
+    group.add_argument("--save-detailed", action="store_true", help="with the times of every request")
+    text = "kept in it, for the record"
+    group.add_argument("--metadata", metavar="KEY=VALUE", nargs="+", default=[], type=_pair, help=text)
+    if with_output_json:
+        group.add_argument("--output-json", metavar="FILE", help="write the figures to this file")
+
+
+def path_of(parser: Parser, parsed: argparse.Namespace, stem: str) -> Path | None:
+    """Where the figures go, or None; ends the command, before anything runs, if they cannot."""
+    if getattr(parsed, "output_json", None):
+        path = Path(parsed.output_json)
+    elif parsed.save_result:
+        path = Path(parsed.result_dir) / (parsed.result_filename or f"{stem}-{datetime.now():%Y%m%d-%H%M%S}.json")
+    elif parsed.result_filename or parsed.save_detailed or parsed.metadata:
+        parser.error("--result-filename, --save-detailed and --metadata need --save-result")
+    else:
+        return None
+    check_writable(parser, path)
+    return path
+
+
+def check_writable(parser: Parser, path: Path) -> None:
+    """Makes the folder of a file; ends the command if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"cannot make the folder of {path}: {error.strerror}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        parser.error(f"cannot write {path}: give the name of a file in a folder that you may write to")
+
+
+def write(path: Path, figures: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def header(verb: str, info: ServerInfo, metadata: Sequence[tuple[str, str]], was_interrupted: bool) -> dict[str, Any]:
+    """What every result begins with: when, of whom, and by which server."""
+    return {
+        "date": f"{datetime.now():%Y%m%d-%H%M%S}",
+        "backend": "pagewire",
+        "benchmark": verb,
+        "model_id": info.served_model_name,
+        "server_version": info.version,
+        "worker": None if info.worker is None else asdict(info.worker),
+        "was_interrupted": was_interrupted,
+        **dict(metadata),
+    }
+
+
+def serving_figures(metrics: ServingMetrics) -> dict[str, Any]:
+    """Latencies are in milliseconds; what was not measured is null."""
+    figures: dict[str, Any] = {
+        name: getattr(metrics, name)
+        for name in (
+            "duration", "completed", "failed", "num_cut_off", "total_input_tokens", "total_output_tokens",
+            "request_throughput", "request_goodput", "output_throughput", "total_token_throughput",
+            "max_output_tokens_per_s", "max_concurrent_requests",
+        )
+    }  # fmt: skip
+    for name in LATENCIES:
+        summary = getattr(metrics, name)
+        if summary is None:
+            figures |= {f"{statistic}_{name}_ms": None for statistic in ("mean", "median", "std")}
+            continue
+        for statistic in ("mean", "median", "std"):
+            figures[f"{statistic}_{name}_ms"] = getattr(summary, statistic) * 1e3
+        for percent, value in summary.percentiles:
+            figures[f"p{percent_name(percent)}_{name}_ms"] = value * 1e3
+    return figures
+
+
+def request_details(run: Run) -> dict[str, Any]:
+    """Columns with an entry for each request, in seconds; of those that failed too."""
+    records = run.records
+    return {
+        "input_lens": [record.num_prompt_tokens for record in records],
+        "output_lens": [record.num_output_tokens for record in records],
+        "start_times": [record.sent_at for record in records],
+        "queue_times": [record.sent_at - record.planned_at for record in records],
+        "ttfts": [record.ttft for record in records],
+        "itls": [record.itls for record in records],
+        "latencies": [record.latency for record in records],
+        "errors": [record.error or "" for record in records],
+    }
+
+
+def rate_text(rate: float) -> str:
+    """JSON has no infinity."""
+    return "inf" if math.isinf(rate) else f"{rate:g}"
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is no KEY=VALUE")
+    return key, value

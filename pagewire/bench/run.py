@@ -1,0 +1,176 @@
+"""Sends requests at their times and notes when what came back. All times are in seconds from the start of the run."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from pagewire.bench.workload import PlannedRequest
+from pagewire.completion import Output
+from pagewire.errors import PagewireError
+from pagewire.sampling import SamplingParams
+
+
+class Server(Protocol):
+    """Who answers requests; `pagewire.Client` says how."""
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> Any: ...
+
+
+class Progress(Protocol):
+    """Who is told of what comes in."""
+
+    def tokens_came(self, num_tokens: int) -> None: ...
+
+    def request_ended(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that came in one message."""
+
+    at: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What became of a request. It has failed if there is an `error`; without one and `is_finished` it was cut off."""
+
+    num_prompt_tokens: int
+    planned_at: float
+    sent_at: float
+    ended_at: float
+    deltas: tuple[Delta, ...]
+    is_finished: bool
+    error: str | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(delta.num_tokens for delta in self.deltas)
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to the first token; None without one."""
+        return self.deltas[0].at - self.sent_at if self.deltas else None
+
+    @property
+    def itls(self) -> list[float]:
+        """The times between two messages, each of one token or more."""
+        return [after.at - before.at for before, after in itertools.pairwise(self.deltas)]
+
+    @property
+    def latency(self) -> float:
+        return self.ended_at - self.sent_at
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token but the first; None with fewer than two."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.latency - (self.ttft or 0.0)) / (self.num_output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The requests that were sent, in that order. `duration` is from the start to the end of the last one, or to the
+    interruption."""
+
+    records: tuple[RequestRecord, ...]
+    duration: float
+    was_interrupted: bool = False
+
+
+async def run(
+    server: Server,
+    requests: Sequence[PlannedRequest],
+    sampling: SamplingParams,
+    progress: Progress,
+    *,
+    cache_salt: str = "",
+    request_id_prefix: str | None = None,
+    max_concurrency: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Run:
+    """Sends each request at its time, though never more than `max_concurrency` at once.
+
+    Cancelling it, as Ctrl-C does, is no loss: it returns what has been measured until then.
+    """
+    sender = _Sender(server, sampling, progress, cache_salt, request_id_prefix, max_concurrency, clock)
+    was_interrupted = False
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, request in enumerate(requests):
+                await asyncio.sleep(max(0.0, request.send_at - sender.now()))
+                group.create_task(sender.send(index, request))
+    except asyncio.CancelledError:
+        was_interrupted = True
+    duration = sender.now() if was_interrupted else max(record.ended_at for record in sender.records.values())
+    records = tuple(sender.records[index] for index in sorted(sender.records))
+    return Run(records, duration, was_interrupted)
+
+
+class _Sender:
+    def __init__(
+        self,
+        server: Server,
+        sampling: SamplingParams,
+        progress: Progress,
+        cache_salt: str,
+        request_id_prefix: str | None,
+        max_concurrency: int | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._server = server
+        self._sampling = sampling
+        self._progress = progress
+        self._cache_salt = cache_salt
+        self._request_id_prefix = request_id_prefix
+        self._slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._clock = clock
+        self._started_at = clock()
+        self.records: dict[int, RequestRecord] = {}
+
+    def now(self) -> float:
+        return self._clock() - self._started_at
+
+    async def send(self, index: int, request: PlannedRequest) -> None:
+        async with self._slots:
+            sent_at = self.now()
+            deltas: list[Delta] = []
+            record = RequestRecord(len(request.prompt_token_ids), request.send_at, sent_at, sent_at, (), False)
+            try:
+                async for output in self._outputs(index, request):
+                    if output.token_ids:
+                        deltas.append(Delta(self.now(), len(output.token_ids)))
+                        self._progress.tokens_came(len(output.token_ids))
+                record = replace(record, is_finished=True)
+            except PagewireError as error:
+                record = replace(record, error=f"{error.code.name}: {error}")
+            finally:
+                self.records[index] = replace(record, ended_at=self.now(), deltas=tuple(deltas))
+                self._progress.request_ended()
+
+    async def _outputs(self, index: int, request: PlannedRequest) -> AsyncIterator[Output]:
+        prefix = self._request_id_prefix
+        stream = self._server.generate(
+            None,
+            replace(self._sampling, max_tokens=request.num_output_tokens, seed=request.seed),
+            prompt_token_ids=request.prompt_token_ids,
+            request_id=None if prefix is None else f"{prefix}{index}",
+            cache_salt=self._cache_salt,
+        )
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
+                yield output

@@ -1,0 +1,128 @@
+"""`pagewire bench serve`: what clients of a running server see under a load that arrives by itself."""
+
+import argparse
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pagewire import connection
+from pagewire.bench import chart, flags, result
+from pagewire.bench.load import Load, exit_code, put
+from pagewire.bench.run import Run
+from pagewire.bench.statistics import ServingMetrics, measure
+from pagewire.bench.table import serving_table
+from pagewire.bench.workload import Workload
+from pagewire.options import Parser
+from pagewire.server import ServerInfo
+
+DEFAULT_LATENCIES = ["ttft", "tpot", "itl"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    objectives = flags.objectives(parser, parsed.goodput)
+    path = result.path_of(parser, parsed, _stem(parsed))
+    chart.check(parser, parsed.chart)
+    client = connection.client(parser, parsed)
+    info, measured = asyncio.run(put(_load(parsed), client))
+    metrics = measure(measured, parsed.metric_percentiles, objectives)
+    print(
+        serving_table(
+            metrics,
+            latencies=parsed.percentile_metrics,
+            max_concurrency=parsed.max_concurrency,
+            request_rate=None if math.isinf(parsed.request_rate) else parsed.request_rate,
+            was_interrupted=measured.was_interrupted,
+        ),
+        flush=True,
+    )
+    if path is not None:
+        result.write(path, _figures(parsed, info, measured, metrics))
+    if parsed.chart is not None:
+        chart.draw_run(parsed.chart, f"{info.served_model_name}, {_load_text(parsed)}", measured)
+    return exit_code(measured)
+
+
+def _parser() -> Parser:
+    description = "Send requests to a running server as they would arrive, and measure what their clients see."
+    parser = Parser(prog="pagewire bench serve", description=description)
+    connection.add_flags(parser)
+    flags.add_range_flags(parser, num_prompts=1000)
+    flags.add_length_flags(parser, input_len=1024, output_len=128)
+    flags.add_sampling_flags(parser, temperature=None)
+    group = parser.add_argument_group("arrival")
+    text = "requests per second; inf sends all at once (default: inf)"
+    group.add_argument("--request-rate", type=flags.positive, default=math.inf, metavar="RATE", help=text)
+    text = "1 is a Poisson process, inf a fixed rate, below 1 burstier (default: 1)"
+    group.add_argument("--burstiness", type=flags.positive, default=1.0, metavar="FLOAT", help=text)
+    text = "requests under way at most; others wait here (default: no limit)"
+    group.add_argument("--max-concurrency", type=flags.count, metavar="INT", help=text)
+    text = "requests that go first and are not measured (default: 0)"
+    group.add_argument("--num-warmups", type=flags.count_or_zero, default=0, metavar="INT", help=text)
+    group.add_argument("--request-id-prefix", metavar="TEXT", help="ids of the requests (default: drawn by the server)")
+    group = parser.add_argument_group("figures")
+    text = "times in milliseconds that a good request keeps to: ttft, tpot, e2el"
+    group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help=text)
+    text = "latencies to show: ttft, tpot, itl, e2el (default: ttft,tpot,itl)"
+    group.add_argument(
+        "--percentile-metrics", type=flags.latencies, default=DEFAULT_LATENCIES, metavar="NAMES", help=text
+    )
+    text = "percentiles to show (default: 99)"
+    group.add_argument("--metric-percentiles", type=flags.percents, default=[99.0], metavar="LIST", help=text)
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    chart.add_flag(parser)
+    result.add_flags(parser, with_output_json=False)
+    return parser
+
+
+def _load(parsed: argparse.Namespace) -> Load:
+    input_len, output_len = flags.length_ranges(parsed)
+    workload = Workload(
+        num_prompts=parsed.num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        prefix_len=parsed.random_prefix_len,
+        request_rate=parsed.request_rate,
+        burstiness=parsed.burstiness,
+        seed=parsed.seed,
+    )
+    return Load(
+        name="serve",
+        workload=workload,
+        sampling=flags.sampling(parsed),
+        max_concurrency=parsed.max_concurrency,
+        num_warmups=parsed.num_warmups,
+        request_id_prefix=parsed.request_id_prefix,
+        shows_progress=not parsed.disable_tqdm,
+    )
+
+
+def _figures(parsed: argparse.Namespace, info: ServerInfo, measured: Run, metrics: ServingMetrics) -> dict[str, Any]:
+    figures = result.header("serve", info, parsed.metadata, measured.was_interrupted)
+    figures |= {
+        "num_prompts": parsed.num_prompts,
+        "request_rate": result.rate_text(parsed.request_rate),
+        "burstiness": result.rate_text(parsed.burstiness),
+        "max_concurrency": parsed.max_concurrency,
+        "input_len": parsed.input_len,
+        "output_len": parsed.output_len,
+        "random_range_ratio": [parsed.random_range_ratio.input, parsed.random_range_ratio.output],
+        "random_prefix_len": parsed.random_prefix_len,
+        "seed": parsed.seed,
+        "goodput": parsed.goodput,
+        **result.serving_figures(metrics),
+    }
+    return figures | result.request_details(measured) if parsed.save_detailed else figures
+
+
+def _stem(parsed: argparse.Namespace) -> str:
+    concurrency = "" if parsed.max_concurrency is None else f"-concurrency{parsed.max_concurrency}"
+    return f"pagewire-{result.rate_text(parsed.request_rate)}qps{concurrency}"
+
+
+def _load_text(parsed: argparse.Namespace) -> str:
+    rate = result.rate_text(parsed.request_rate)
+    arrival = "all at once" if rate == "inf" else f"{rate} a second"
+    return f"{parsed.num_prompts} requests {arrival}, {parsed.input_len} tokens in, {parsed.output_len} out"

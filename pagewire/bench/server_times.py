@@ -1,0 +1,87 @@
+"""What a server has measured itself, from its /metrics."""
+
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagewire.errors import CommandError
+
+TIMEOUT_S = 10.0
+# No proxy: who reads the metrics of a server stands beside it.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Many observations. Of times, `sum` is in seconds."""
+
+    sum: float = 0.0
+    count: float = 0.0
+
+    def since(self, before: "Total") -> "Total":
+        return Total(self.sum - before.sum, self.count - before.count)
+
+    @property
+    def mean(self) -> float:
+        """ValueError without an observation."""
+        if not self.count:
+            raise ValueError("nothing was observed")
+        return self.sum / self.count
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTimes:
+    """Since the server's start: steps on the worker, first and later tokens as the scheduler made them known."""
+
+    steps: Total
+    first_tokens: Total
+    later_tokens: Total
+    plan_bytes: Total
+    num_output_tokens: float
+
+    def since(self, before: "ServerTimes") -> "ServerTimes":
+        return ServerTimes(
+            self.steps.since(before.steps),
+            self.first_tokens.since(before.first_tokens),
+            self.later_tokens.since(before.later_tokens),
+            self.plan_bytes.since(before.plan_bytes),
+            self.num_output_tokens - before.num_output_tokens,
+        )
+
+
+def read(url: str) -> ServerTimes:
+    """The times at a /metrics url. CommandError if nobody answers there, or no Pagewire."""
+    try:
+        with _OPENER.open(url, timeout=TIMEOUT_S) as response:
+            return parse(response.read().decode())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        text = f"cannot read the metrics at {url}: {reason}; give the address that the server logs at its start"
+        raise CommandError(text) from None
+
+
+def parse(text: str) -> ServerTimes:
+    """From Prometheus' text form. ValueError where a metric is missing."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values[sample.name] = values.get(sample.name, 0.0) + sample.value
+
+    def total(name: str) -> Total:
+        return Total(_value(values, f"{name}_sum"), _value(values, f"{name}_count"))
+
+    return ServerTimes(
+        steps=total("pagewire:step_duration_seconds"),
+        first_tokens=total("vllm:time_to_first_token_seconds"),
+        later_tokens=total("vllm:inter_token_latency_seconds"),
+        plan_bytes=total("pagewire:plan_bytes"),
+        num_output_tokens=_value(values, "vllm:generation_tokens_total"),
+    )
+
+
+def _value(values: dict[str, float], name: str) -> float:
+    if name not in values:
+        raise ValueError(f"it has no {name}, so it is no Pagewire scheduler of this version")
+    return values[name]

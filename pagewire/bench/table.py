@@ -1,0 +1,66 @@
+"""Figures as text, with the rows of `vllm bench`."""
+
+from collections.abc import Sequence
+
+from pagewire.bench.statistics import ServingMetrics, Summary
+
+WIDTH = 50
+LATENCIES = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+}
+
+
+def serving_table(
+    metrics: ServingMetrics,
+    *,
+    latencies: Sequence[str],
+    max_concurrency: int | None = None,
+    request_rate: float | None = None,
+    was_interrupted: bool = False,
+) -> str:
+    """`latencies` are keys of LATENCIES; `request_rate` is None where all requests are sent at once."""
+    title = " Serving Benchmark Result (interrupted) " if was_interrupted else " Serving Benchmark Result "
+    lines = [title.center(WIDTH, "="), row("Successful requests:", metrics.completed)]
+    lines.append(row("Failed requests:", metrics.failed))
+    if was_interrupted:
+        lines.append(row("Requests cut off:", metrics.num_cut_off))
+    if max_concurrency is not None:
+        lines.append(row("Maximum request concurrency:", max_concurrency))
+    if request_rate is not None:
+        lines.append(row("Request rate configured (RPS):", request_rate))
+    lines.append(row("Benchmark duration (s):", metrics.duration))
+    lines.append(row("Total input tokens:", metrics.total_input_tokens))
+    lines.append(row("Total generated tokens:", metrics.total_output_tokens))
+    lines.append(row("Request throughput (req/s):", metrics.request_throughput))
+    if metrics.request_goodput is not None:
+        lines.append(row("Request goodput (req/s):", metrics.request_goodput))
+    lines.append(row("Output token throughput (tok/s):", metrics.output_throughput))
+    lines.append(row("Peak output token throughput (tok/s):", metrics.max_output_tokens_per_s))
+    lines.append(row("Peak concurrent requests:", metrics.max_concurrent_requests))
+    lines.append(row("Total token throughput (tok/s):", metrics.total_token_throughput))
+    for name in latencies:
+        lines += _latency_rows(*LATENCIES[name], getattr(metrics, name))
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def row(name: str, value: float | None) -> str:
+    """Integers as they are, other numbers with two digits, n/a for what was not measured."""
+    text = "n/a" if value is None else str(value) if isinstance(value, int) else f"{value:.2f}"
+    return f"{name:<40} {text:<10}".rstrip()
+
+
+def percent_name(percent: float) -> str:
+    """99 for 99.0, but 99.9 for 99.9."""
+    return f"{percent:g}"
+
+
+def _latency_rows(name: str, header: str, summary: Summary | None) -> list[str]:
+    lines = [header.center(WIDTH, "-")]
+    if summary is None:
+        return [*lines, row(f"Mean {name} (ms):", None)]
+    lines += [row(f"Mean {name} (ms):", summary.mean * 1e3), row(f"Median {name} (ms):", summary.median * 1e3)]
+    lines += [row(f"P{percent_name(percent)} {name} (ms):", value * 1e3) for percent, value in summary.percentiles]
+    return lines

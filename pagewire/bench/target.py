@@ -1,0 +1,61 @@
+"""The server that is measured: one that runs, or one of both services that is started for it."""
+
+import argparse
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pagewire import connection, local_server
+from pagewire.bench.workload import Workload
+from pagewire.client import Client
+from pagewire.errors import CommandError
+from pagewire.options import Parser
+from pagewire.server import ServerInfo
+
+SEPARATOR = "--"
+
+
+def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before `--` and what after it: the verb's own arguments and the flags of `pagewire serve`."""
+    own = list(arguments)
+    if SEPARATOR not in own:
+        return own, []
+    at = own.index(SEPARATOR)
+    return own[:at], own[at + 1 :]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    text = "checkpoint directory: both services are started for it, with the flags of `pagewire serve` that follow --"
+    parser.add_argument("--model", metavar="DIR", help=text)
+    connection.add_flags(parser, without_url="both services are started for --model")
+
+
+@contextmanager
+def opened(
+    parser: Parser, parsed: argparse.Namespace, serve_flags: Sequence[str], extra_flags: Sequence[str] = ()
+) -> Iterator[Client]:
+    """A client of the server, not yet connected. `extra_flags` are for a server that is started and win."""
+    if (parsed.model is None) == (parsed.url is None):
+        parser.error("give either --model DIR, for which both services are started, or --url of a server that runs")
+    if parsed.url is not None:
+        if serve_flags:
+            parser.error(f"{serve_flags[0]} stands after --, but no server is started with --url")
+        yield connection.client(parser, parsed)
+        return
+    with local_server.serving(parsed.model, [*serve_flags, *extra_flags]) as url:
+        yield Client(url)
+
+
+def new_cache_salt() -> str:
+    """Equal seeds give equal prompts: without a salt of its own, a run would find what one before it has computed."""
+    return f"bench-{uuid.uuid4().hex}"
+
+
+def check_fits(workload: Workload, info: ServerInfo) -> None:
+    """Raises CommandError if some request may be longer than the server allows."""
+    if workload.max_sequence_len > info.max_model_len:
+        raise CommandError(
+            f"--random-prefix-len, --input-len and --output-len with --random-range-ratio come to up to "
+            f"{workload.max_prompt_len} + {workload.output_len.max} tokens, but max_model_len of the server is "
+            f"{info.max_model_len}: lower them"
+        )

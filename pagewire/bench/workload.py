@@ -1,0 +1,100 @@
+"""Random requests and the times to send them at. Pure: everything follows from the seed."""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRange:
+    """Lengths in tokens, both ends included, all equally likely."""
+
+    min: int
+    max: int
+
+    @classmethod
+    def around(cls, length: int, ratio: float) -> "LengthRange":
+        """From length * (1 - ratio) to length * (1 + ratio), rounded outwards but to at least 1.
+
+        Source: vLLM's random dataset.
+        """
+        # 160 * 1.6 must be 256, whatever the last bit of the product says.
+        low, high = round(length * (1 - ratio), 6), round(length * (1 + ratio), 6)
+        return cls(max(1, math.floor(low)), max(1, math.ceil(high)))
+
+    def draw(self, rng: random.Random) -> int:
+        return rng.randint(self.min, self.max)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What to send. Lengths are in tokens and `input_len` comes after the `prefix_len` that all prompts share.
+
+    `request_rate` is in requests per second; infinite sends all at once. `burstiness` 1 is a Poisson process, infinite
+    a fixed rate, and what lies between draws the gaps from a gamma distribution of that shape.
+    """
+
+    num_prompts: int
+    input_len: LengthRange
+    output_len: LengthRange
+    prefix_len: int = 0
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    seed: int = 0
+
+    @property
+    def max_prompt_len(self) -> int:
+        return self.prefix_len + self.input_len.max
+
+    @property
+    def max_sequence_len(self) -> int:
+        return self.max_prompt_len + self.output_len.max
+
+    def requests(self, vocab_size: int) -> list["PlannedRequest"]:
+        """The requests, in the order of their times. Lengths, tokens and times are drawn apart from each other."""
+        lengths, tokens, times = (random.Random(f"{self.seed} {name}") for name in ("lengths", "tokens", "times"))
+        token_ids = range(vocab_size)
+        prefix = tuple(tokens.choices(token_ids, k=self.prefix_len))
+        planned = []
+        for index, send_at in enumerate(arrival_times(self.num_prompts, self.request_rate, self.burstiness, times)):
+            num_prompt_tokens, num_output_tokens = self.input_len.draw(lengths), self.output_len.draw(lengths)
+            prompt = (*prefix, *tokens.choices(token_ids, k=num_prompt_tokens))
+            planned.append(PlannedRequest(prompt, num_output_tokens, send_at, seed=self.seed + index))
+        return planned
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """A request. `send_at` is in seconds from the start of the run; `seed` is that of its sampling."""
+
+    prompt_token_ids: tuple[int, ...]
+    num_output_tokens: int
+    send_at: float
+    seed: int
+
+
+def arrival_times(num_requests: int, request_rate: float, burstiness: float, rng: random.Random) -> list[float]:
+    """When to send each request, in seconds from the start of the run.
+
+    The times are scaled so that the last is num_requests / request_rate: runs of different seeds offer the same load.
+    Source: vLLM's `get_request`.
+    """
+    if math.isinf(request_rate):
+        return [0.0] * num_requests
+    times = list(_cumulated(_gap(request_rate, burstiness, rng) for _ in range(num_requests)))
+    scale = num_requests / request_rate / times[-1]
+    return [time * scale for time in times]
+
+
+def _gap(request_rate: float, burstiness: float, rng: random.Random) -> float:
+    if math.isinf(burstiness):
+        return 1 / request_rate
+    return rng.gammavariate(burstiness, 1 / (request_rate * burstiness))
+
+
+def _cumulated(gaps: Iterator[float]) -> Iterator[float]:
+    total = 0.0
+    for gap in gaps:
+        total += gap
+        yield total

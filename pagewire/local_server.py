@@ -1,0 +1,47 @@
+"""A `pagewire serve` of one's own: both services on loopback, for as long as a block of code runs."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pagewire.errors import CommandError
+from pagewire.supervisor import READY_PREFIX
+
+# Ports of its own choice, so that it runs beside anything.
+SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--metrics-port=0", "--log-level=warning")
+STOP_TIMEOUT_S = 45.0
+
+
+@contextmanager
+def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
+    """The url of a server that runs inside the block. CommandError if it does not come up.
+
+    `flags` are those of `pagewire serve`. For the main thread only: from now on SIGTERM unwinds the block.
+    """
+    signal.signal(signal.SIGTERM, _exit)
+    command = [sys.executable, "-m", "pagewire", "serve", model, *SERVE_FLAGS, *flags]
+    print(f"starting pagewire serve {model}", file=sys.stderr)
+    started_at = time.monotonic()
+    # A group of its own: Ctrl-C on the terminal is for this process, which then ends the server.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().strip()
+            if not line.startswith(READY_PREFIX):
+                raise CommandError(f"pagewire serve {model} ended with exit code {process.wait()}")
+            print(f"{line} after {time.monotonic() - started_at:.1f} s", file=sys.stderr)
+            yield line.removeprefix(READY_PREFIX)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _exit(number: int, frame: object) -> None:
+    """Unwinds the block, so that the server goes too."""
+    sys.exit(128 + number)

@@ -1,0 +1,82 @@
+"""`pagewire bench` with both services started by itself: real processes, a small random checkpoint."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.worker.checkpoints import make_checkpoint
+
+ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+LENGTHS = ("--input-len", "20", "--output-len", "12")
+SERVE_FLAGS = ("--", "--num-threads", "1", "--num-device-blocks", "256")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", seed=21))
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pagewire", "bench", *arguments]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_throughput(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    flags = ["--num-prompts", "8", "--random-range-ratio", "0.5", "--output-json", str(path)]
+    arguments = command("throughput", "--model", model, *LENGTHS, *flags, *SERVE_FLAGS)
+    printed = subprocess.run(arguments, env=ENVIRON, capture_output=True, text=True, check=True, timeout=120)
+    assert printed.stdout.startswith("Throughput: ")
+    result = json.loads(path.read_text())
+    assert (result["num_requests"], result["failed"]) == (8, 0)
+    assert result["worker"]["num_device_blocks"] == 256
+
+
+def test_profile(model: str) -> None:
+    flags = ["--num-iters", "3", "--num-iters-warmup", "1", "--profile"]
+    arguments = command("latency", "--model", model, *LENGTHS, *flags, *SERVE_FLAGS)
+    printed = subprocess.run(arguments, env=ENVIRON, capture_output=True, text=True, check=True, timeout=120)
+    lines = printed.stdout.split("\n")
+    assert [line.split("  ")[1] for line in lines if line.startswith("  ")] == [
+        "worker (1 step)",
+        "queue, scheduler and wire to the worker",
+        "request in, token out",
+        "at the client",
+        "worker step",
+        "scheduler and wire between steps",
+        "delivery to the client",
+        "at the client",
+    ]
+    step, client = (float(lines[i].split()[-2]) for i in (14, 17))
+    assert step > 0
+    assert client > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_server_goes_with_the_benchmark(model: str, number: signal.Signals) -> None:
+    arguments = command("latency", "--model", model, *LENGTHS, "--num-iters", "100000", *SERVE_FLAGS)
+    with subprocess.Popen(arguments, env=ENVIRON, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(2)]
+        assert lines[1].startswith("ready on grpc://")
+        [server] = children(process.pid)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        assert not Path(f"/proc/{server}").exists()
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    arguments = command("throughput", "--model", str(tmp_path / "none"), *LENGTHS)
+    printed = subprocess.run(arguments, env=ENVIRON, capture_output=True, text=True, check=False, timeout=120)
+    assert printed.returncode == 1
+    assert printed.stdout == ""
+    assert "Traceback" not in printed.stderr
+    assert printed.stderr.splitlines()[-1].endswith("none ended with exit code 1")
