@@ -7,13 +7,13 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos model bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam clean
+.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -e '.[worker,dev]'
+	$(BIN)/python -m pip install -q -e '.[worker,dev,bench]'
 	touch $@
 
 setup: $(READY)  ## create .venv with the pinned packages
@@ -47,6 +47,9 @@ protos: .venv-protos/.ready  ## generate the stubs under protos/gen
 
 model: $(READY)  ## train the bundled model again
 	$(BIN)/python -m models.train_storyteller $(MODEL)
+
+bench: $(READY)  ## the same models and loads through transformers, vLLM and llama.cpp, side by side
+	$(BIN)/python -m bench.peers
 
 bench-split: $(READY)  ## what two processes over gRPC cost against one process
 	$(BIN)/python -m bench.split

@@ -17,7 +17,19 @@ SHAPES = {
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
         "tie_word_embeddings": True,
-    }
+    },
+    # Qwen3-0.6B.
+    "0.6B": {
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
 }
 
 

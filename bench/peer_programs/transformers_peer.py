@@ -1,0 +1,63 @@
+"""transformers' `generate` with one static batch, or its continuous batching, as `generate_batch` runs it."""
+
+import argparse
+import json
+import sys
+import time
+
+import torch
+import transformers
+
+
+@torch.inference_mode()
+def generate(model, prompts: list[list[int]], output_lens: list[int]) -> None:
+    """Padded on the left to the longest prompt; every row runs for the longest output."""
+    longest = max(map(len, prompts))
+    token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    length = max(output_lens)
+    output = model.generate(token_ids, attention_mask=mask, do_sample=False, max_new_tokens=length, pad_token_id=0)
+    assert output.shape[1] == longest + length
+
+
+def generate_batch(manager, prompts: list[list[int]], output_lens: list[int]) -> None:
+    """Every request with a length of its own."""
+    missing = {}
+    for prompt, length in zip(prompts, output_lens, strict=True):
+        missing[manager.add_request(prompt, max_new_tokens=length)] = length
+    while missing:
+        result = manager.get_result(timeout=1)
+        if result is None:
+            assert manager.is_running(), "continuous batching has ended"
+        elif result.is_finished():
+            assert result.error is None, result.error
+            assert len(result.generated_tokens) == missing.pop(result.request_id)
+
+
+def answer(run) -> None:
+    print("peer: ready", flush=True)
+    for line in sys.stdin:
+        batch = json.loads(line)
+        start = time.perf_counter()
+        run(batch["prompts"], batch["output_lens"])
+        print(f"peer: {time.perf_counter() - start}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--mode", choices=["generate", "generate_batch"], required=True)
+    parser.add_argument("--num-threads", type=int, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.num_threads)
+    model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+    if arguments.mode == "generate":
+        answer(lambda prompts, output_lens: generate(model, prompts, output_lens))
+        return
+    config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(generation_config=config, timeout=5) as manager:
+        answer(lambda prompts, output_lens: generate_batch(manager, prompts, output_lens))
+
+
+if __name__ == "__main__":
+    main()

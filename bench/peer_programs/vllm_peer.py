@@ -1,0 +1,40 @@
+"""vLLM's offline engine."""
+
+import argparse
+import json
+import sys
+import time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    arguments = parser.parse_args()
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=arguments.model,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=256,
+    )
+    print("peer: ready", flush=True)
+    for line in sys.stdin:
+        batch = json.loads(line)
+        prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
+        sampling = [
+            SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+            for length in batch["output_lens"]
+        ]
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert [len(output.outputs[0].token_ids) for output in outputs] == batch["output_lens"]
+        print(f"peer: {seconds}", flush=True)
+
+
+# Its engine is a process that imports this file again.
+if __name__ == "__main__":
+    main()
