@@ -9,7 +9,7 @@ from typing import Any
 from pagewire.bench import chart, flags, result, server_times, target
 from pagewire.bench.load import exit_code, progress_line
 from pagewire.bench.profile import Profile, profile, report
-from pagewire.bench.run import RequestRecord, Run, run
+from pagewire.bench.run import Progress, RequestRecord, Run, run
 from pagewire.bench.server_times import ServerTimes
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
@@ -74,55 +74,73 @@ class _Bench:
         self._num_batches = 0
 
     async def iterate(self) -> Iterations:
+        parsed = self._parsed
         async with self._client:
             info = await self._client.server_info()
             target.check_fits(self._workload, info)
-            warmed = await self._batches("latency (warming up)", info, self._workload, self._parsed.num_iters_warmup)
+            warmed = await self._batches("latency (warming up)", info, parsed.num_iters_warmup)
             if warmed.was_interrupted:
                 return replace(warmed, latencies=(), records=())
-            if not self._parsed.profile:
-                return await self._batches("latency", info, self._workload, self._parsed.num_iters)
-            return await self._profiled(info)
+            if parsed.profile:
+                return await self._profiled(info)
+            return await self._batches("latency", info, parsed.num_iters)
+
+    async def _batches(self, name: str, info: ServerInfo, num_iters: int) -> Iterations:
+        """One batch after the other."""
+        line = progress_line(name, num_iters * self._workload.num_prompts, not self._parsed.disable_tqdm)
+        runs: list[Run] = []
+        while len(runs) < num_iters and not (runs and runs[-1].was_interrupted):
+            runs.append(await self._batch(info, self._workload, line))
+        line.close()
+        return _iterations(info, runs)
 
     async def _profiled(self, info: ServerInfo) -> Iterations:
-        prefills = replace(self._workload, output_len=LengthRange(1, 1))
+        """In turns with requests of one token, so that both see the same machine."""
+        num_iters, one_token = self._parsed.num_iters, replace(self._workload, output_len=LengthRange(1, 1))
+        line = progress_line("latency", 2 * num_iters, not self._parsed.disable_tqdm)
+        runs: list[Run] = []
+        times = (ServerTimes(), ServerTimes())  # for one token, and for all
         before = await self._read()
-        measured = await self._batches("latency (first tokens)", info, prefills, self._parsed.num_iters)
-        if measured.was_interrupted:
-            return replace(measured, latencies=(), records=())
-        between = await self._read()
-        measured = await self._batches("latency", info, self._workload, self._parsed.num_iters)
-        if measured.was_interrupted or not all(record.is_finished for record in measured.records):
+        for index in range(2 * num_iters):
+            ran = await self._batch(info, self._workload if index % 2 else one_token, line)
+            if index % 2 or ran.was_interrupted:
+                runs.append(ran)
+            if ran.was_interrupted:
+                break
+            try:
+                after = await self._read()
+            except asyncio.CancelledError:
+                runs.append(Run((), 0.0, was_interrupted=True))
+                break
+            prefill, full = times
+            spent = after.since(before)
+            times = (prefill, full.plus(spent)) if index % 2 else (prefill.plus(spent), full)
+            before = after
+        line.close()
+        measured = _iterations(info, runs)
+        if measured.was_interrupted or len(measured.latencies) < num_iters:
             return measured
-        after = await self._read()
-        found = profile(between.since(before), after.since(between), measured.records)
-        return replace(measured, profile=found)
+        return replace(measured, profile=profile(*times, measured.records))
 
     async def _read(self) -> ServerTimes:
         assert self._metrics_url is not None, "--profile was checked to have one"
         return await asyncio.to_thread(server_times.read, self._metrics_url)
 
-    async def _batches(self, name: str, info: ServerInfo, workload: Workload, num_iters: int) -> Iterations:
-        """One batch after the other, each of other prompts. An interrupted batch has no latency."""
-        parsed = self._parsed
-        latencies: list[float] = []
-        records: list[RequestRecord] = []
-        line = progress_line(name, num_iters * workload.num_prompts, not parsed.disable_tqdm)
-        was_interrupted = False
-        for _ in range(num_iters):
-            requests = replace(workload, seed=parsed.seed + self._num_batches * workload.num_prompts)
-            self._num_batches += 1
-            planned = requests.requests(info.vocab_size)
-            salt = target.new_cache_salt()
-            ran = await run(self._client, planned, flags.sampling(parsed), line, cache_salt=salt)
-            was_interrupted = ran.was_interrupted
-            if was_interrupted:
-                break
-            records += ran.records
-            if all(record.is_finished for record in ran.records):
-                latencies.append(ran.duration)
-        line.close()
-        return Iterations(info, tuple(latencies), tuple(records), was_interrupted)
+    async def _batch(self, info: ServerInfo, workload: Workload, line: Progress) -> Run:
+        """A batch of prompts that no other has had."""
+        seed = self._parsed.seed + self._num_batches * workload.num_prompts
+        self._num_batches += 1
+        planned = replace(workload, seed=seed).requests(info.vocab_size)
+        salt = target.new_cache_salt()
+        return await run(self._client, planned, flags.sampling(self._parsed), line, cache_salt=salt)
+
+
+def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
+    """A batch that was interrupted, or of which a request failed, has no latency."""
+    finished = [ran for ran in runs if all(record.is_finished for record in ran.records) and not ran.was_interrupted]
+    was_interrupted = any(ran.was_interrupted for ran in runs)
+    records = tuple(record for ran in runs if not ran.was_interrupted for record in ran.records)
+    return Iterations(info, tuple(ran.duration for ran in finished), records, was_interrupted)
 
 
 def _parser() -> Parser:

@@ -2,7 +2,7 @@
 
 The client's clock and the server's own metrics measure the same tokens at three places: on the worker, where the
 scheduler makes a token known, and where the client has it. What lies between two places is their difference. Steps
-that compute prompts are told from those that decode by a second run of the same shape with one output token each. Pure.
+that compute prompts are told from those that decode by requests of the same prompts' length and one output token. Pure.
 """
 
 from collections.abc import Sequence

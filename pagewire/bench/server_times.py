@@ -23,6 +23,9 @@ class Total:
     def since(self, before: "Total") -> "Total":
         return Total(self.sum - before.sum, self.count - before.count)
 
+    def plus(self, other: "Total") -> "Total":
+        return Total(self.sum + other.sum, self.count + other.count)
+
     @property
     def mean(self) -> float:
         """ValueError without an observation."""
@@ -35,11 +38,11 @@ class Total:
 class ServerTimes:
     """Since the server's start: steps on the worker, first and later tokens as the scheduler made them known."""
 
-    steps: Total
-    first_tokens: Total
-    later_tokens: Total
-    plan_bytes: Total
-    num_output_tokens: float
+    steps: Total = Total()
+    first_tokens: Total = Total()
+    later_tokens: Total = Total()
+    plan_bytes: Total = Total()
+    num_output_tokens: float = 0.0
 
     def since(self, before: "ServerTimes") -> "ServerTimes":
         return ServerTimes(
@@ -48,6 +51,15 @@ class ServerTimes:
             self.later_tokens.since(before.later_tokens),
             self.plan_bytes.since(before.plan_bytes),
             self.num_output_tokens - before.num_output_tokens,
+        )
+
+    def plus(self, other: "ServerTimes") -> "ServerTimes":
+        return ServerTimes(
+            self.steps.plus(other.steps),
+            self.first_tokens.plus(other.first_tokens),
+            self.later_tokens.plus(other.later_tokens),
+            self.plan_bytes.plus(other.plan_bytes),
+            self.num_output_tokens + other.num_output_tokens,
         )
 
 

@@ -93,22 +93,42 @@ class Failing:
         return {decode_name(1): 50.0}
 
 
-def test_pagewire_beside_transformers(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pagewire_beside_transformers(
+    model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing = Failing()
     arms = [PagewireArm(1, ["--num-device-blocks=128"]), *transformers_arms(1)[:1], Unmakeable(), failing]
-    measurement = peers.Measurement(arms, SMALL)
-    measurement.measure([model], 2)
-    found = json.loads(json.dumps(peers.figures(measurement, SMALL, 1, 2)))
+    monkeypatch.setattr(peers, "Loads", lambda: SMALL)
+    monkeypatch.setattr(peers, "SHAPES", {"tiny": {"vocab_size": model.vocab_size}})
+    monkeypatch.setattr(peers, "random_checkpoint", lambda name: model.path)
+    monkeypatch.setattr(peers, "arms", lambda num_threads, environments: arms)
+    path = tmp_path / "results" / "peers.json"
+    flags = ["--rounds", "2", "--num-threads", "1", "--environments", str(tmp_path / "peers"), "--output", str(path)]
+    monkeypatch.setattr(sys, "argv", ["bench.peers", *flags])
+    peers.main()
+    captured = capsys.readouterr()
+    found = json.loads(path.read_text())
     assert found["skipped"] == {"vLLM": "pip cannot get it", "llama.cpp": "it crashed"}
     assert failing.num_rounds == 2
     for arm in ("Pagewire", "transformers generate"):
-        of_arm = found["rounds"]["tiny"][arm]
+        of_arm = found["rounds"]["tiny shape"][arm]
         assert list(of_arm) == SMALL.names
         assert all(len(of_round) == 2 and min(of_round) > 0 for of_round in of_arm.values())
     # What it gave before it failed was measured, and is shown as such.
-    assert found["tokens_per_s"]["tiny"]["llama.cpp"] == {decode_name(1): {"median": 50.0, "min": 50.0, "max": 50.0}}
-    peers.report_goals(found)
-    assert "4 mixed requests, end to end: " in capsys.readouterr().err
+    median = {"median": 50.0, "min": 50.0, "max": 50.0}
+    assert found["tokens_per_s"]["tiny shape"]["llama.cpp"] == {decode_name(1): median}
+    # Round 0 in one order, round 1 in the other.
+    rounds = [line.split(": ")[0] for line in captured.err.splitlines() if line.endswith("tok/s")]
+    assert [line.split(", ")[2] for line in dict.fromkeys(rounds)] == [
+        "Pagewire",
+        "transformers generate",
+        "llama.cpp",
+        "transformers generate",
+        "Pagewire",
+    ]
+    assert "4 mixed requests, end to end: " in captured.err
+    assert "| tiny shape | Pagewire | llama.cpp | transformers generate |" in captured.out
+    assert captured.out.endswith("Not measured: llama.cpp (it crashed).\n")
 
 
 def test_table_by_hand() -> None:
