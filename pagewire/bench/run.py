@@ -116,6 +116,9 @@ async def run(
                 group.create_task(sender.send(index, request))
     except asyncio.CancelledError:
         was_interrupted = True
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
     duration = sender.now() if was_interrupted else max(record.ended_at for record in sender.records.values())
     records = tuple(sender.records[index] for index in sorted(sender.records))
     return Run(records, duration, was_interrupted)

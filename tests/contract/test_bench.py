@@ -400,7 +400,7 @@ async def test_latency_and_its_profile(checkpoint: Path, tmp_path: Path, capsys:
 
 
 async def test_refused_requests_are_counted_and_told(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with stack_of(checkpoint, step_seconds=0.01, max_num_seqs=1, max_waiting_requests=2) as stack:
+    async with stack_of(checkpoint, step_seconds=0.05, max_num_seqs=1, max_waiting_requests=2) as stack:
         arguments = ["--input-len", 4, "--output-len", 3, "--num-prompts", 30]
         assert await bench(stack, "serve", *arguments) == 0
     captured = capsys.readouterr()
@@ -424,8 +424,10 @@ async def test_requests_that_cannot_fit(checkpoint: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("verb", ["serve", "throughput", "latency"])
 async def test_ctrl_c_prints_what_was_measured(checkpoint: Path, verb: str) -> None:
     async with stack_of(checkpoint, step_seconds=0.005) as stack:
-        warmups = ["--num-iters-warmup", "0", "--num-iters", "1000"] if verb == "latency" else ["--num-prompts", "200"]
-        command = [sys.executable, "-m", "pagewire", "bench", verb, "--url", stack.url, *warmups]
+        endless = ["--num-prompts", "4000", "--max-concurrency", "64"]
+        if verb == "latency":
+            endless = ["--num-iters-warmup", "0", "--num-iters", "4000"]
+        command = [sys.executable, "-m", "pagewire", "bench", verb, "--url", stack.url, *endless]
         command += ["--input-len", "4", "--output-len", "10"]
         environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         process = await asyncio.create_subprocess_exec(
