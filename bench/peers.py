@@ -33,6 +33,7 @@ from bench.peer_environment import LLAMA_CPP_PYTHON, VLLM, CannotMakeError, Envi
 from bench.record import RESULTS, machine, write
 
 OURS = PagewireArm.name
+PINS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}
 PEERS = ("llama.cpp", "vLLM", "transformers generate", "transformers generate_batch")
 
 
@@ -103,7 +104,7 @@ def figures(measurement: Measurement, loads: Loads, num_threads: int, num_rounds
     return {
         "date": date.today().isoformat(),
         "machine": machine(),
-        "versions": versions(),
+        "versions": versions({arm for arms in medians.values() for arm in arms}),
         "num_threads": num_threads,
         "num_rounds": num_rounds,
         "loads": loads.names,
@@ -114,11 +115,15 @@ def figures(measurement: Measurement, loads: Loads, num_threads: int, num_rounds
     }
 
 
-def versions() -> dict[str, str]:
-    found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    return found | {
-        name: pin.partition("==")[2] for name, pin in (("vLLM", VLLM), ("llama-cpp-python", LLAMA_CPP_PYTHON))
-    }
+def versions(measured: set[str]) -> dict[str, str]:
+    """Of what was measured. llama.cpp has the version of the package that brings its source."""
+    found = {"torch": importlib.metadata.version("torch")}
+    for peer in sorted(measured):
+        if peer in PINS:
+            found[peer] = PINS[peer]
+        elif peer.startswith("transformers"):
+            found["transformers"] = importlib.metadata.version("transformers")
+    return found
 
 
 def ratios(medians: dict, wanted: dict[tuple[str, str], float]) -> list[dict]:

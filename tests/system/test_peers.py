@@ -109,6 +109,7 @@ def test_pagewire_beside_transformers(
     captured = capsys.readouterr()
     found = json.loads(path.read_text())
     assert found["skipped"] == {"vLLM": "pip cannot get it", "llama.cpp": "it crashed"}
+    assert set(found["versions"]) == {"torch", "transformers", "llama.cpp"}
     assert failing.num_rounds == 2
     for arm in ("Pagewire", "transformers generate"):
         of_arm = found["rounds"]["tiny shape"][arm]
