@@ -33,6 +33,8 @@ def paged_attention(
     query_start_loc: list[int],
     scale: float,
     window: int = 0,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
 
@@ -51,6 +53,10 @@ def paged_attention(
         query_start_loc: [S + 1].
         scale: factor of the scores, usually head_dim ** -0.5.
         window: positions that a query attends to, its own included; 0: all up to its own.
+        alibi_slopes: [num_heads]; a score falls by its head's slope for each position between query and key (Press et
+            al., "Train Short, Test Long", 2021, https://arxiv.org/abs/2108.12409).
+        softcap: bounds the scaled scores to softcap * tanh(score / softcap), before ALiBi; 0: leaves them (Gemma 2,
+            https://arxiv.org/abs/2408.00118).
 
     Returns:
         [T, num_heads, head_dim], of the query's dtype; computed in float32.
@@ -68,10 +74,60 @@ def paged_attention(
         keys = keys.repeat_interleave(num_groups, dim=1)  # [N, num_heads, head_dim]
         values = values.repeat_interleave(num_groups, dim=1)
         scores = torch.einsum("qhd,nhd->hqn", query[start:end].float(), keys) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         distances = positions[start - end :, None] - positions[None, :]  # [queries, N]
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes[:, None, None] * distances
         is_hidden = distances < 0
         if window:
             is_hidden |= distances >= window
         probabilities = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
         output[start:end] = torch.einsum("hqn,nhd->qhd", probabilities, values).to(query.dtype)
     return output
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467) of the last dimension.
+
+    Computed in float32 and rounded to the dtype of `x` before `weight`, [size], is multiplied.
+    """
+    wide = x.float()
+    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x += update in place, both [T, size]; returns `rms_norm` of the sum."""
+    return rms_norm(x.add_(update), weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer, 2020, https://arxiv.org/abs/2002.05202): [T, 2 * size], gates first, to [T, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (gate.float() / (1 + (-gate.float()).exp())).to(gate.dtype) * up
+
+
+def norm_rope(
+    heads: Tensor,
+    num_heads: int,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
+
+    Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) of pairs (i, i + head_dim / 2).
+
+    Args:
+        heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; values stay.
+        query_weight, key_weight: [head_dim] of `rms_norm`, or None.
+        cos, sin: [T, head_dim]; the first half of the sines is negated.
+    """
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    queries, keys, _ = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    for part, weight in ((queries, query_weight), (keys, key_weight)):
+        x = part if weight is None else rms_norm(part, weight, eps)
+        swapped = x.roll(x.shape[-1] // 2, dims=-1).float()
+        part.copy_((x * cos[:, None]).float() + swapped * sin[:, None].float())

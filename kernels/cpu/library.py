@@ -1,0 +1,127 @@
+"""Builds the C sources beside this module with the system's compiler, once per machine and source, and loads them.
+
+The libraries lie in the user's cache under a hash of everything that goes into them, the processor's flags included, so
+that a cache that moves to another machine is not used there.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+# Before the library, so that both share one OpenMP runtime and its threads.
+import torch
+
+SOURCES = Path(__file__).parent / "source"
+MAIN_SOURCE = "kernels.c"
+# Contraction into fused multiply-adds is all that is given up of IEEE arithmetic: NaN and infinities must come through.
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+_QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
+_TIMEOUT_S = 300
+
+
+class BuildError(Exception):
+    """The kernels cannot be built or loaded here; the text says why."""
+
+
+def load_library(flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
+    """The kernels, built now if they are not in the cache. Raises BuildError."""
+    path = build_library(flags)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} does not load: {error}; remove it to have it built again") from error
+
+
+def build_library(flags: Sequence[str] = FLAGS) -> Path:
+    """Where the library is. Whoever comes second waits for the first. Raises BuildError."""
+    compiler = find_compiler()
+    openmp = _torch_openmp()
+    version = _run([compiler, "--version"])
+    path = cache_directory() / _digest(compiler, version, [*flags, *openmp]) / "kernels.so"
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(compiler, [*flags, *_QUIET_FLAGS], openmp, path)
+    except OSError as error:
+        raise BuildError(f"cannot write to {path.parent}: {error}; set PAGEWIRE_CACHE to another folder") from error
+    return path
+
+
+def find_compiler() -> str:
+    """The C compiler: $CC, or the first of cc, gcc and clang that there is. Raises BuildError."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    for name in names:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise BuildError(f"there is no C compiler ({', '.join(names)}); install one, for example gcc")
+
+
+def cache_directory() -> Path:
+    """$PAGEWIRE_CACHE/kernels, by default in the user's cache."""
+    root = os.environ.get("PAGEWIRE_CACHE")
+    if root:
+        return Path(root) / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+
+
+def _compile(compiler: str, flags: Sequence[str], openmp: Sequence[str], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        _run([compiler, *flags, "-o", str(built), str(SOURCES / MAIN_SOURCE), "-Wl,--as-needed", *openmp, "-lm"])
+        built.rename(path)
+
+
+def _torch_openmp() -> list[str]:
+    """The OpenMP runtime that torch brings. Its file may have a name of its own, so it is named to the linker."""
+    folder = Path(torch.__file__).parent
+    found = [path for place in (folder / "lib", folder.parent / "torch.libs") for path in place.glob("libgomp*.so*")]
+    return [str(path) for path in sorted(found)[:1]]
+
+
+def _digest(compiler: str, version: str, flags: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for text in (compiler, version, *flags, platform.machine(), _processor_flags()):
+        digest.update(f"{len(text)}:{text}".encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _processor_flags() -> str:
+    """What decides about -march=native."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
+    first: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in names:
+            first.setdefault(name.strip(), value.strip())
+    return repr(sorted(first.items()))
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} does not run: {error}") from error
+    if done.returncode != 0:
+        output = (done.stderr or done.stdout).strip().splitlines()
+        raise BuildError(f"{command[0]} failed with {done.returncode}: {' / '.join(output[:5])}")
+    return done.stdout

@@ -1,0 +1,313 @@
+// Paged attention for one element type: the online softmax of Milakov and Gimelshein (2018,
+// https://arxiv.org/abs/1805.02867) over pages, as FlashAttention (Dao et al., 2022, https://arxiv.org/abs/2205.14135)
+// tiles it.
+//
+// The queries of a row and the query heads of a KV head are flattened to (query, head) pairs, query first: pair p is
+// query p / group of the row. Up to TILE_ROWS pairs attend together, so keys and values are read once for all of them.
+// Positions that no pair of a tile sees are never read.
+
+INLINE floats NAME(load_tail)(const ELEMENT* p, int64_t size) {
+  float values[LANES] = {0};
+  for (int64_t i = 0; i < size; i++) values[i] = NAME(value)(p[i]);
+  return load_float(values);
+}
+
+// scores[r][u] = queries[r] . keys[u] for R rows and U positions; R * U at most 8.
+INLINE void NAME(direct_scores)(const int R, const int U, const tile* t, const ELEMENT* const* keys, float* scores) {
+  floats sums[DIRECT_ROWS][4];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int u = 0; u < U; u++) sums[r][u] = splat(0.0f);
+  int64_t d = 0;
+  for (; d + LANES <= t->head_dim; d += LANES)
+#pragma GCC unroll 4
+    for (int u = 0; u < U; u++) {
+      const floats key = NAME(load)(keys[u] + d);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[r][u] += key * load_float(t->queries + r * t->stride + d);
+    }
+  if (d < t->head_dim)
+#pragma GCC unroll 4
+    for (int u = 0; u < U; u++) {
+      const floats key = NAME(load_tail)(keys[u] + d, t->head_dim - d);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[r][u] += key * load_float(t->queries + r * t->stride + d);
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int u = 0; u < U; u++) scores[r * TILE_POSITIONS + u] = sum_lanes(sums[r][u]);
+}
+
+INLINE void NAME(score_directly_rows)(const int R, const tile* t, const ELEMENT* const* keys,
+                                      const ELEMENT* const* values) {
+  const int U = R <= 2 ? 4 : R <= 4 ? 2 : 1;
+  const int64_t row_bytes = t->head_dim * (int64_t)sizeof(ELEMENT);
+  int j = 0;
+  for (; j + U <= t->num_positions; j += U) {
+    for (int u = 0; u < U; u++)
+      for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch((const char*)values[j + u] + byte);
+    NAME(direct_scores)(R, U, t, keys + j, t->scores + j);
+  }
+  for (; j < t->num_positions; j++) NAME(direct_scores)(R, 1, t, keys + j, t->scores + j);
+}
+
+#if defined(IS_BFLOAT16) && defined(HAS_AVX512) && defined(__AVX512BF16__)
+// The same by the processor's dot products of pairs, on the queries as they are: the scale comes after.
+INLINE void NAME(score_in_pairs_rows)(const int R, const tile* t, const bfloat16* raw_queries,
+                                      const bfloat16* const* keys, const bfloat16* const* values) {
+  const int64_t num_full = t->head_dim / 32 * 32, num_rest = t->head_dim - num_full;
+  const __mmask32 rest = (__mmask32)((1ull << num_rest) - 1);
+  for (int j = 0; j < t->num_positions; j++) {
+    for (int64_t d = 0; d < t->head_dim; d += 32) __builtin_prefetch(values[j] + d);
+    __m512 sums[DIRECT_ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < num_full; d += 32) {
+      const __m512bh key = (__m512bh)_mm512_loadu_si512(keys[j] + d);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+        sums[r] = _mm512_dpbf16_ps(sums[r], key, (__m512bh)_mm512_loadu_si512(raw_queries + r * MAX_HEAD_DIM + d));
+    }
+    if (num_rest) {
+      const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(rest, keys[j] + num_full);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+        sums[r] =
+            _mm512_dpbf16_ps(sums[r], key, (__m512bh)_mm512_loadu_si512(raw_queries + r * MAX_HEAD_DIM + num_full));
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) t->scores[r * TILE_POSITIONS + j] = _mm512_reduce_add_ps(sums[r]) * t->scale;
+  }
+}
+#endif
+
+static void NAME(score_directly)(const tile* t, const ELEMENT* raw_queries, const ELEMENT* const* keys,
+                                 const ELEMENT* const* values) {
+#if defined(IS_BFLOAT16) && defined(HAS_AVX512) && defined(__AVX512BF16__)
+#define SCORE(R) case R: NAME(score_in_pairs_rows)(R, t, raw_queries, keys, values); break;
+#else
+  (void)raw_queries;
+#define SCORE(R) case R: NAME(score_directly_rows)(R, t, keys, values); break;
+#endif
+  switch (t->num_rows) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) SCORE(5) SCORE(6) SCORE(7) SCORE(8) }
+#undef SCORE
+}
+
+// packed[d][j] = keys[j][d]; zero past the last position.
+static void NAME(pack_keys)(const tile* t, const ELEMENT* const* keys, float* packed) {
+  int j = 0;
+  for (; j + 4 <= t->num_positions; j += 4) {
+    int64_t d = 0;
+    for (; d + 4 <= t->head_dim; d += 4) {
+      const floats4 a = NAME(load4)(keys[j] + d), b = NAME(load4)(keys[j + 1] + d);
+      const floats4 c = NAME(load4)(keys[j + 2] + d), e = NAME(load4)(keys[j + 3] + d);
+      const floats4 ab_low = SHUFFLE(a, b, 0, 4, 1, 5), ab_high = SHUFFLE(a, b, 2, 6, 3, 7);
+      const floats4 ce_low = SHUFFLE(c, e, 0, 4, 1, 5), ce_high = SHUFFLE(c, e, 2, 6, 3, 7);
+      *(floats4*)(packed + d * TILE_POSITIONS + j) = SHUFFLE(ab_low, ce_low, 0, 1, 4, 5);
+      *(floats4*)(packed + (d + 1) * TILE_POSITIONS + j) = SHUFFLE(ab_low, ce_low, 2, 3, 6, 7);
+      *(floats4*)(packed + (d + 2) * TILE_POSITIONS + j) = SHUFFLE(ab_high, ce_high, 0, 1, 4, 5);
+      *(floats4*)(packed + (d + 3) * TILE_POSITIONS + j) = SHUFFLE(ab_high, ce_high, 2, 3, 6, 7);
+    }
+    for (; d < t->head_dim; d++)
+      for (int i = 0; i < 4; i++) packed[d * TILE_POSITIONS + j + i] = NAME(value)(keys[j + i][d]);
+  }
+  for (; j < TILE_POSITIONS; j++)
+    for (int64_t d = 0; d < t->head_dim; d++)
+      packed[d * TILE_POSITIONS + j] = j < t->num_positions ? NAME(value)(keys[j][d]) : 0.0f;
+}
+
+// sums[r][d...] += weights[r][j] * values[j][d...] over all positions, for R rows and C vectors.
+INLINE void NAME(weigh_columns)(const int R, const int C, const int is_tail, const tile* t, int row,
+                                const ELEMENT* const* values, int64_t d) {
+  float* sums = t->sums + row * t->stride + d;
+  const float* weights = t->scores + row * TILE_POSITIONS;
+  floats columns[6][4];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) columns[r][c] = load_float(sums + r * t->stride + c * LANES);
+  for (int j = 0; j < t->num_positions; j++) {
+    floats value[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++)
+      value[c] = is_tail ? NAME(load_tail)(values[j] + d, t->head_dim - d) : NAME(load)(values[j] + d + c * LANES);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const floats weight = splat(weights[r * TILE_POSITIONS + j]);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) columns[r][c] += weight * value[c];
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) store_float(sums + r * t->stride + c * LANES, columns[r][c]);
+}
+
+INLINE void NAME(weigh_rows)(const int R, const tile* t, int row, const ELEMENT* const* values) {
+  const int C = R <= 3 ? 4 : 2;
+  int64_t d = 0;
+  for (; d + C * LANES <= t->head_dim; d += C * LANES) NAME(weigh_columns)(R, C, 0, t, row, values, d);
+  for (; d + LANES <= t->head_dim; d += LANES) NAME(weigh_columns)(R, 1, 0, t, row, values, d);
+  if (d < t->head_dim) NAME(weigh_columns)(R, 1, 1, t, row, values, d);
+}
+
+static void NAME(weigh_values)(const tile* t, const ELEMENT* const* values) {
+#define WEIGH(R) case R: NAME(weigh_rows)(R, t, row, values); break;
+  for (int row = 0; row < t->num_rows; row += 6)
+    switch (t->num_rows - row) {
+      WEIGH(1) WEIGH(2) WEIGH(3) WEIGH(4) WEIGH(5)
+      default: NAME(weigh_rows)(6, t, row, values);
+    }
+#undef WEIGH
+}
+
+// Where each position's keys and values lie.
+static void NAME(find_positions)(const attention_step* step, const item* work, int64_t first, int num_positions,
+                                 const ELEMENT* key_cache, const ELEMENT* value_cache, const ELEMENT** keys,
+                                 const ELEMENT** values) {
+  const int32_t* table = step->block_tables + work->row * step->max_blocks;
+  key_cache += work->kv_head * step->key_head_stride;
+  value_cache += work->kv_head * step->value_head_stride;
+  for (int j = 0; j < num_positions;) {
+    const int64_t block = table[(first + j) / step->block_size];
+    const ELEMENT* key_block = key_cache + block * step->key_block_stride;
+    const ELEMENT* value_block = value_cache + block * step->value_block_stride;
+    for (int64_t offset = (first + j) % step->block_size; offset < step->block_size && j < num_positions;
+         offset++, j++) {
+      keys[j] = key_block + offset * step->key_position_stride;
+      values[j] = value_block + offset * step->value_position_stride;
+    }
+  }
+}
+
+// Attends for one item: sums, maxima and totals of its pairs, not yet divided.
+static void NAME(attend_item)(const attention_step* step, const item* work, const ELEMENT* query,
+                              const ELEMENT* key_cache, const ELEMENT* value_cache, tile* t, float* packed) {
+  const int64_t group = step->num_heads / step->num_kv_heads;
+  const ELEMENT *keys[TILE_POSITIONS], *values[TILE_POSITIONS];
+  ELEMENT raw_queries[DIRECT_ROWS * MAX_HEAD_DIM];
+  start_tile(step, work, t);
+  const int is_direct = t->num_rows <= DIRECT_ROWS;
+  for (int m = 0; m < t->num_rows; m++) {
+    const int64_t pair = work->first_pair + m;
+    const int64_t token = step->query_start_loc[work->row] + pair / group;
+    const int64_t head = work->kv_head * group + pair % group;
+    const ELEMENT* source = query + token * step->query_token_stride + head * step->head_dim;
+    for (int64_t d = 0; d < step->head_dim; d++)
+      t->queries[m * t->stride + d] = NAME(value)(source[d]) * step->scale;
+    if (is_direct) {
+      memset(raw_queries + m * MAX_HEAD_DIM, 0, sizeof(ELEMENT) * MAX_HEAD_DIM);
+      memcpy(raw_queries + m * MAX_HEAD_DIM, source, sizeof(ELEMENT) * (size_t)step->head_dim);
+    }
+  }
+  for (int64_t first = work->start; first < work->end; first += TILE_POSITIONS) {
+    t->num_positions = work->end - first < TILE_POSITIONS ? (int)(work->end - first) : TILE_POSITIONS;
+    NAME(find_positions)(step, work, first, t->num_positions, key_cache, value_cache, keys, values);
+    if (is_direct) {
+      NAME(score_directly)(t, raw_queries, keys, values);
+    } else {
+      NAME(pack_keys)(t, keys, packed);
+      score_packed(t, packed);
+    }
+    weigh_scores(step, work, t, first);
+    NAME(weigh_values)(t, values);
+  }
+}
+
+// output[pair] = the parts' sums, divided by their totals; `parts` are consecutive tiles of one item.
+static void NAME(write_pairs)(const attention_step* step, const item* work, const tile* parts, int num_parts,
+                              ELEMENT* output) {
+  const int64_t group = step->num_heads / step->num_kv_heads;
+  for (int m = 0; m < parts->num_rows; m++) {
+    float maximum = -INFINITY, total = 0.0f, factors[MAX_PARTS];
+    for (int i = 0; i < num_parts; i++) maximum = parts[i].maxima[m] > maximum ? parts[i].maxima[m] : maximum;
+    const float base = maximum == -INFINITY ? 0.0f : maximum;
+    for (int i = 0; i < num_parts; i++) {
+      factors[i] = num_parts == 1 ? 1.0f : expf(parts[i].maxima[m] - base);
+      total += factors[i] * parts[i].totals[m];
+    }
+    const int64_t pair = work->first_pair + m;
+    const int64_t token = step->query_start_loc[work->row] + pair / group;
+    ELEMENT* target = output + (token * step->num_heads + work->kv_head * group + pair % group) * step->head_dim;
+    int64_t d = 0;
+    for (; d < step->head_dim; d += LANES) {
+      floats sum = splat(0.0f);
+      for (int i = 0; i < num_parts; i++)
+        sum += splat(factors[i]) * load_float(parts[i].sums + m * parts[i].stride + d);
+      sum = sum / splat(total);
+      if (d + LANES <= step->head_dim)
+        NAME(store)(target + d, sum);
+      else
+        for (int64_t i = d; i < step->head_dim; i++) target[i] = NAME(from_value)(sum[i - d]);
+    }
+  }
+}
+
+// Writes the step's fresh keys and values to their slots; a token of slot -1 is skipped.
+void NAME(store_kv)(const attention_step* step, const ELEMENT* key, const ELEMENT* value, ELEMENT* key_cache,
+                    ELEMENT* value_cache) {
+  const int64_t size = step->num_kv_heads * step->head_dim;
+#pragma omp parallel for schedule(static) num_threads((int)step->num_threads) if (step->num_threads > 1 && step->num_tokens * size >= MIN_PARALLEL_ELEMENTS)
+  for (int64_t token = 0; token < step->num_tokens; token++) {
+    const int64_t slot = step->slot_mapping[token];
+    if (slot < 0) continue;
+    const int64_t block = slot / step->block_size, offset = slot % step->block_size;
+    ELEMENT* keys = key_cache + block * step->key_block_stride + offset * step->key_position_stride;
+    ELEMENT* values = value_cache + block * step->value_block_stride + offset * step->value_position_stride;
+    for (int64_t head = 0; head < step->num_kv_heads; head++) {
+      const size_t num_bytes = sizeof(ELEMENT) * (size_t)step->head_dim;
+      const int64_t fresh = head * step->head_dim;
+      memcpy(keys + head * step->key_head_stride, key + token * step->fresh_key_token_stride + fresh, num_bytes);
+      memcpy(values + head * step->value_head_stride, value + token * step->fresh_value_token_stride + fresh, num_bytes);
+    }
+  }
+}
+
+// output: [num_tokens, num_heads, head_dim]. 0, or 1 if there is no memory.
+int NAME(paged_attention)(const attention_step* step, const ELEMENT* query, const ELEMENT* key_cache,
+                          const ELEMENT* value_cache, ELEMENT* output) {
+  work_list list;
+  if (!list_work(step, &list)) return 1;
+#pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1 && list.num_items > 1 && list.cost >= MIN_PARALLEL_ELEMENTS)
+  {
+    scratch own;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < list.num_items; i++) {
+      const item* work = &list.items[i];
+      tile t = scratch_tile(&own);
+      if (work->partial >= 0) {
+        t.sums = list.partials + work->partial * PARTIAL_FLOATS;
+        t.maxima = t.sums + TILE_ROWS * PADDED_HEAD_DIM;
+        t.totals = t.maxima + TILE_ROWS;
+      }
+      NAME(attend_item)(step, work, query, key_cache, value_cache, &t, own.packed);
+      if (work->partial < 0) NAME(write_pairs)(step, work, &t, 1, output);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < list.num_items; i++) {
+      const item* work = &list.items[i];
+      if (work->num_parts == 1 || work->part > 0) continue;
+      tile parts[MAX_PARTS];
+      for (int p = 0; p < work->num_parts; p++) {
+        parts[p].num_rows = work->num_pairs;
+        parts[p].stride = padded(step->head_dim);
+        parts[p].sums = list.partials + (work->partial + p) * PARTIAL_FLOATS;
+        parts[p].maxima = parts[p].sums + TILE_ROWS * PADDED_HEAD_DIM;
+        parts[p].totals = parts[p].maxima + TILE_ROWS;
+      }
+      NAME(write_pairs)(step, work, parts, work->num_parts, output);
+    }
+  }
+  free_work(&list);
+  return 0;
+}
+
+// store_kv, then paged_attention.
+int NAME(attend)(const attention_step* step, const ELEMENT* query, const ELEMENT* key, const ELEMENT* value,
+                 ELEMENT* key_cache, ELEMENT* value_cache, ELEMENT* output) {
+  NAME(store_kv)(step, key, value, key_cache, value_cache);
+  return NAME(paged_attention)(step, query, key_cache, value_cache, output);
+}

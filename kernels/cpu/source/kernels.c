@@ -1,0 +1,61 @@
+// Every kernel for every element type. What they compute is specified by kernels/reference.py.
+#include "vector.h"
+
+#define JOIN_(name, type) name##_##type
+#define JOIN(name, type) JOIN_(name, type)
+#define NAME(name) JOIN(name, ELEMENT_NAME)
+
+// A step's rows over one layer's paged cache; the same for all its layers. Strides count elements. `operations.py`
+// mirrors this structure.
+typedef struct {
+  const int32_t* query_start_loc;  // [num_rows + 1]
+  const int32_t* seq_lens;         // [num_rows]
+  const int32_t* block_tables;     // [num_rows, max_blocks]
+  const int64_t* slot_mapping;     // [num_tokens]
+  const float* alibi_slopes;       // [num_heads], or NULL
+  int64_t num_tokens, num_rows, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
+  int64_t key_block_stride, key_position_stride, key_head_stride;
+  int64_t value_block_stride, value_position_stride, value_head_stride;
+  int64_t query_token_stride, fresh_key_token_stride, fresh_value_token_stride;
+  int64_t window, num_threads;
+  float scale, softcap;
+} attention_step;
+
+enum {
+  MAX_HEAD_DIM = 256,
+  TILE_ROWS = 64,        // (query, head) pairs that attend together: keys are loaded once for all of them
+  TILE_POSITIONS = 64,   // scored at once
+  DIRECT_ROWS = 8,       // up to so many rows, packing the keys costs more than it saves
+  MIN_PART = 256,        // positions below which a row's context is not split between threads
+  TASKS_PER_THREAD = 4,  // wanted before contexts are split no further
+};
+
+// Elements below which a second thread costs more than it saves.
+#define MIN_PARALLEL_ELEMENTS 32768
+
+#include "work.h"
+
+#include "softmax.h"
+
+#define ELEMENT float
+#define ELEMENT_NAME float
+#include "attention.h"
+#include "fused.h"
+#undef ELEMENT
+#undef ELEMENT_NAME
+
+#define ELEMENT bfloat16
+#define ELEMENT_NAME bfloat16
+#define IS_BFLOAT16 1
+#include "attention.h"
+#include "fused.h"
+#undef IS_BFLOAT16
+#undef ELEMENT
+#undef ELEMENT_NAME
+
+#define ELEMENT float16
+#define ELEMENT_NAME float16
+#include "attention.h"
+#include "fused.h"
+
+const char* variant(void) { return VARIANT; }

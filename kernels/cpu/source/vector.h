@@ -1,0 +1,208 @@
+// Vectors of floats in the compiler's own vector extensions, as wide as the instruction set has registers, and the
+// three element types that memory holds. Arithmetic is in float32 always. No option that assumes finite values may be
+// set: NaN must come through every function here.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define HAS_AVX512 1
+#define LANES 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define HAS_AVX2 1
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#if defined(HAS_AVX512) && defined(__AVX512BF16__)
+#define VARIANT "avx512_bf16"
+#elif defined(HAS_AVX512)
+#define VARIANT "avx512"
+#elif defined(HAS_AVX2)
+#define VARIANT "avx2"
+#else
+#define VARIANT "portable"
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef float floats4 __attribute__((vector_size(16)));
+typedef uint16_t bfloat16;
+typedef struct {
+  uint16_t bits;
+} float16;
+
+INLINE floats splat(float x) { return x - (floats){0}; }
+INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
+// The other one where one is NaN: whoever needs NaN must find it elsewhere.
+INLINE floats larger(floats a, floats b) { return choose(a > b, a, b); }
+
+INLINE float sum_lanes(floats v) {
+#if defined(HAS_AVX512)
+  return _mm512_reduce_add_ps((__m512)v);
+#elif defined(HAS_AVX2)
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
+INLINE float largest_lane(floats v) {
+  float best = v[0];
+  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+// e^x to 2 units in the last place (the polynomial of Cephes' expf, S. Moshier); 0 below -87.3, 2.4e38 above 88.3.
+INLINE floats exponential(floats x) {
+  const ints is_low = x < splat(-87.3f);
+  x = choose(x > splat(88.3f), splat(88.3f), x);
+  x = choose(is_low, splat(-87.3f), x);
+  const floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const floats shifted = x * splat(1.44269504088896341f) + magic;
+  const floats n = shifted - magic;
+  floats r = x - n * splat(0.693359375f);
+  r = r - n * splat(-2.12194440e-4f);
+  floats p = splat(1.9875691500e-4f);
+  p = p * r + splat(1.3981999507e-3f);
+  p = p * r + splat(8.3334519073e-3f);
+  p = p * r + splat(4.1665795894e-2f);
+  p = p * r + splat(1.6666665459e-1f);
+  p = p * r + splat(5.0000001201e-1f);
+  p = p * r * r + r + splat(1.0f);
+  const words power = ((words)shifted - (words)magic + 127u) << 23;
+  return choose(is_low, splat(0.0f), p * (floats)power);
+}
+
+// tanh x (Cephes' tanhf).
+INLINE floats hyperbolic_tangent(floats x) {
+  const floats size = (floats)((ints)x & 0x7fffffff);
+  const floats square = x * x;
+  floats p = splat(-5.70498872745e-3f);
+  p = p * square + splat(2.06390887954e-2f);
+  p = p * square + splat(-5.37397155531e-2f);
+  p = p * square + splat(1.33314422036e-1f);
+  p = p * square + splat(-3.33332819422e-1f);
+  const floats small = p * square * x + x;
+  const floats large = splat(1.0f) - splat(2.0f) / (exponential(size + size) + splat(1.0f));
+  const floats signed_large = (floats)((ints)large | ((ints)x & (ints)splat(-0.0f)));
+  return choose(size < splat(0.625f), small, signed_large);
+}
+
+// float32
+
+INLINE floats load_float(const float* p) {
+  floats v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+INLINE floats4 load4_float(const float* p) {
+  floats4 v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+INLINE void store_float(float* p, floats v) { memcpy(p, &v, sizeof v); }
+INLINE float value_float(float x) { return x; }
+INLINE float from_value_float(float x) { return x; }
+
+// bfloat16: the upper half of a float32, rounded to even
+
+INLINE floats load_bfloat16(const bfloat16* p) {
+  halves h;
+  memcpy(&h, p, sizeof h);
+  return (floats)(__builtin_convertvector(h, words) << 16);
+}
+INLINE void store_bfloat16(bfloat16* p, floats v) {
+  const words bits = (words)v;
+  const words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const words is_nan = (words)(v != v);
+  const halves h = __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), halves);
+  memcpy(p, &h, sizeof h);
+}
+INLINE float value_bfloat16(bfloat16 x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+}
+INLINE bfloat16 from_value_bfloat16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return x != x ? 0x7fc0 : (bfloat16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+INLINE floats4 load4_bfloat16(const bfloat16* p) {
+  return (floats4){value_bfloat16(p[0]), value_bfloat16(p[1]), value_bfloat16(p[2]), value_bfloat16(p[3])};
+}
+
+// float16: the processor converts where it can, else by hand
+
+INLINE float value_float16(float16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, size = x.bits & 0x7fff;
+  if (size < 0x0400) {  // subnormal or zero: a multiple of 2^-24
+    const float f = (float)size * 5.9604644775390625e-8f;
+    return sign ? -f : f;
+  }
+  const uint32_t bits = sign | (size >= 0x7c00 ? 0x7f800000u | (size << 13) : (size << 13) + (112u << 23));
+  float f;
+  memcpy(&f, &bits, sizeof f);
+  return f;
+#endif
+}
+INLINE float16 from_value_float16(float x) {
+#if defined(__F16C__)
+  return (float16){(uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)};
+#else
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  const uint16_t sign = (bits >> 16) & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return (float16){(uint16_t)(sign | 0x7e00)};
+  if (bits >= 0x477ff000) return (float16){(uint16_t)(sign | 0x7c00)};
+  if (bits < 0x38800000) {  // adding 0.5 leaves the multiple of 2^-24, rounded to even, in the low bits
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    f += 0.5f;
+    memcpy(&bits, &f, sizeof bits);
+    return (float16){(uint16_t)(sign | (bits - 0x3f000000))};
+  }
+  bits += 0xfffu + ((bits >> 13) & 1u);
+  return (float16){(uint16_t)(sign | ((bits - (112u << 23)) >> 13))};
+#endif
+}
+INLINE floats load_float16(const float16* p) {
+#if defined(HAS_AVX512)
+  return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(HAS_AVX2)
+  return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  return (floats){value_float16(p[0]), value_float16(p[1]), value_float16(p[2]), value_float16(p[3])};
+#endif
+}
+INLINE floats4 load4_float16(const float16* p) {
+  return (floats4){value_float16(p[0]), value_float16(p[1]), value_float16(p[2]), value_float16(p[3])};
+}
+INLINE void store_float16(float16* p, floats v) {
+#if defined(HAS_AVX512)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(HAS_AVX2)
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = from_value_float16(v[i]);
+#endif
+}
