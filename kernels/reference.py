@@ -88,9 +88,9 @@ def paged_attention(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467) of the last dimension.
+    """Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
 
-    Computed in float32 and rounded to the dtype of `x` before `weight`, [size], is multiplied.
+    Of the last dimension; computed in float32 and rounded to the dtype of `x` before `weight`, [size], is multiplied.
     """
     wide = x.float()
     return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight

@@ -241,9 +241,7 @@ class CpuKernels:
             if weight is not None:
                 _check(name, weight, heads.dtype, (head_dim,))
         sizes = (num_tokens, num_heads, num_kv_heads, head_dim)
-        self._call(
-            "norm_rope", heads, heads, query_weight, key_weight, cos, sin, *sizes, eps, torch.get_num_threads()
-        )
+        self._call("norm_rope", heads, heads, query_weight, key_weight, cos, sin, *sizes, eps, torch.get_num_threads())
 
     def _call(self, name: str, typed: Tensor, *arguments: Tensor | int | float | None) -> None:
         """Calls the function for the dtype of `typed`; tensors go as pointers."""

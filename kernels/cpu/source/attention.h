@@ -6,7 +6,7 @@
 // query p / group of the row. Up to TILE_ROWS pairs attend together, so keys and values are read once for all of them.
 // Positions that no pair of a tile sees are never read.
 
-INLINE floats NAME(load_tail)(const ELEMENT* p, int64_t size) {
+static __attribute__((noinline)) floats NAME(load_tail)(const ELEMENT* p, int64_t size) {
   float values[LANES] = {0};
   for (int64_t i = 0; i < size; i++) values[i] = NAME(value)(p[i]);
   return load_float(values);

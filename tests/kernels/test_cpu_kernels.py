@@ -1,0 +1,399 @@
+"""The C kernels against the specification, over caches that hold NaN wherever no row's positions are."""
+
+import os
+import random
+import subprocess
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import kernels.cpu
+from kernels import reference
+from kernels.cpu import BuildError, CpuKernels, PagedRows, PagedScoring, load_kernels
+from kernels.cpu.library import FLAGS, MAIN_SOURCE, SOURCES, build_library, find_compiler, load_library
+
+NUM_LAYERS = 2
+HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
+# A few times the rounding of the output's dtype, for values of some units.
+TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(scope="module")
+def cpu_kernels() -> CpuKernels:
+    try:
+        find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    return CpuKernels(load_library())
+
+
+@dataclass
+class Step:
+    """Rows with their context in a cache of several layers, blocks out of order, NaN elsewhere."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: list[int]
+    query_start_loc: list[int]
+
+    def check(self, cpu_kernels, *, tolerance=None, num_threads=None, window=0, alibi_slopes=None, softcap=0.0):
+        scale = self.query.shape[-1] ** -0.5
+        rows = (self.block_tables, self.seq_lens, self.query_start_loc, scale, window, alibi_slopes, softcap)
+        expected = reference.paged_attention(self.query, self.key_cache, self.value_cache, *rows)
+        actual = cpu_kernels.paged_attention(
+            self.query, self.key_cache, self.value_cache, *rows, num_threads=num_threads
+        )
+        assert actual.dtype == self.query.dtype
+        if tolerance is None:
+            tolerance = TOLERANCES[self.query.dtype]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+
+
+def make_step(rng, lengths, *, head_dim, group, num_kv_heads, block_size, dtype=torch.float32, window=0):
+    """`lengths`: (context, queries) of each row. Blocks wholly before a window are someone else's: never written."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    seq_lens = [context + queries for context, queries in lengths]
+    num_blocks = [-(-seq_len // block_size) for seq_len in seq_lens]
+    ids = list(range(1, sum(num_blocks) + 4))
+    rng.shuffle(ids)
+    shape = (len(ids) + 1, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
+    storage = torch.full(shape, float("nan"), dtype=dtype)
+    key_cache, value_cache = storage[:, 1, 0], storage[:, 1, 1]
+    block_tables = torch.zeros(len(lengths), max(num_blocks), dtype=rng.choice([torch.int32, torch.int64]))
+    query_start_loc = [0]
+    for row, (context, queries) in enumerate(lengths):
+        table = torch.tensor([ids.pop() for _ in range(num_blocks[row])])
+        first = max(0, context - window + 1) if window else 0
+        positions = torch.arange(first, seq_lens[row])
+        place = table[positions // block_size], positions % block_size
+        key_cache[place] = randn(len(positions), num_kv_heads, head_dim)
+        value_cache[place] = randn(len(positions), num_kv_heads, head_dim)
+        table[: first // block_size] = ids[0]
+        block_tables[row, : len(table)] = table
+        query_start_loc.append(query_start_loc[-1] + queries)
+    # As a merged projection leaves them: heads of keys and values behind those of the queries.
+    query = randn(query_start_loc[-1], (group + 2) * num_kv_heads, head_dim)[:, : group * num_kv_heads]
+    return Step(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
+
+
+def random_lengths(rng, block_size, max_queries):
+    """Of one row: ends and contexts on or beside block edges more often than not."""
+    edges = [block_size * k + d for k in range(1, 5) for d in (-1, 0, 1)]
+    context = rng.choice([0, rng.choice(edges), rng.randint(1, 300)])
+    num_queries = rng.choice([1, 1, 2, 3, 5, rng.choice(edges), rng.randint(1, max_queries)])
+    return context, min(num_queries, max_queries)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("seed", range(30))
+def test_paged_attention_equals_reference_on_random_steps(cpu_kernels, seed, dtype):
+    rng = random.Random(seed)
+    group = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 16])
+    block_size = rng.choice([8, 16, 32, 64, 128])
+    shape = {
+        "head_dim": rng.choice(HEAD_DIMS),
+        "group": group,
+        "num_kv_heads": rng.choice([1, 2, 3]),
+        "block_size": block_size,
+    }
+    max_queries = 600 if seed % 5 == 0 and group <= 4 else 40
+    lengths = [random_lengths(rng, block_size, max_queries) for _ in range(rng.randint(1, 6))]
+    window = rng.choice([0, 0, 1, block_size, rng.randint(2, 200)])
+    num_threads = rng.choice([None, 4])
+    print(f"seed {seed}: {shape}, (context, queries): {lengths}, window {window}, threads {num_threads}")
+    step = make_step(rng, lengths, **shape, dtype=dtype, window=window)
+    step.check(cpu_kernels, window=window, num_threads=num_threads)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_every_head_size(cpu_kernels, head_dim, dtype):
+    lengths = [(70, 1), (30, 9), (0, 40)]
+    step = make_step(random.Random(1), lengths, head_dim=head_dim, group=2, num_kv_heads=2, block_size=16, dtype=dtype)
+    step.check(cpu_kernels)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 7, 19, 33, 40, 100, 255])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_head_sizes_that_are_no_multiple_of_a_vector(cpu_kernels, head_dim, dtype):
+    lengths = [(70, 1), (30, 9), (0, 40)]
+    step = make_step(random.Random(2), lengths, head_dim=head_dim, group=3, num_kv_heads=1, block_size=8, dtype=dtype)
+    step.check(cpu_kernels)
+
+
+@pytest.mark.parametrize("group", [*range(1, 17), 71])
+def test_every_group_ratio(cpu_kernels, group):
+    lengths = [(70, 1), (130, 5), (0, 20)]
+    make_step(random.Random(3), lengths, head_dim=32, group=group, num_kv_heads=2, block_size=16).check(cpu_kernels)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8, 16, 32, 128])
+@pytest.mark.parametrize("num_queries", [1, 5, 33])
+def test_every_length_around_the_block_edges(cpu_kernels, block_size, num_queries):
+    contexts = {max(0, edge + d - num_queries) for edge in (block_size, 2 * block_size, 64, 128) for d in (-1, 0, 1)}
+    lengths = [(context, num_queries) for context in {*contexts, *range(10)}]
+    make_step(random.Random(4), lengths, head_dim=32, group=2, num_kv_heads=2, block_size=block_size).check(cpu_kernels)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 300])
+def test_windows_read_nothing_before(cpu_kernels, window):
+    lengths = [(200, 1), (0, 150), (100, 70), (window, 1), (window - 1, 1), (window, window + 1), (5, 3)]
+    shape = {"head_dim": 32, "group": 2, "num_kv_heads": 2, "block_size": 16}
+    step = make_step(random.Random(5), lengths, **shape, window=window)
+    step.check(cpu_kernels, window=window)
+    step.check(cpu_kernels, window=window, num_threads=8)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("softcap", [0.0, 1.5, 50.0])
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_alibi_and_softcap(cpu_kernels, window, softcap, is_biased):
+    lengths = [(300, 1), (0, 90), (50, 30), (7, 1)]
+    shape = {"head_dim": 64, "group": 4, "num_kv_heads": 2, "block_size": 16}
+    step = make_step(random.Random(6), lengths, **shape, window=window)
+    step.query *= 4  # scores of up to some tens
+    slopes = torch.tensor([2 ** -(head + 1) for head in range(8)]) if is_biased else None
+    step.check(cpu_kernels, tolerance=2e-5, window=window, alibi_slopes=slopes, softcap=softcap)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("lengths", [[(3000, 1)], [(2999, 4)], [(1500, 1), (1, 1)], [(257, 1)], [(1, 1)]])
+def test_context_is_split_between_threads(cpu_kernels, num_threads, lengths):
+    step = make_step(random.Random(7), lengths, head_dim=64, group=4, num_kv_heads=1, block_size=16)
+    step.check(cpu_kernels, num_threads=num_threads)
+
+
+def test_shared_blocks_and_equal_rows(cpu_kernels):
+    step = make_step(random.Random(8), [(40, 1), (40, 1), (20, 21)], head_dim=64, group=2, num_kv_heads=2, block_size=8)
+    step.block_tables[1] = step.block_tables[0]
+    step.block_tables[2, :2] = step.block_tables[0, :2]
+    step.query[1] = step.query[0]
+    step.check(cpu_kernels)
+    rows = (step.block_tables, step.seq_lens, step.query_start_loc, 0.125)
+    output = cpu_kernels.paged_attention(step.query, step.key_cache, step.value_cache, *rows)
+    assert torch.equal(output[0], output[1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["key_cache", "value_cache", "query"])
+def test_bad_values_of_a_row_come_through_and_touch_no_other(cpu_kernels, value, part):
+    step = make_step(random.Random(9), [(90, 1), (90, 1)], head_dim=64, group=2, num_kv_heads=1, block_size=16)
+    if part == "query":
+        step.query[0] = value
+    else:
+        getattr(step, part)[step.block_tables[0, 2], 5] = value
+    rows = (step.block_tables, step.seq_lens, step.query_start_loc, 0.125)
+    expected = reference.paged_attention(step.query, step.key_cache, step.value_cache, *rows)
+    actual = cpu_kernels.paged_attention(step.query, step.key_cache, step.value_cache, *rows)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=4e-6, equal_nan=True)
+    assert not actual[0].isfinite().all()
+    assert actual[1].isfinite().all()
+
+
+def test_large_scores_do_not_overflow(cpu_kernels):
+    step = make_step(random.Random(10), [(90, 1), (0, 50)], head_dim=64, group=2, num_kv_heads=1, block_size=16)
+    step.query *= 1000
+    step.check(cpu_kernels, tolerance=1e-3)  # scores of thousands: their own rounding is 1e-4
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_store_kv_writes_the_slots_and_nothing_else(cpu_kernels, dtype):
+    key, value = torch.randn(2, 5, 6, 24).to(dtype)[:, :, 2:5]  # strided tokens
+    caches = torch.randn(2, 2, 7, NUM_LAYERS, 4, 3, 24).to(dtype)[:, :, :, 1]  # (ours, expected) of keys, values
+    caches[1] = caches[0]
+    slots = torch.tensor([5, -1, 27, 0, 14])
+    cpu_kernels.store_kv(key, value, caches[0, 0], caches[0, 1], slots)
+    reference.reshape_and_cache(key, value, caches[1, 0], caches[1, 1], slots)
+    assert torch.equal(caches[0], caches[1])
+
+
+def test_attend_stores_before_any_row_reads(cpu_kernels):
+    """The second row shares the block that the first one fills in this very step."""
+    step = make_step(random.Random(11), [(0, 16), (16, 4)], head_dim=32, group=2, num_kv_heads=2, block_size=16)
+    step.block_tables[1, 0] = step.block_tables[0, 0]
+    table, key = step.block_tables, torch.randn(20, 2, 32)
+    value = torch.randn_like(key)
+    slots = torch.cat([int(table[0, 0]) * 16 + torch.arange(16), int(table[1, 1]) * 16 + torch.arange(4)])
+    step.key_cache.fill_(float("nan"))
+    step.value_cache.fill_(float("nan"))
+    rows = PagedRows.of(step.query_start_loc, step.seq_lens, table, slots)
+    output = cpu_kernels.attend(rows, PagedScoring(0.2), step.query, key, value, step.key_cache, step.value_cache)
+    expected = reference.paged_attention(
+        step.query, step.key_cache, step.value_cache, table, step.seq_lens, step.query_start_loc, 0.2
+    )
+    torch.testing.assert_close(output, expected, rtol=0, atol=4e-6)
+
+
+# One unit in the last place of the dtype, of values of some units, where two ways to round meet.
+STEP_TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 3.2e-2, torch.float16: 4e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (3, 1), (7, 100), (300, 512), (2, 4096)])
+def test_norms(cpu_kernels, dtype, num_tokens, size):
+    x, update = (3 * torch.randn(2, num_tokens, size)).to(dtype)
+    weight = (1 + 0.1 * torch.randn(size)).to(dtype)
+    actual, expected = cpu_kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=STEP_TOLERANCES[dtype])
+    ours, theirs = x.clone(), x.clone()
+    actual = cpu_kernels.add_rms_norm(ours, update, weight, 1e-6)
+    expected = reference.add_rms_norm(theirs, update, weight, 1e-6)
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=STEP_TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 96), (3, 1), (5, 27), (300, 1536)])
+def test_silu_mul(cpu_kernels, dtype, num_tokens, size):
+    gate_up = (3 * torch.randn(num_tokens, 2 * size)).to(dtype)
+    gate_up[0, 0] = -200.0
+    gate_up[-1, 0] = 200.0
+    gate_up[-1, size] = float("nan")
+    actual, expected = cpu_kernels.silu_mul(gate_up), reference.silu_mul(gate_up)
+    torch.testing.assert_close(actual, expected, rtol=0.01 if dtype != torch.float32 else 1e-6, atol=1e-6,
+                               equal_nan=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize("head_dim", [2, 16, 38, 64, 80, 128])
+def test_norm_rope(cpu_kernels, dtype, is_normalized, head_dim):
+    num_tokens, num_heads, num_kv_heads = 9, 6, 2
+    heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    angles = 100 * torch.rand(num_tokens, head_dim // 2)
+    cos = torch.cat([angles.cos(), angles.cos()], 1).to(dtype)
+    sin = torch.cat([-angles.sin(), angles.sin()], 1).to(dtype)
+    weights = (1 + 0.1 * torch.randn(2, head_dim)).to(dtype) if is_normalized else (None, None)
+    ours, theirs = heads.clone(), heads.clone()
+    cpu_kernels.norm_rope(ours, num_heads, *weights, 1e-6, cos, sin)
+    reference.norm_rope(theirs, num_heads, *weights, 1e-6, cos, sin)
+    assert torch.equal(ours[:, -num_kv_heads:], heads[:, -num_kv_heads:])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=STEP_TOLERANCES[dtype])
+
+
+def test_bad_arguments_are_refused(cpu_kernels):
+    step = make_step(random.Random(12), [(5, 1)], head_dim=32, group=2, num_kv_heads=2, block_size=16)
+    rows = (step.block_tables, step.seq_lens, step.query_start_loc, 1.0)
+    for query, message in (
+        (step.query.double(), "key_cache is torch.float32"),
+        (step.query[..., :16], "key_cache is"),
+        (step.query[:, :3], "3 query heads of 32 over 2 KV heads"),
+        (step.query.mT.contiguous().mT, "one behind the other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cpu_kernels.paged_attention(query, step.key_cache, step.value_cache, *rows)
+    with pytest.raises(ValueError, match="need as many block tables"):
+        cpu_kernels.paged_attention(
+            step.query, step.key_cache, step.value_cache, step.block_tables, [6, 6], [0, 1], 1.0
+        )
+    with pytest.raises(ValueError, match=r"weight is .*must be torch.float32 \(8,\)"):
+        cpu_kernels.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-6)
+    with pytest.raises(ValueError, match="float64 has no kernels"):
+        cpu_kernels.silu_mul(torch.ones(2, 8).double())
+    large = make_step(random.Random(13), [(5, 1)], head_dim=257, group=1, num_kv_heads=1, block_size=16)
+    with pytest.raises(ValueError, match="at most 256 fit"):
+        large.check(cpu_kernels)
+
+
+# Building
+
+
+def test_portable_variant_equals_reference(cpu_kernels):
+    """Built for any processor of this architecture, as where there is neither AVX2 nor AVX512."""
+    flags = [flag for flag in FLAGS if flag not in ("-march=native", "-O3")]
+    portable = CpuKernels(load_library(["-O1", *flags]))
+    assert portable.variant == "portable"
+    for dtype in TOLERANCES:
+        test_every_head_size(portable, 80, dtype)
+        test_head_sizes_that_are_no_multiple_of_a_vector(portable, 19, dtype)
+        test_norms(portable, dtype, 7, 100)
+        test_silu_mul(portable, dtype, 5, 27)
+        test_norm_rope(portable, dtype, True, 38)
+    test_windows_read_nothing_before(portable, 17)
+    test_context_is_split_between_threads(portable, 3, [(2999, 4)])
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e-8, 6e-8, 6.1e-5, 3e-5, float("inf")])
+def test_portable_conversions_are_those_of_torch(cpu_kernels, value):
+    """Stored through an addition of zero; every half that there is, and floats around the edges."""
+    flags = [flag for flag in FLAGS if flag not in ("-march=native", "-O3")]
+    for each in (cpu_kernels, CpuKernels(load_library(["-O1", *flags]))):
+        for dtype in (torch.bfloat16, torch.float16):
+            halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)[None]
+            same = halves.clone()
+            each.add_rms_norm(same, torch.full_like(same, -0.0), torch.ones_like(same[0]), 1e-6)
+            assert torch.equal(same.float().nan_to_num(7e8), halves.float().nan_to_num(7e8))
+        gate_up = torch.tensor([[200.0, 1.0]]).half()  # silu(200) is 200
+        gate_up[0, 1] = value
+        assert torch.equal(each.silu_mul(gate_up), (torch.tensor([[200.0]]) * gate_up[:, 1:].float()).half())
+
+
+@pytest.mark.parametrize("architecture", ["sapphirerapids", "skylake-avx512"])
+def test_wider_variants_compile(cpu_kernels, architecture):
+    """What this machine may not be able to run: syntax and types of every intrinsic."""
+    command = [find_compiler(), *FLAGS, "-O0", f"-march={architecture}", "-Wno-psabi", "-Wall", "-Werror", "-S"]
+    done = subprocess.run(
+        [*command, "-o", os.devnull, str(SOURCES / MAIN_SOURCE)], capture_output=True, text=True, check=False
+    )
+    if "bad value" in done.stderr or "unsupported" in done.stderr or "unknown target" in done.stderr:
+        pytest.skip(f"the compiler does not know {architecture}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path))
+    compiler = tmp_path / "compiler"
+    log = tmp_path / "log"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {find_compiler()} -O0 -w "$@" -O0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    path = build_library(FLAGS)
+    assert build_library(FLAGS) == path
+    assert path.is_relative_to(tmp_path / "kernels")
+    assert build_library([*FLAGS, "-g0"]) != path
+    builds = [line for line in log.read_text().splitlines() if "-shared" in line]
+    assert len(builds) == 2
+    assert {entry.name for entry in path.parent.iterdir()} == {"kernels.so", "lock"}
+
+
+@pytest.fixture
+def fresh_switch():
+    """As in a process that has not tried to load the kernels yet."""
+    kernels.cpu._load.cache_clear()
+    yield
+    kernels.cpu._load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"PAGEWIRE_CPU_KERNELS": "off"}, "None, 0 warnings"),
+        ({"CC": "no-such-compiler"}, "None, 1 warnings"),
+        ({"CC": "false"}, "None, 1 warnings"),
+        ({"CC": "no-such-compiler", "PAGEWIRE_CPU_KERNELS": "off"}, "None, 0 warnings"),
+        ({"CC": "no-such-compiler", "PAGEWIRE_CPU_KERNELS": "require"}, "BuildError: there is no C compiler"),
+        ({"CC": "false", "PAGEWIRE_CPU_KERNELS": "require"}, "failed with 1"),
+        ({"PAGEWIRE_CPU_KERNELS": "on"}, "ValueError: PAGEWIRE_CPU_KERNELS is 'on'; it must be one of auto, off"),
+    ],
+)
+def test_switch(environ, expected, tmp_path, monkeypatch, caplog, fresh_switch):
+    for name, value in {"PAGEWIRE_CACHE": str(tmp_path), "PAGEWIRE_CPU_KERNELS": "auto", **environ}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        loaded = [load_kernels(), load_kernels()]
+        outcome = f"{loaded[1]}, {len(caplog.records)} warnings"
+    except (BuildError, ValueError) as error:
+        outcome = f"{type(error).__name__}: {error}"
+    assert expected in outcome
+
+
+def test_variant_is_named(cpu_kernels):
+    assert cpu_kernels.variant in ("avx512_bf16", "avx512", "avx2", "portable")
+    assert load_kernels() is None or load_kernels().variant == cpu_kernels.variant

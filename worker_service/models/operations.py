@@ -1,0 +1,100 @@
+"""What a decoder does between its matrix products, behind an interface that faster code can take the place of."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker_service.models.rope import rotate
+
+
+class Operations(Protocol):
+    """All tensors are of the model's dtype; what is computed in float32 in between is rounded as transformers does."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) in float32, rounded, times weight: [T, size] by [size].
+
+        Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+        """
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x += update in place, both [T, size]; returns `rms_norm` of the sum."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up: [T, 2 * size], gates first, to [T, size]."""
+
+    def norm_rope(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalizes each head of queries and keys where it has a weight, then turns it by its position.
+
+        Args:
+            heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. May be written to.
+            query_weight, key_weight: [head_dim] of `rms_norm`, or None.
+            cos, sin: [T, head_dim], as `rotate` takes them.
+
+        Returns:
+            queries [T, num_heads, head_dim], keys and values [T, num_kv_heads, head_dim].
+        """
+
+
+class TorchOperations:
+    """In plain torch, on any device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # Rounded to the model's dtype before the weight, as transformers does.
+        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.rms_norm(x.add_(update), weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def norm_rope(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = heads.split(head_counts(heads, num_heads), dim=1)
+        if query_weight is not None:
+            query = self.rms_norm(query, query_weight, eps)
+        if key_weight is not None:
+            key = self.rms_norm(key, key_weight, eps)
+        return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
+
+
+class InPlaceKernels(Protocol):
+    """Kernels that rotate where the heads are."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def norm_rope(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> None: ...
