@@ -115,7 +115,7 @@ def norm_rope(
     eps: float,
     cos: Tensor,
     sin: Tensor,
-) -> None:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
 
     Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) of pairs (i, i + head_dim / 2).
@@ -124,10 +124,14 @@ def norm_rope(
         heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; values stay.
         query_weight, key_weight: [head_dim] of `rms_norm`, or None.
         cos, sin: [T, head_dim]; the first half of the sines is negated.
+
+    Returns:
+        Views of `heads`: queries, keys and values.
     """
     num_kv_heads = (heads.shape[1] - num_heads) // 2
-    queries, keys, _ = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     for part, weight in ((queries, query_weight), (keys, key_weight)):
         x = part if weight is None else rms_norm(part, weight, eps)
         swapped = x.roll(x.shape[-1] // 2, dims=-1).float()
         part.copy_((x * cos[:, None]).float() + swapped * sin[:, None].float())
+    return queries, keys, values

@@ -39,7 +39,11 @@ class WorkerConfig:
     max_model_len: int | None = _option(None, "positions a sequence may hold; by default the checkpoint's")
     max_num_seqs: int = _option(256, "sequences that run at the same time")
     max_num_batched_tokens: int = _option(2048, "tokens that one step may compute")
-    attention_backend: str = _option("auto", "what computes attention", ("auto", "torch"))
+    attention_backend: str = _option(
+        "auto",
+        "what computes attention: C kernels (cpu) or plain torch; auto is cpu on a CPU where they can be built",
+        ("auto", "cpu", "torch"),
+    )
     num_threads: int | None = _option(None, "CPU threads that compute; by default one per core")
     tls_cert: str | None = _option(None, "file with the server's certificate chain, PEM; turns TLS on")
     tls_key: str | None = _option(None, "file with the server's private key, PEM")
@@ -52,7 +56,7 @@ class WorkerConfig:
         _check_range("--port", self.port, 0, 65535)
         _check_choice("--device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _check_choice("--attention-backend", self.attention_backend, ("auto", "torch"))
+        _check_choice("--attention-backend", self.attention_backend, ("auto", "cpu", "torch"))
         _check_range("--block-size", self.block_size, 1, 1024)
         _check_range("--max-num-seqs", self.max_num_seqs, 1, 1 << 16)
         _check_range("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 20)

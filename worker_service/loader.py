@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu import BuildError, load_kernels
 from worker_service.attention import AttentionBackend, create_backend
 from worker_service.cache_engine import (
     GIB,
@@ -46,8 +47,12 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     model_config = ModelConfig.load(path)
     dtype = choose_dtype(config.dtype, model_config.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
-    backend = create_backend(config.attention_backend, device, model_config.windows)
-    model = load_model(path, dtype=dtype, device=device, progress=report)
+    try:
+        operations = load_kernels() if device.type == "cpu" else None
+    except BuildError as error:
+        raise ValueError(f"PAGEWIRE_CPU_KERNELS is require: {error}") from error
+    backend = create_backend(config.attention_backend, device, model_config.windows, model_config.head_dim)
+    model = load_model(path, dtype=dtype, device=device, progress=report, operations=operations)
     shape = CacheShape(
         num_layers=model_config.num_layers,
         block_size=config.block_size,

@@ -216,13 +216,16 @@ class CpuKernels:
         eps: float,
         cos: Tensor,
         sin: Tensor,
-    ) -> None:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; values stay.
             query_weight, key_weight: [head_dim] of `rms_norm`, or None.
             cos, sin: [T, head_dim] of pairs (i, i + head_dim / 2); the first half of the sines is negated.
+
+        Returns:
+            Views of `heads`: queries, keys and values.
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
@@ -242,6 +245,8 @@ class CpuKernels:
                 _check(name, weight, heads.dtype, (head_dim,))
         sizes = (num_tokens, num_heads, num_kv_heads, head_dim)
         self._call("norm_rope", heads, heads, query_weight, key_weight, cos, sin, *sizes, eps, torch.get_num_threads())
+        query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        return query, key, value
 
     def _call(self, name: str, typed: Tensor, *arguments: Tensor | int | float | None) -> None:
         """Calls the function for the dtype of `typed`; tensors go as pointers."""

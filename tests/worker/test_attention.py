@@ -206,5 +206,5 @@ def test_cache_that_is_not_block_major_is_refused():
 
 
 def test_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r"'flash' is unknown.*auto, torch"):
+    with pytest.raises(ValueError, match=r"'flash' is unknown.*auto, cpu, torch"):
         create_backend("flash", torch.device("cpu"))

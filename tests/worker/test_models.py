@@ -8,10 +8,12 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from kernels.cpu import load_kernels
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from worker_service import models
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.checkpoint import CheckpointError
-from worker_service.models import ModelConfig, load_model
+from worker_service.models import ModelConfig
 from worker_service.models.config import parse_config
 from worker_service.models.linear import Linear, can_pack
 
@@ -58,6 +60,16 @@ VARIANTS = [
     ("gpt2", {"tie_word_embeddings": False}),
     ("gpt2", {"n_embd": 160, "n_head": 2, "n_inner": 96, "activation_function": "gelu"}),
 ]
+
+
+@pytest.fixture(params=["kernels", "torch"], autouse=True)
+def operations(request, monkeypatch):
+    """Every test with the CPU kernels, where they can be built, and without."""
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto" if request.param == "kernels" else "off")
+
+
+def load_model(path, **options):
+    return models.load_model(path, operations=load_kernels(), **options)
 
 
 @torch.inference_mode()

@@ -7,13 +7,13 @@ queries and keys instead (https://arxiv.org/abs/2505.09388).
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Linear, embedding
 from worker_service.models.model import Attend
-from worker_service.models.rope import RotaryEmbedding, rotate
+from worker_service.models.operations import Operations
+from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.weights import Weight
 
 WEIGHTS = (
@@ -39,23 +39,24 @@ IGNORED = r"\.rotary_emb\.inv_freq$"
 class Decoder(nn.Module):
     """Token ids to final hidden states to logits."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, operations: Operations) -> None:
         super().__init__()
         assert config.rope is not None
         self.config = config
         self.embedding = embedding(config.vocab_size, config.hidden_size)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, operations) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
         self.head = Linear(config.hidden_size, [config.vocab_size], bias=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Model.forward`."""
         x = self.embedding(token_ids)  # [T, hidden_size]
         cos, sin = self.rope(positions)
+        update = None
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return self.norm(x)
+            update = layer(x, update, cos, sin, attend)
+        return self.norm(x, update)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Model.compute_logits`."""
@@ -63,59 +64,73 @@ class Decoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, operations: Operations) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
+        self.attention = Attention(config, layer, operations)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
+        self.mlp = MLP(config, operations)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, update: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """`update` is what the layer before adds to `x`, which is changed in place; returns what this one adds."""
+        update = self.attention(self.attention_norm(x, update), cos, sin, attend)
+        return self.mlp(self.mlp_norm(x, update))
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, operations: Operations) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.num_heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]  # of queries, keys, values
-        qkv_sizes = [num_heads * config.head_dim for num_heads in self.num_heads]
+        self.num_heads = config.num_heads
+        self.norm_eps = config.norm_eps
+        self.operations = operations
+        qkv_sizes = [num * config.head_dim for num in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.qkv = Linear(config.hidden_size, qkv_sizes, bias=config.qkv_bias)
-        self.query_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.key_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.query_norm = HeadNorm(config.head_dim if config.qk_norm else None)
+        self.key_norm = HeadNorm(config.head_dim if config.qk_norm else None)
         self.output = Linear(qkv_sizes[0], [config.hidden_size], bias=config.output_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
-        query, key, value = heads.split(self.num_heads, dim=1)
-        query = rotate(self.query_norm(query), cos, sin)
-        key = rotate(self.key_norm(key), cos, sin)
+        query, key, value = self.operations.norm_rope(
+            heads, self.num_heads, self.query_norm.weight, self.key_norm.weight, self.norm_eps, cos, sin
+        )
         return self.output(attend(self.layer, query, key, value).flatten(1))
+
+
+class HeadNorm(nn.Module):
+    """The weight that heads are normalized with; None: they are not."""
+
+    def __init__(self, head_dim: int | None) -> None:
+        super().__init__()
+        self.weight = None if head_dim is None else nn.Parameter(torch.empty(head_dim), requires_grad=False)
 
 
 class MLP(nn.Module):
     """SwiGLU (Shazeer, 2020, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, operations: Operations) -> None:
         super().__init__()
+        self.operations = operations
         self.gate_up = Linear(config.hidden_size, [config.intermediate_size] * 2, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, [config.hidden_size], bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.operations.silu_mul(self.gate_up(x)))
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467), in float32."""
+    """The weight of a normalization: see `Operations.rms_norm`."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, operations: Operations) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
+        self.operations = operations
 
-    def forward(self, x: Tensor) -> Tensor:
-        # Rounded to the model's dtype before the weight, as transformers does.
-        return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype) * self.weight
+    def forward(self, x: Tensor, update: Tensor | None) -> Tensor:
+        """Of x, to which an update is added first, in place."""
+        if update is None:
+            return self.operations.rms_norm(x, self.weight, self.eps)
+        return self.operations.add_rms_norm(x, update, self.weight, self.eps)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Linear, embedding
 from worker_service.models.model import Attend
+from worker_service.models.operations import Operations
 from worker_service.models.weights import Weight
 
 # GPT-2's linear layers were 1-d convolutions: their weights are [in, out].
@@ -26,9 +27,9 @@ IGNORED = r"\.attn\.(masked_)?bias$"
 
 
 class GPT2(nn.Module):
-    """Token ids to final hidden states to logits."""
+    """Token ids to final hidden states to logits. None of its operations are those of a decoder."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, operations: Operations) -> None:
         super().__init__()
         self.config = config
         self.embedding = embedding(config.vocab_size, config.hidden_size)

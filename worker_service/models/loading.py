@@ -11,6 +11,7 @@ from worker_service.models import decoder, gpt2
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Linear
 from worker_service.models.model import Model
+from worker_service.models.operations import Operations, TorchOperations
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.weights import Progress, Weight, fill_layers, load_weights
 
@@ -36,7 +37,14 @@ FAMILIES = {
 }
 
 
-def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None) -> Model:
+def load_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    operations: Operations | None = None,
+) -> Model:
     """Loads the model of a checkpoint directory, ready to run.
 
     Args:
@@ -44,6 +52,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, progress
         dtype: what the model computes in; weights are converted as they are read.
         device: where it computes.
         progress: called after each tensor with (tensors loaded, tensors in all).
+        operations: what the model computes with between its matrix products; by default plain torch.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -52,7 +61,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, progress
     checkpoint = Checkpoint(path)
     family = FAMILIES[config.architecture]
     with torch.device("meta"):
-        model = family.model(config)
+        model = family.model(config, operations or TorchOperations())
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
     is_tied = config.tie_word_embeddings and "lm_head.weight" not in checkpoint.names
     if is_tied:

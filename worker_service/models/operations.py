@@ -1,9 +1,7 @@
 """What a decoder does between its matrix products, behind an interface that faster code can take the place of."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -71,30 +69,10 @@ class TorchOperations:
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = heads.split(head_counts(heads, num_heads), dim=1)
+        num_kv_heads = (heads.shape[1] - num_heads) // 2
+        query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         if query_weight is not None:
             query = self.rms_norm(query, query_weight, eps)
         if key_weight is not None:
             key = self.rms_norm(key, key_weight, eps)
         return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
-
-
-class InPlaceKernels(Protocol):
-    """Kernels that rotate where the heads are."""
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
-
-    def norm_rope(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        query_weight: Tensor | None,
-        key_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> None: ...

@@ -27,8 +27,8 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(torch.cat([-sin, sin], dim=-1))
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] -> cosines and sines, [T, 1, head_dim] each."""
-        return self.cos[positions][:, None], self.sin[positions][:, None]
+        """[T] -> cosines and sines, [T, head_dim] each."""
+        return self.cos[positions], self.sin[positions]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
