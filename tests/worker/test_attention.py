@@ -1,4 +1,4 @@
-"""The torch backend against the reference kernels, over a cache that holds NaN wherever nothing was written."""
+"""Both backends of a CPU against the reference kernels, over a cache that holds NaN wherever nothing was written."""
 
 import random
 
@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.cpu import load_kernels
 from worker_service.attention import AttentionBatch, create_backend
 
 NUM_LAYERS = 2
+
+
+@pytest.fixture(params=["cpu", "torch"], autouse=True)
+def kernels_switch(request, monkeypatch):
+    """Every test with the C kernels, where they can be built, and with plain torch."""
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto" if request.param == "cpu" else "off")
 
 
 def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype=torch.float32):
@@ -173,7 +180,7 @@ def test_row_does_not_depend_on_its_batch():
     rows = Rows(rng, lengths, **shape)
     batch = rows.batch
     query, key, value = rows.random_qkv(batch.query_start_loc[-1])
-    backend = create_backend("torch", torch.device("cpu"))
+    backend = create_backend("auto", torch.device("cpu"))
     together = backend.prepare(batch, rows.kv_cache)(0, query, key, value)
     for row in range(len(lengths)):
         tokens = slice(batch.query_start_loc[row], batch.query_start_loc[row + 1])
@@ -194,7 +201,7 @@ def test_int32_block_tables_and_strided_query():
     )
     query, key, value = rows.random_qkv(10)
     merged = torch.cat([query, key, value], dim=1)  # as a merged projection leaves them: [T, all heads, head_dim]
-    attend = create_backend("torch", torch.device("cpu")).prepare(batch, rows.kv_cache)
+    attend = create_backend("auto", torch.device("cpu")).prepare(batch, rows.kv_cache)
     torch.testing.assert_close(attend(0, *merged.split([4, 2, 2], dim=1)), attend(0, query, key, value))
 
 
@@ -208,3 +215,26 @@ def test_cache_that_is_not_block_major_is_refused():
 def test_unknown_backend_is_refused():
     with pytest.raises(ValueError, match=r"'flash' is unknown.*auto, cpu, torch"):
         create_backend("flash", torch.device("cpu"))
+
+
+CPU = torch.device("cpu")
+
+
+def test_auto_takes_the_kernels_where_there_are_any(monkeypatch):
+    expected = "torch" if load_kernels() is None else "cpu"
+    assert create_backend("auto", CPU, head_dim=256).name == expected
+    assert create_backend("torch", CPU).name == "torch"
+    assert create_backend("auto", CPU, head_dim=257).name == "torch"
+    assert create_backend("auto", torch.device("cuda")).name == "torch"
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
+    assert create_backend("auto", CPU).name == "torch"
+
+
+def test_kernels_that_are_asked_for_and_not_there_are_told(monkeypatch):
+    with pytest.raises(ValueError, match="heads of at most 256 on a CPU, not heads of 257"):
+        create_backend("cpu", CPU, head_dim=257)
+    with pytest.raises(ValueError, match="not heads of 64 on cuda"):
+        create_backend("cpu", torch.device("cuda"), head_dim=64)
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
+    with pytest.raises(ValueError, match="off or could not be built"):
+        create_backend("cpu", CPU, head_dim=64)
