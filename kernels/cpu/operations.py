@@ -6,7 +6,7 @@ checked, but indices inside tensors (block tables, slots) are trusted.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,11 +87,13 @@ class CpuKernels:
             "paged_attention": [pointer] * 5,
             "attend": [pointer] * 7,
         }
+        self._functions: dict[tuple[str, torch.dtype], Callable[..., int | None]] = {}
         for name, argtypes in signatures.items():
-            for dtype in _NAMES.values():
-                function = getattr(library, f"{name}_{dtype}")
+            for dtype, suffix in _NAMES.items():
+                function = getattr(library, f"{name}_{suffix}")
                 function.argtypes = argtypes
                 function.restype = ctypes.c_int if name in ("paged_attention", "attend") else None
+                self._functions[name, dtype] = function
 
     @property
     def variant(self) -> str:
@@ -250,16 +252,11 @@ class CpuKernels:
 
     def _call(self, name: str, typed: Tensor, *arguments: Tensor | int | float | None) -> None:
         """Calls the function for the dtype of `typed`; tensors go as pointers."""
-        function = getattr(self._library, f"{name}_{_name(typed.dtype)}")
-        if function(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)):
+        function = self._functions.get((name, typed.dtype))
+        if function is None:
+            raise ValueError(f"dtype {typed.dtype} has no kernels; use one of {', '.join(map(str, _NAMES))}")
+        if function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]):
             raise MemoryError(f"no memory for {name} of {tuple(typed.shape)}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    try:
-        return _NAMES[dtype]
-    except KeyError:
-        raise ValueError(f"dtype {dtype} has no kernels; use one of {', '.join(map(str, _NAMES))}") from None
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -40,14 +40,21 @@ INLINE void NAME(direct_scores)(const int R, const int U, const tile* t, const E
     for (int u = 0; u < U; u++) scores[r * TILE_POSITIONS + u] = sum_lanes(sums[r][u]);
 }
 
+// What is read next: this position's values, and the keys as far on as there are scored at once.
+INLINE void NAME(prefetch)(const tile* t, const ELEMENT* values, const ELEMENT* next_keys) {
+  const int64_t row_bytes = t->head_dim * (int64_t)sizeof(ELEMENT);
+  for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+    __builtin_prefetch((const char*)values + byte);
+    __builtin_prefetch((const char*)next_keys + byte);
+  }
+}
+
 INLINE void NAME(score_directly_rows)(const int R, const tile* t, const ELEMENT* const* keys,
                                       const ELEMENT* const* values) {
   const int U = R <= 2 ? 4 : R <= 4 ? 2 : 1;
-  const int64_t row_bytes = t->head_dim * (int64_t)sizeof(ELEMENT);
   int j = 0;
   for (; j + U <= t->num_positions; j += U) {
-    for (int u = 0; u < U; u++)
-      for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch((const char*)values[j + u] + byte);
+    for (int u = 0; u < U; u++) NAME(prefetch)(t, values[j + u], keys[j + u + TILE_POSITIONS]);
     NAME(direct_scores)(R, U, t, keys + j, t->scores + j);
   }
   for (; j < t->num_positions; j++) NAME(direct_scores)(R, 1, t, keys + j, t->scores + j);
@@ -60,7 +67,7 @@ INLINE void NAME(score_in_pairs_rows)(const int R, const tile* t, const bfloat16
   const int64_t num_full = t->head_dim / 32 * 32, num_rest = t->head_dim - num_full;
   const __mmask32 rest = (__mmask32)((1ull << num_rest) - 1);
   for (int j = 0; j < t->num_positions; j++) {
-    for (int64_t d = 0; d < t->head_dim; d += 32) __builtin_prefetch(values[j] + d);
+    NAME(prefetch)(t, values[j], keys[j + TILE_POSITIONS]);
     __m512 sums[DIRECT_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
@@ -187,7 +194,8 @@ static void NAME(find_positions)(const attention_step* step, const item* work, i
 static void NAME(attend_item)(const attention_step* step, const item* work, const ELEMENT* query,
                               const ELEMENT* key_cache, const ELEMENT* value_cache, tile* t, float* packed) {
   const int64_t group = step->num_heads / step->num_kv_heads;
-  const ELEMENT *keys[TILE_POSITIONS], *values[TILE_POSITIONS];
+  // Those that are scored now, then the next ones.
+  const ELEMENT *keys[2 * TILE_POSITIONS] = {0}, *values[2 * TILE_POSITIONS];
   ELEMENT raw_queries[DIRECT_ROWS * MAX_HEAD_DIM];
   start_tile(step, work, t);
   const int is_direct = t->num_rows <= DIRECT_ROWS;
@@ -204,8 +212,10 @@ static void NAME(attend_item)(const attention_step* step, const item* work, cons
     }
   }
   for (int64_t first = work->start; first < work->end; first += TILE_POSITIONS) {
-    t->num_positions = work->end - first < TILE_POSITIONS ? (int)(work->end - first) : TILE_POSITIONS;
-    NAME(find_positions)(step, work, first, t->num_positions, key_cache, value_cache, keys, values);
+    const int64_t rest = work->end - first;
+    t->num_positions = rest < TILE_POSITIONS ? (int)rest : TILE_POSITIONS;
+    const int num_known = rest < 2 * TILE_POSITIONS ? (int)rest : 2 * TILE_POSITIONS;
+    NAME(find_positions)(step, work, first, num_known, key_cache, value_cache, keys, values);
     if (is_direct) {
       NAME(score_directly)(t, raw_queries, keys, values);
     } else {

@@ -61,9 +61,11 @@ INLINE float sum_lanes(floats v) {
 }
 
 INLINE float largest_lane(floats v) {
-  float best = v[0];
-  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
-  return best;
+  float lanes[LANES];
+  memcpy(lanes, &v, sizeof lanes);
+  for (int size = LANES / 2; size > 0; size /= 2)
+    for (int i = 0; i < size; i++) lanes[i] = lanes[i] > lanes[i + size] ? lanes[i] : lanes[i + size];
+  return lanes[0];
 }
 
 // e^x to 2 units in the last place (the polynomial of Cephes' expf, S. Moshier); 0 below -87.3, 2.4e38 above 88.3.
