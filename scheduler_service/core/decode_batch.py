@@ -46,7 +46,8 @@ class DecodeBatch:
         self._clock = clock
         self._block_size = block_size
         self._rows: dict[int, Sequence] = {}  # by slot
-        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step; an entry counts if it is still the row's due_step
+        # By step. An entry counts if it is still the row's due_step.
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)
         self._columns: DecodeColumns | None = None
 
     def __len__(self) -> int:
