@@ -69,10 +69,8 @@ def paged_attention(
         first = max(0, seq_len - (end - start) - window + 1) if window else 0  # that any query of the row attends to
         positions = torch.arange(first, seq_len, device=query.device)
         blocks, offsets = block_tables[row].long()[positions // block_size], positions % block_size
-        keys = key_cache[blocks, offsets].float()  # [N, num_kv_heads, head_dim]
-        values = value_cache[blocks, offsets].float()
-        keys = keys.repeat_interleave(num_groups, dim=1)  # [N, num_heads, head_dim]
-        values = values.repeat_interleave(num_groups, dim=1)
+        keys = key_cache[blocks, offsets].float().repeat_interleave(num_groups, dim=1)  # [N, num_heads, head_dim]
+        values = value_cache[blocks, offsets].float().repeat_interleave(num_groups, dim=1)
         scores = torch.einsum("qhd,nhd->hqn", query[start:end].float(), keys) * scale
         if softcap:
             scores = softcap * (scores / softcap).tanh()
