@@ -41,6 +41,7 @@ class CacheShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    is_head_major: bool = False  # each KV head's positions of a block lie together, else each position's heads
 
     @property
     def block_bytes(self) -> int:
@@ -61,15 +62,15 @@ class CacheEngine:
         self.shape = shape
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
-        sizes = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        order = (shape.block_size, shape.num_kv_heads)
+        sizes = (shape.num_layers, 2, *(reversed(order) if shape.is_head_major else order), shape.head_dim)
         self.storage = torch.empty((num_device_blocks + 1, *sizes), dtype=shape.dtype, device=device)
         self.storage[0] = 0
         # Pinned where a GPU moves blocks by itself.
         is_pinned = device.type == "cuda" and num_host_blocks > 0
         self.host_storage = torch.empty((num_host_blocks + 1, *sizes), dtype=shape.dtype, pin_memory=is_pinned)
-        self.layers: list[LayerCache] = [
-            (self.storage[:, layer, 0], self.storage[:, layer, 1]) for layer in range(shape.num_layers)
-        ]
+        views = self.storage.transpose(3, 4) if shape.is_head_major else self.storage
+        self.layers: list[LayerCache] = [(views[:, layer, 0], views[:, layer, 1]) for layer in range(shape.num_layers)]
         self._moves = _StreamMoves(device) if device.type == "cuda" else None
         self._last_planned_step = 0
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.cpu import BuildError, load_kernels
 from worker_service.attention import AttentionBackend, create_backend
 from worker_service.cache_engine import (
     GIB,
@@ -25,6 +24,7 @@ from worker_service.config import WorkerConfig, parse_memory
 from worker_service.engine import LoadedWorker
 from worker_service.model_runner import Model, ModelRunner
 from worker_service.models import ModelConfig, load_model
+from worker_service.operations import create_operations
 from worker_service.sequence_table import TableLimits
 from worker_service.step import Ready, RowOpening, SamplingParams, StepPlan
 
@@ -47,10 +47,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     model_config = ModelConfig.load(path)
     dtype = choose_dtype(config.dtype, model_config.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
-    try:
-        operations = load_kernels() if device.type == "cpu" else None
-    except BuildError as error:
-        raise ValueError(f"PAGEWIRE_CPU_KERNELS is require: {error}") from error
+    operations = create_operations(device)
     backend = create_backend(config.attention_backend, device, model_config.windows, model_config.head_dim)
     model = load_model(path, dtype=dtype, device=device, progress=report, operations=operations)
     shape = CacheShape(
@@ -59,6 +56,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
         dtype=dtype,
+        is_head_major=backend.is_head_major,
     )
     assembly = _Assembly(config, model, model_config, backend, shape, device, max_model_len)
     num_device_blocks = assembly.num_device_blocks()

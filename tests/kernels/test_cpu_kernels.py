@@ -63,8 +63,11 @@ def make_step(rng, lengths, *, head_dim, group, num_kv_heads, block_size, dtype=
     num_blocks = [-(-seq_len // block_size) for seq_len in seq_lens]
     ids = list(range(1, sum(num_blocks) + 4))
     rng.shuffle(ids)
-    shape = (len(ids) + 1, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
-    storage = torch.full(shape, float("nan"), dtype=dtype)
+    order = (block_size, num_kv_heads)
+    is_head_major = rng.random() < 0.5
+    sizes = (NUM_LAYERS, 2, *(reversed(order) if is_head_major else order), head_dim)
+    storage = torch.full((len(ids) + 1, *sizes), float("nan"), dtype=dtype)
+    storage = storage.transpose(3, 4) if is_head_major else storage
     key_cache, value_cache = storage[:, 1, 0], storage[:, 1, 1]
     block_tables = torch.zeros(len(lengths), max(num_blocks), dtype=rng.choice([torch.int32, torch.int64]))
     query_start_loc = [0]

@@ -43,6 +43,7 @@ ALLOWED_IMPORTS = {
     "worker_service.loader": ("worker_service", "kernels.cpu"),  # it chooses what the model computes with
     "worker_service.checkpoint": (),
     "worker_service.models": ("worker_service.models", "worker_service.checkpoint"),
+    "worker_service.operations": ("worker_service.models", "kernels"),
     "worker_service.attention": ("worker_service.attention", "kernels"),
     "pagewire": ("pagewire", "scheduler_service", "worker_service", "protos.gen.pagewire.scheduler"),
 }

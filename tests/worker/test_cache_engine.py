@@ -1,5 +1,6 @@
 import logging
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,17 @@ def test_layers_are_disjoint_views_of_the_storage() -> None:
         view[5, 3, 1] = number
     assert cache.storage.count_nonzero() == 6 * 5
     assert cache.storage[5].flatten(0, 1)[:, 3, 1, 0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_head_major_blocks_show_the_same_views() -> None:
+    cache = CacheEngine(replace(SHAPE, is_head_major=True), 7, torch.device("cpu"))
+    cache.storage.zero_()
+    for number, view in enumerate((view for layer in cache.layers for view in layer), start=1):
+        assert view.shape == (8, 4, 2, 5)
+        assert view[0, :, 1].is_contiguous()
+        view[5, 3, 1] = number
+    assert cache.storage.count_nonzero() == 6 * 5
+    assert cache.storage[5].flatten(0, 1)[:, 1, 3, 0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_cpu_cache_is_modest() -> None:

@@ -42,6 +42,7 @@ class AttentionBackend(Protocol):
     """Does once a step what all layers share, and returns what each layer calls."""
 
     name: str
+    is_head_major: bool  # how it wants a block to lie: each KV head's positions together, or each position's heads
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Prepares a step over `kv_cache`, one entry per layer.

@@ -12,6 +12,7 @@ class CpuAttention:
     """The backend for CPUs where the kernels can be built."""
 
     name = "cpu"
+    is_head_major = True  # a head's keys are read in runs as long as a block
 
     def __init__(self, kernels: CpuKernels, windows: Sequence[int] = ()) -> None:
         """`windows`: see `create_backend`."""

@@ -36,6 +36,7 @@ class TorchAttention:
     """The backend that needs nothing but torch."""
 
     name = "torch"
+    is_head_major = False
 
     def __init__(self, windows: Sequence[int] = ()) -> None:
         """`windows`: see `create_backend`."""

@@ -154,7 +154,7 @@ INLINE void NAME(weigh_columns)(const int R, const int C, const int is_tail, con
 }
 
 INLINE void NAME(weigh_rows)(const int R, const tile* t, int row, const ELEMENT* const* values) {
-  const int C = R <= 3 ? 4 : 2;
+  const int C = R <= 2 ? 4 : 2;
   int64_t d = 0;
   for (; d + C * LANES <= t->head_dim; d += C * LANES) NAME(weigh_columns)(R, C, 0, t, row, values, d);
   for (; d + LANES <= t->head_dim; d += LANES) NAME(weigh_columns)(R, 1, 0, t, row, values, d);
