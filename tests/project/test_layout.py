@@ -40,7 +40,6 @@ ALLOWED_IMPORTS = {
     ),
     "worker_service.step": (),
     "worker_service.session": ("worker_service.step",),
-    "worker_service.loader": ("worker_service", "kernels.cpu"),  # it chooses what the model computes with
     "worker_service.checkpoint": (),
     "worker_service.models": ("worker_service.models", "worker_service.checkpoint"),
     "worker_service.operations": ("worker_service.models", "kernels"),
