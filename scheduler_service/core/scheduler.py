@@ -768,12 +768,14 @@ class Scheduler:
         # Who wrote a shared block was planned before those who matched it: the cause is found before its consequences.
         planned = {row.sequence: i for i, row in enumerate(dispatch.rows)}
         for sequence in sorted(failed, key=lambda sequence: planned.get(sequence, -1)):
-            if sequence.has_failed or (sequence in dispatch.dropped and not sequence.is_finished):
+            if sequence.has_failed:
                 continue
-            group, ends = sequence.group, not sequence.is_finished
+            # One that was preempted, and computes this row again, may do better; what it wrote is bad all the same.
+            group, ends = sequence.group, not sequence.is_finished and sequence not in dispatch.dropped
             written = group.sequences if ends else [sequence]
             for bad in written:
-                bad.has_failed = True  # others may write the same content before its next row comes back
+                # Others may write the same content before its next row comes back.
+                bad.has_failed = ends or bad.is_finished
                 epoch.cache.unpublish(bad)
             for other in list(self._groups.values()):
                 if (other is not group or not ends) and any(
