@@ -1,7 +1,9 @@
 """Planted bugs: each must be caught by the simulator, or the simulator is not worth what it says.
 
-A mutant is a patch of the source as it stands. A snippet that is not there exactly once is an error, so that no mutant
-quietly becomes a no-op when the code changes. Run all: `python -m tests.sim.mutants`, or some: give parts of names.
+The seeds that once found a defect of the core (`known_seeds.py`) are tried first: each that was mended keeps a mutant
+here, which they must still find. A mutant is a patch of the source as it stands. A snippet that is not there exactly
+once is an error, so that no mutant quietly becomes a no-op when the code changes. Run all with `python -m
+tests.sim.mutants`, or some: give parts of names.
 """
 
 import argparse
@@ -14,6 +16,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.sim.known_seeds import KNOWN_SEEDS
 
 ROOT = Path(__file__).parents[2]
 _COPIED = ("scheduler_service", "worker_service", "tests/core", "tests/sim")
@@ -170,10 +174,16 @@ MUTANTS = (
         "        for host_block in host_blocks:\n            self.forget_host(host_block)\n",
         "",
     ),
+    _mutant(
+        "a preempted beam's bad blocks stay published",
+        "scheduler",
+        "            if sequence.has_failed:\n",
+        "            if sequence.has_failed or (sequence in dispatch.dropped and not sequence.is_finished):\n",
+    ),
     Mutant(
         "a second bad row unpublishes what others wrote since the first",
         (
-            (f"{_CORE}scheduler.py", "                bad.has_failed = True", "                bad.has_failed = False"),
+            (f"{_CORE}scheduler.py", "bad.has_failed = ends or bad.is_finished", "bad.has_failed = False"),
             (
                 f"{_CORE}cache_manager.py",
                 "max(sequence.num_matched_blocks, sequence.num_published_blocks) > other",
@@ -308,8 +318,8 @@ MUTANTS = (
     _mutant(
         "the first is the victim, not the last",
         "scheduler",
-        "self._preempt(epoch, draft, self._running.last())",
-        "self._preempt(epoch, draft, next(iter(self._running)))",
+        "                break\n            self._preempt(epoch, draft, self._running.last())\n",
+        "                break\n            self._preempt(epoch, draft, next(iter(self._running)))\n",
     ),
     _mutant(
         "the newest running group is served first",
@@ -419,9 +429,10 @@ def _hunt(mutant: Mutant, num_seeds: int, first: int) -> tuple[Mutant, str]:
         _plant(mutant, folder)
         program = (
             "from tests.sim.campaign import run_seed\n"
-            f"for seed in range({first}, {first + num_seeds}):\n"
-            "    for failed, error in run_seed(seed).failures.items():\n"
-            f"        print(f'seed {{failed - {first}}}: {{error[:100]}}')\n"
+            f"seeds = [*{list(KNOWN_SEEDS)}, *range({first}, {first + num_seeds})]\n"
+            "for number, seed in enumerate(seeds, start=1):\n"
+            "    for error in run_seed(seed).failures.values():\n"
+            "        print(f'caught by seed {seed}, number {number}: {error[:100]}')\n"
             "        raise SystemExit\n"
         )
         environment = {**os.environ, "PYTHONPATH": name}
@@ -448,7 +459,7 @@ def main() -> int:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for mutant, caught in pool.map(lambda mutant: _hunt(mutant, arguments.seeds, arguments.first), chosen):
             print(f"{mutant.name}: {caught or 'NOT CAUGHT'}", flush=True)
-            if not caught.startswith("seed"):
+            if not caught.startswith("caught"):
                 survivors.append(mutant.name)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught in {time.perf_counter() - started:.0f} s")
     return 1 if survivors else 0

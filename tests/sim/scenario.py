@@ -32,8 +32,8 @@ FAULTS = (
 
 # How many of the seeds have requests of this kind.
 _FEATURES = (
-    ("samples", 0.4),
-    ("beams", 0.4),
+    ("samples", 0.6),
+    ("beams", 0.5),
     ("stops", 0.3),
     ("priorities", 0.25),
     ("tenants", 0.25),
@@ -148,6 +148,8 @@ def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]
     spread = rng.choice((0.0, 0.2, 0.6))
     most_tokens = rng.choice((3, 12, 12, 16))
     features = [name for name, rate in _FEATURES if rng.random() < rate]
+    if rng.random() < 0.2:  # a crowd of groups at once
+        spread, features = 0.0, ["samples", rng.choice(("samples", "beams"))]
     arrivals: list[Arrival] = []
     for i in range(rng.randint(3, 6)):
         prompt = _draw_prompt(rng, stems, longest, capacity.block_size)
@@ -200,7 +202,7 @@ def _draw_request(
         width = rng.choice((1, 2, 2, 3, 4))
         penalty = rng.choice((1.0, 0.0, 2.0, -1.0))
         beam, n = BeamParams(width, penalty, rng.choice(list(EarlyStopping))), rng.randint(1, width)
-    elif "samples" in features and rng.random() < 0.6:
+    elif "samples" in features and rng.random() < 0.8:
         n = rng.randint(2, 4)
     return Request(
         request_id=request_id,

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.sim.campaign import command_for, run_campaign, run_seed, run_seeds
+from tests.sim.known_seeds import KNOWN_SEEDS
 
 ROOT = Path(__file__).parents[2]
-
-# Seeds that found a defect once, and what it was.
-REGRESSIONS: dict[int, str] = {}
 
 
 def test_fresh_seeds():
@@ -26,7 +24,7 @@ def test_fresh_seeds():
     )
 
 
-@pytest.mark.parametrize("seed", REGRESSIONS)
+@pytest.mark.parametrize("seed", KNOWN_SEEDS)
 def test_known_seeds(seed):
     assert not run_seed(seed).failures
 
