@@ -76,6 +76,8 @@ class CacheManager:
         if num_rows == 1:
             return num_blocks
         num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
+        if self.window and request.beam:
+            num_shared = 0  # a beam whose row is opened late may find that the window has passed over the prompt
         num_copies = num_rows if request.beam else 0
         return num_shared + num_rows * (num_blocks - num_shared) + num_copies
 
@@ -166,12 +168,14 @@ class CacheManager:
                 self.pool.share(block)
             sequence.block_table.append(block)
         sequence.num_freed_blocks = min(other.num_freed_blocks, num_blocks)
-        sequence.num_published_blocks = min(other.num_published_blocks, num_blocks)
+        num_published = min(other.num_published_blocks, num_blocks)
+        if sequence.num_freed_blocks >= num_published:
+            return  # nobody need hold the last one any more, so nothing can be published on top of it
         node = other.node
-        for _ in range(other.num_published_blocks - sequence.num_published_blocks):
+        for _ in range(other.num_published_blocks - num_published):
             assert node is not None
             node = node.parent
-        sequence.node = node if sequence.num_published_blocks else None
+        sequence.node, sequence.num_published_blocks = node, num_published
 
     # Running
 
