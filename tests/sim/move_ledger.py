@@ -3,12 +3,18 @@
 It knows less than the worker: a move counts as under way until the scheduler has heard that it is done.
 """
 
-from scheduler_service.core.plan import StepPlan
+from scheduler_service.core.plan import RowOpening, StepPlan
+
+
+def first_needed_block(opening: RowOpening, block_size: int, window: int) -> int:
+    """Index of the first block that the row will read: those before fell out of the window, and may be anybody's."""
+    return max(0, opening.num_computed_tokens - window + 1) // block_size if window else 0
 
 
 class MoveLedger:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, window: int) -> None:
         self._block_size = block_size
+        self._window = window
         self._moves: dict[int, StepPlan] = {}  # unacknowledged plans with moves, by step
         self.num_out = self.num_in = 0  # moves under way
 
@@ -38,7 +44,7 @@ class MoveLedger:
         read = [*plan.copy_source_blocks, *plan.set_block_ids]
         for opening in plan.openings:
             num_full = opening.num_computed_tokens // self._block_size
-            read += opening.block_ids[:num_full]
+            read += opening.block_ids[first_needed_block(opening, self._block_size, self._window) : num_full]
             written += opening.block_ids[num_full:]
         assert written_device.isdisjoint(read), f"S4: a block is read before its swap-in is done: {plan}"
         assert (read_device | written_device).isdisjoint(written), f"S3: a block of a move is written: {plan}"

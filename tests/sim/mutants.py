@@ -175,6 +175,12 @@ MUTANTS = (
         "",
     ),
     _mutant(
+        "a sample publishes on top of a block that nobody holds",
+        "cache_manager",
+        "if sequence.num_freed_blocks >= num_published:",
+        "if sequence.num_freed_blocks > num_published:",
+    ),
+    _mutant(
         "a preempted beam's bad blocks stay published",
         "scheduler",
         "            if sequence.has_failed:\n",

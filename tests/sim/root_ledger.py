@@ -5,11 +5,13 @@ from typing import Any
 
 from scheduler_service.core.plan import StepPlan
 from tests.sim.client import Client
+from tests.sim.move_ledger import first_needed_block
 
 
 class RootLedger:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, window: int) -> None:
         self._block_size = block_size
+        self._window = window
         self._device: dict[int, Any] = {}  # root of what a block was last written with, by block
         self._host: dict[int, Any] = {}
         self._rows: dict[int, Any] = {}  # root of the row in a slot
@@ -26,8 +28,9 @@ class RootLedger:
             request = client_of[opening.sequence_id].request
             root = self._rows[opening.slot] = (request.tenant, request.cache_salt)
             num_full = opening.num_computed_tokens // self._block_size
-            for block in opening.block_ids[:num_full]:
-                assert not block or device[block] == root, f"S7: a block of {device[block]} is read by {root}: {plan}"
+            first = first_needed_block(opening, self._block_size, self._window)
+            for block in opening.block_ids[first:num_full]:
+                assert device[block] == root, f"S7: a block of {device[block]} is read by {root}: {plan}"
             for block in opening.block_ids[num_full:]:
                 device[block] = root
         for source, target in zip(plan.fork_source_slots, plan.fork_target_slots, strict=True):

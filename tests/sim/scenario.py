@@ -173,7 +173,8 @@ def _shrunk(request: Request, capacity: WorkerCapacity) -> Request:
     """With as many sequences as the pool can hold, most of the time."""
     size = capacity.block_size
     num_blocks = -(-(len(request.prompt_token_ids) + request.max_tokens - 1) // size)
-    num_shared = (len(request.prompt_token_ids) - 1) // size
+    has_window = capacity.sliding_window and request.beam
+    num_shared = 0 if has_window else (len(request.prompt_token_ids) - 1) // size
     num_copies = 1 if request.beam else 0
     most = max(1, (capacity.num_device_blocks - num_shared) // (num_blocks - num_shared + num_copies))
     if request.beam is None:

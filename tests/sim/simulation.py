@@ -78,8 +78,8 @@ class Simulation:
         self.connection: Connection | None = None  # of the epoch that the scheduler is in
         self.dialled: Connection | None = None  # waits for Ready
         self.old_connections: deque[Connection] = deque(maxlen=3)
-        self.ledger = MoveLedger(scenario.capacity.block_size)
-        self.root_ledger = RootLedger(scenario.capacity.block_size)
+        self.ledger = MoveLedger(scenario.capacity.block_size, scenario.capacity.sliding_window)
+        self.root_ledger = RootLedger(scenario.capacity.block_size, scenario.capacity.sliding_window)
         self.last_moved_step = 0
         self.cache_view = CacheView()
         self.process = WorkerProcess(self, scenario.capacity)
@@ -342,9 +342,9 @@ class Simulation:
         if self.trace is not None:
             self.note("ready", connection.epoch, _brief(self.process.capacity))
         self.dialled, self.connection = None, connection
-        self.ledger, self.last_moved_step = MoveLedger(self.process.capacity.block_size), 0
-        self.root_ledger = RootLedger(self.process.capacity.block_size)
         capacity = self.process.capacity
+        self.ledger, self.last_moved_step = MoveLedger(capacity.block_size, capacity.sliding_window), 0
+        self.root_ledger = RootLedger(capacity.block_size, capacity.sliding_window)
         self._take(self.scheduler.worker_joined(capacity, connection.epoch, self.clock))
         self._audit(7, connection.epoch)
         self.wake()
