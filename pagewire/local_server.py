@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 from pagewire.errors import CommandError
 from pagewire.supervisor import READY_PREFIX
@@ -19,9 +20,20 @@ STOP_TIMEOUT_S = 45.0
 def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
     """The url of a server that runs inside the block. CommandError if it does not come up.
 
-    `flags` are those of `pagewire serve`. For the main thread only: from now on SIGTERM unwinds the block.
+    `flags` are those of `pagewire serve`. For the main thread only: from now on SIGTERM unwinds the block as Ctrl-C
+    does, and then raises SystemExit.
     """
-    signal.signal(signal.SIGTERM, _exit)
+    terminations: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        # Raising here would throw out of any line of an event loop, gRPC's callbacks among them, which crashes: what
+        # handles Ctrl-C at this time, asyncio's handler inside `asyncio.run`, knows how to unwind.
+        terminations.append(number)
+        handler = signal.getsignal(signal.SIGINT)
+        assert callable(handler)
+        handler(signal.SIGINT, frame)
+
+    signal.signal(signal.SIGTERM, interrupt)
     command = [sys.executable, "-m", "pagewire", "serve", model, *SERVE_FLAGS, *flags]
     print(f"starting pagewire serve {model}", file=sys.stderr)
     started_at = time.monotonic()
@@ -40,8 +52,5 @@ def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
                 process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def _exit(number: int, frame: object) -> None:
-    """Unwinds the block, so that the server goes too."""
-    sys.exit(128 + number)
+            if terminations:
+                sys.exit(128 + terminations[0])
