@@ -66,7 +66,8 @@ def load_model(
     is_tied = config.tie_word_embeddings and "lm_head.weight" not in checkpoint.names
     if is_tied:
         model.head.weight = None
-    model.to(dtype).to_empty(device=device)
+    # Not `to_empty`: torch asks its symbolic shapes how to lay out a meta tensor, and importing sympy takes half a second.
+    model.to(dtype)._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     load_weights(model, checkpoint, _weights(family, config, checkpoint), family.ignored, progress)
     if is_tied:
         model.head.weight = model.embedding.weight
