@@ -8,20 +8,62 @@ import torch
 from torch import Tensor
 
 
-def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
     """Writes the keys and values of a step's tokens to their slots of one layer's cache, in place.
 
     Args:
         key, value: [T, num_kv_heads, head_dim].
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], strided or not.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], strided or not. Caches of
+            float8_e4m3fn hold what `quantize` makes of keys and values.
         slot_mapping: [T], `block_id * block_size + offset` of each token; a token of slot -1 is skipped.
+        key_scale, value_scale: factors of what caches of float8_e4m3fn hold; others have none.
     """
+    if key_cache.dtype == torch.float8_e4m3fn:
+        key, value = quantize(key, key_scale), quantize(value, value_scale)
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == -1:
             continue
         key_cache[slot // block_size, slot % block_size] = key[token]
         value_cache[slot // block_size, slot % block_size] = value[token]
+
+
+def quantize(x: Tensor, scale: float) -> Tensor:
+    """x / scale as float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
+
+    https://arxiv.org/abs/2209.05433. Multiplied in float32 by 1 / scale, then rounded to nearest even; what lies beyond
+    +-448 becomes that, and NaN stays NaN.
+    """
+    return (x.float() * (1.0 / scale)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    """Copies block source_ids[i] of the cache to block target_ids[i], for all i, in place.
+
+    The cache is [num_blocks, ...]; ids are [N]. No target is named twice, and none is a source too.
+    """
+    for source, target in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
+        cache[target] = cache[source]
+
+
+def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """Copies block block_ids[i] of the cache, [num_blocks, ...], to staging[i], for all i; staging: [N, ...]."""
+    for index, block_id in enumerate(block_ids.tolist()):
+        staging[index] = cache[block_id]
+
+
+def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+    """Copies staging[i] to block block_ids[i] of the cache, for all i, as in `gather_blocks`; no id is named twice."""
+    for index, block_id in enumerate(block_ids.tolist()):
+        cache[block_id] = staging[index]
 
 
 def paged_attention(
