@@ -37,7 +37,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """Key of the table: a head dimension and a number of groups rounded up to powers of two, bytes of a cache element."""
+    """Key of the table: head dimension and number of groups as powers of two, rounded up, and bytes of an element."""
 
     kernel: str
     head_dim: int
@@ -122,7 +122,7 @@ def read(path: Path = MEASURED_TILES) -> dict[Shape, Tile]:
 def write(measured: dict[Shape, Tile], device: str, path: Path = MEASURED_TILES) -> None:
     """Writes measured tiles and the name of the device that they were measured on, one line each."""
     lines = [json.dumps({"shape": vars(shape), "tile": vars(tile)}) for shape, tile in measured.items()]
-    path.write_text('{"device": %s, "tiles": [\n%s\n]}\n' % (json.dumps(device), ",\n".join(lines)))  # noqa: UP031
+    path.write_text(f'{{"device": {json.dumps(device)}, "tiles": [\n' + ",\n".join(lines) + "\n]}\n")
     _measured.cache_clear()
 
 

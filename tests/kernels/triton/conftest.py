@@ -10,6 +10,9 @@ if not torch.cuda.is_available():
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("something imported Triton before these tests could choose its interpreter")
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests.kernels.triton import interpreter
+
+    interpreter.repair()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """What a module of checks offers about its kernels, so that they can be checked and timed without pytest.
 
-Each module beside this one has `device_cases()`, `bench_cases()` and `compile_cases()`, which yield these. Making a case
-touches no device: everything is allocated when it is run.
+Each module beside this one has `device_cases()`, `bench_cases()` and `compile_cases()`, which yield these. Making a
+case touches no device: everything is allocated when it is run.
 """
 
 from collections.abc import Callable, Sequence
