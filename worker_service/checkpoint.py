@@ -15,6 +15,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
 class CheckpointError(Exception):
     """A checkpoint that cannot be served. The text names the file or tensor at fault and what was expected."""
 
@@ -34,6 +37,10 @@ class Checkpoint:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Of a tensor that is there; None if it is none that a model computes in."""
+        return _DTYPES.get(self._open(self._files[name]).get_slice(name).get_dtype())
 
     def copy(self, name: str, target: Tensor) -> None:
         """Reads one tensor straight into `target`, to its dtype and device.
