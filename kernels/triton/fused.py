@@ -1,5 +1,5 @@
 """What a decoder does between its matrix products, a launch each. Specifications: the functions of the same names in
-`kernels/reference.py`, whose intermediate roundings these keep.
+`kernels/reference.py`, whose intermediate roundings these keep: products and sums are not contracted.
 """
 
 import torch
@@ -58,7 +58,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     output = gate_up.new_empty(num_tokens, size)
     if output.numel():
         _silu_mul_kernel[(num_tokens, triton.cdiv(size, _TILE_ELEMENTS))](
-            gate_up, output, gate_up.stride(0), size, TILE=_TILE_ELEMENTS, num_warps=_NUM_WARPS
+            gate_up, output, gate_up.stride(0), size, TILE=_TILE_ELEMENTS, num_warps=_NUM_WARPS, enable_fp_fusion=False
         )
     return output
 
@@ -167,6 +167,7 @@ def _rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> T
         TILE_ROWS=tile_rows,
         HAS_UPDATE=update is not None,
         num_warps=min(16, max(_NUM_WARPS, padded_size // 1024)),
+        enable_fp_fusion=False,
     )
     return output
 
@@ -214,6 +215,7 @@ def _launch_norm_rope(
         HAS_CACHE=cache is not None,
         IS_QUANTIZED=key_cache.dtype == torch.float8_e4m3fn,
         num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
     )
 
 
@@ -382,17 +384,16 @@ def _norm_rope_kernel(
     tl.store(sources + HALF, turned_second, mask=is_query)
     if HAS_CACHE:
         slot = tl.load(slot_mapping + token).to(tl.int64)
-        block, position = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        keys = key_cache + block * key_cache_stride_block + position * key_cache_stride_position
-        keys += (head - NUM_HEADS) * key_cache_stride_head + pair
-        is_key &= slot >= 0
-        tl.store(keys, _cached(turned_first, inverse_key_scale, key_cache, IS_QUANTIZED), mask=is_key)
-        tl.store(keys + HALF, _cached(turned_second, inverse_key_scale, key_cache, IS_QUANTIZED), mask=is_key)
-        values = value_cache + block * value_cache_stride_block + position * value_cache_stride_position
-        values += (head - NUM_HEADS - NUM_KV_HEADS) * value_cache_stride_head + pair
-        is_value &= slot >= 0
-        tl.store(values, _cached(raw_first, inverse_value_scale, value_cache, IS_QUANTIZED), mask=is_value)
-        tl.store(values + HALF, _cached(raw_second, inverse_value_scale, value_cache, IS_QUANTIZED), mask=is_value)
+        if slot >= 0:
+            block, position = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+            keys = key_cache + block * key_cache_stride_block + position * key_cache_stride_position
+            keys += (head - NUM_HEADS) * key_cache_stride_head + pair
+            tl.store(keys, _cached(turned_first, inverse_key_scale, key_cache, IS_QUANTIZED), mask=is_key)
+            tl.store(keys + HALF, _cached(turned_second, inverse_key_scale, key_cache, IS_QUANTIZED), mask=is_key)
+            values = value_cache + block * value_cache_stride_block + position * value_cache_stride_position
+            values += (head - NUM_HEADS - NUM_KV_HEADS) * value_cache_stride_head + pair
+            tl.store(values, _cached(raw_first, inverse_value_scale, value_cache, IS_QUANTIZED), mask=is_value)
+            tl.store(values + HALF, _cached(raw_second, inverse_value_scale, value_cache, IS_QUANTIZED), mask=is_value)
     else:
         tl.store(sources, turned_first, mask=is_key)
         tl.store(sources + HALF, turned_second, mask=is_key)
