@@ -31,7 +31,6 @@ class Checkpoint:
             CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
         """
         self._path = path
-        self._handles: dict[str, Any] = {}  # open files by name
         self._files = self._find_files()  # tensor name -> file name
 
     @property
@@ -78,15 +77,14 @@ class Checkpoint:
         return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
 
     def _open(self, file_name: str) -> Any:
-        if file_name not in self._handles:
-            file = self._path / file_name
-            if not file.is_file():
-                raise CheckpointError(f"{file} is missing; {INDEX_FILE} names it")
-            try:
-                self._handles[file_name] = safe_open(file, framework="pt", device="cpu")
-            except SafetensorError as error:
-                raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
-        return self._handles[file_name]
+        """Opened anew each time: a file that stays open keeps in memory all that was read of it."""
+        file = self._path / file_name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; {INDEX_FILE} names it")
+        try:
+            return safe_open(file, framework="pt", device="cpu")
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from worker_service.cache_engine import (
 )
 from worker_service.checkpoint import model_digest
 from worker_service.config import WorkerConfig, parse_memory
+from worker_service.cpu_decoder import fused
 from worker_service.engine import LoadedWorker
 from worker_service.model_runner import Model, ModelRunner
 from worker_service.models import ModelConfig, load_model
-from worker_service.models.cpu_decoder import fused
 from worker_service.operations import create_operations
 from worker_service.sequence_table import TableLimits
 from worker_service.step import Ready, RowOpening, SamplingParams, StepPlan

@@ -44,6 +44,12 @@ ALLOWED_IMPORTS = {
     "worker_service.models": ("worker_service.models", "worker_service.checkpoint"),
     "worker_service.operations": ("worker_service.models", "kernels"),
     "worker_service.attention": ("worker_service.attention", "kernels"),
+    "worker_service.cpu_decoder": (
+        "worker_service.models",
+        "worker_service.operations",
+        "worker_service.attention",
+        "kernels",
+    ),
     "pagewire": ("pagewire", "scheduler_service", "worker_service", "protos.gen.pagewire.scheduler"),
 }
 # The only modules of a service that may import its rpc package from outside it.

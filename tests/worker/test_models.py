@@ -12,9 +12,9 @@ from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service import models
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.checkpoint import CheckpointError
+from worker_service.cpu_decoder import CpuDecoder, fused
 from worker_service.models import ModelConfig
 from worker_service.models.config import parse_config
-from worker_service.models.cpu_decoder import CpuDecoder, fused
 from worker_service.models.linear import Linear
 from worker_service.operations import create_operations
 
