@@ -5,7 +5,10 @@ interprets. Prints a line per variant, and ends with status 1 if one does not co
 """
 
 import importlib
+import re
+import subprocess
 import sys
+import tempfile
 import traceback
 
 import triton
@@ -33,7 +36,20 @@ def compile_case(case: CompileCase) -> str:
     shared = compiled.metadata.shared
     if shared > MAX_SHARED_MEMORY:
         raise ValueError(f"needs {shared} bytes of shared memory; a program has at most {MAX_SHARED_MEMORY}")
-    return f"{shared} bytes of shared memory, {len(compiled.asm['cubin'])} bytes of code"
+    return f"{shared} bytes of shared memory, {registers(compiled.asm['cubin'])}"
+
+
+def registers(cubin: bytes) -> str:
+    """What a thread has, and what it spills to its stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise ValueError(f"cuobjdump tells no use of resources: {usage}")
+    return f"{found[1]} registers, {found[2]} bytes of stack"
 
 
 def main(modules: list[str]) -> int:

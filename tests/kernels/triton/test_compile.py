@@ -19,4 +19,4 @@ def test_kernels_compile(module, tmp_path):
     command = [sys.executable, "-m", "tests.kernels.triton.compilation", module]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("bytes of code") >= 1, "no kernel was compiled"
+    assert result.stdout.count(" registers, ") >= 1, "no kernel was compiled"
