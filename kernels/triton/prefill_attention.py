@@ -9,19 +9,13 @@ Rows with one new token are better off in `decode_attention`: call both, each fo
 Specification: `kernels.reference.paged_attention`.
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.triton import tiles
-from kernels.triton.cache import check_caches, check_scales
+from kernels.triton.attention_arguments import Rows, Scoring, check_integers, check_tensors, operand
 
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
-_FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_LOG2_E = 1.4426950408889634
 # Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
 _LOWEST = tl.constexpr(-3.0e38)
 
@@ -70,139 +64,49 @@ def paged_prefill(
         ValueError: a shape, dtype, stride or number is not one of these.
     """
     if output is None:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    rows = _Rows(block_tables, seq_lens, query_start_loc, selected_blocks, num_selected)
-    scoring = _Scoring(scale, window, alibi_slopes, softcap)
-    _check_tensors(query, key_cache, value_cache, output)
-    check_scales(key_cache.dtype, key_scale, value_scale)
-    _check_rows(rows, key_cache.shape[2])
-    _check_scoring(scoring, query.shape[1])
+        output = query.new_empty(query.shape)
+    check_tensors(query, key_cache, value_cache, output)
+    rows = Rows(block_tables, seq_lens, selected_blocks, num_selected)
+    rows.check(seq_lens.numel(), key_cache.shape[2])
+    check_integers("query_start_loc", query_start_loc, (seq_lens.numel() + 1,))
+    scoring = Scoring(scale, window, alibi_slopes, softcap, key_scale, value_scale)
+    scoring.check(query.shape[1], key_cache.dtype)
+    if seq_lens.numel():
+        _launch(output, query, key_cache, value_cache, rows, query_start_loc, scoring)
+    return output
+
+
+def _launch(
+    output: Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    rows: Rows,
+    query_start_loc: Tensor,
+    scoring: Scoring,
+) -> None:
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-    num_groups = query.shape[1] // num_kv_heads
+    num_groups, num_rows = query.shape[1] // num_kv_heads, rows.seq_lens.shape[0]
     tile = tiles.lookup("paged_prefill", head_dim=head_dim, num_groups=num_groups, dtype=key_cache.dtype)
-    num_rows = seq_lens.shape[0]
-    if num_rows == 0:
-        return output
-    _paged_prefill_kernel[(query.shape[0] // (tile.block_m // num_groups) + num_rows, num_kv_heads)](
-        *(output, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc),
-        *(alibi_slopes, selected_blocks, num_selected),
-        *(num_rows, _score_factor(scoring) * key_scale, softcap * _LOG2_E, value_scale, window),
+    max_tiles = query.shape[0] // (tile.block_m // num_groups) + num_rows  # see `_find_tile`
+    _paged_prefill_kernel[(max_tiles, num_kv_heads)](
+        *(output, query, key_cache, value_cache, rows.block_tables, rows.seq_lens, query_start_loc),
+        *(scoring.alibi_slopes, rows.selected_blocks, rows.num_selected, num_rows),
+        *(scoring.score_factor, scoring.cap, scoring.value_scale, scoring.window),
         *(*output.stride()[:2], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]),
-        *(block_tables.stride(0), 0 if selected_blocks is None else selected_blocks.shape[2]),
+        *(rows.block_tables.stride(0), rows.max_selected),
         NUM_GROUPS=num_groups,
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        HAS_WINDOW=window > 0,
-        HAS_SOFTCAP=softcap > 0,
-        OPERAND=_operand(query.dtype, key_cache.dtype),
+        HAS_WINDOW=scoring.window > 0,
+        HAS_SOFTCAP=scoring.softcap > 0,
+        OPERAND=operand(query.dtype, key_cache.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return output
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The rows of a batch, as in `paged_prefill`."""
-
-    block_tables: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    selected_blocks: Tensor | None
-    num_selected: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Scoring:
-    """How products become weights, as in `paged_prefill`."""
-
-    scale: float
-    window: int
-    alibi_slopes: Tensor | None
-    softcap: float
-
-
-def _score_factor(scoring: _Scoring) -> float:
-    """What products are multiplied by: to units of log 2, or to what `_cap` takes."""
-    return scoring.scale * _LOG2_E * (2 / scoring.softcap if scoring.softcap else 1)
-
-
-def _operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
-    """What products are made of.
-
-    8-bit floats become float16, exactly and in fewer instructions than bfloat16 takes. The interpreter cannot multiply
-    bfloat16.
-    """
-    if query_dtype == torch.bfloat16 and _INTERPRETED:
-        return tl.float32
-    if query_dtype == torch.bfloat16 and cache_dtype == torch.float8_e4m3fn:
-        return tl.float16
-    return _FLOATS[query_dtype]
-
-
-def _check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor) -> None:
-    check_caches(key_cache, value_cache)
-    num_kv_heads, head_dim = key_cache.shape[2:]
-    if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % num_kv_heads:
-        raise ValueError(
-            f"queries are {list(query.shape)}; these caches take [tokens, a multiple of {num_kv_heads} heads, "
-            f"{head_dim}]"
-        )
-    if query.dtype not in _FLOATS or key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
-        raise ValueError(
-            f"queries hold {query.dtype} and the caches {key_cache.dtype}; make queries float16, bfloat16 or float32, "
-            "and the caches the same or float8_e4m3fn"
-        )
-    if output.shape != query.shape or output.dtype != query.dtype:
-        raise ValueError(
-            f"the output is {list(output.shape)} {output.dtype}; make it {list(query.shape)} {query.dtype}, like the "
-            "queries"
-        )
-    if query.stride(2) != 1 or output.stride(2) != 1:
-        raise ValueError(
-            f"the last dimension of queries and output has strides {query.stride(2)} and {output.stride(2)}; "
-            "make it dense"
-        )
-
-
-def _check_rows(rows: _Rows, num_kv_heads: int) -> None:
-    num_rows = rows.seq_lens.numel()
-    _check_integers("block_tables", rows.block_tables, (num_rows, rows.block_tables.shape[-1]))
-    _check_integers("seq_lens", rows.seq_lens, (num_rows,))
-    _check_integers("query_start_loc", rows.query_start_loc, (num_rows + 1,))
-    if (rows.selected_blocks is None) != (rows.num_selected is None):
-        raise ValueError("one of selected_blocks and num_selected is given; give both or none")
-    if rows.selected_blocks is not None and rows.num_selected is not None:
-        max_selected = rows.selected_blocks.shape[-1]
-        _check_integers("selected_blocks", rows.selected_blocks, (num_rows, num_kv_heads, max_selected))
-        _check_integers("num_selected", rows.num_selected, (num_rows, num_kv_heads))
-
-
-def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Only tables, of two dimensions, may lie apart: they are often slices."""
-    is_dense = tensor.stride(-1) == 1 if tensor.dim() == 2 and name == "block_tables" else tensor.is_contiguous()
-    if tuple(tensor.shape) != shape or tensor.dtype != torch.int32 or not is_dense:
-        raise ValueError(
-            f"{name} are {list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}; "
-            f"make them {list(shape)} torch.int32, dense"
-        )
-
-
-def _check_scoring(scoring: _Scoring, num_heads: int) -> None:
-    slopes = scoring.alibi_slopes
-    if slopes is not None and (
-        slopes.shape != (num_heads,) or slopes.dtype != torch.float32 or not slopes.is_contiguous()
-    ):
-        raise ValueError(
-            f"alibi_slopes are {list(slopes.shape)} {slopes.dtype}; make them [{num_heads}] float32, dense"
-        )
-    if not scoring.scale > 0:
-        raise ValueError(f"scale is {scoring.scale}; it must be greater than 0")
-    if scoring.window < 0 or scoring.softcap < 0:
-        raise ValueError(f"window is {scoring.window} and softcap {scoring.softcap}; neither may be negative")
 
 
 # Device code. Scores are in units of log 2, so that weights are powers of two.
@@ -233,8 +137,7 @@ def _paged_prefill_kernel(
     first_position = seq_len - num_queries + first_query
     last_position = tl.minimum(first_position + TILE_QUERIES, seq_len) - 1
 
-    members = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, PADDED_DIM)
+    members, dims = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_DIM)
     queries_of, heads = first_query + members // NUM_GROUPS, head * NUM_GROUPS + members % NUM_GROUPS
     is_member = (members < TILE_QUERIES * NUM_GROUPS) & (queries_of < num_queries)
     mask = is_member[:, None] & (dims < HEAD_DIM)[None, :]
@@ -243,35 +146,33 @@ def _paged_prefill_kernel(
     queries, factors = _prepare(tl.load(query, mask=mask, other=0.0), score_factor, OPERAND)
     slopes = factors
     if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + heads, mask=is_member, other=0.0) * 1.4426950408889634
+        slopes = tl.load(alibi_slopes + heads, mask=is_member, other=0.0) * 1.4426950408889634  # log2(e)
 
     first, begin, full_begin, full_end, end = _bound(first_position, last_position, window, BLOCK_N, HAS_WINDOW)
     selected = selected_blocks
-    if selected_blocks is not None:  # in any order, so that any tile may hold anything
+    if selected_blocks is not None:  # in any order: no tile is known to be seen by all
         row_head = row.to(tl.int64) * tl.num_programs(1) + head
         selected = selected_blocks + row_head * max_selected
-        begin, full_begin, full_end = 0, 0, 0
-        end = tl.load(num_selected + row_head) * BLOCK_SIZE
-    block_table = block_tables + row.to(tl.int64) * table_stride_row
+        begin, end = 0, tl.load(num_selected + row_head) * BLOCK_SIZE
     sums = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     totals = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], _LOWEST, tl.float32)
-    for part in tl.static_range(3):  # up to what all queries of the tile see, that, and past it
+    for part in tl.static_range(3):  # before what all queries of the tile see, that, and past it
+        until = end
         if part == 0:
-            part_begin, part_end = begin, tl.minimum(full_begin, end)
+            until = tl.minimum(full_begin, end)
         elif part == 1:
-            part_begin, part_end = full_begin, full_end
-        else:
-            part_begin, part_end = tl.maximum(full_begin, full_end), end
+            until = full_end
         if part == 2 or ((part == 1 or HAS_WINDOW) and selected_blocks is None):
             sums, totals, highest = _attend(
                 sums, totals, highest, queries, factors, slopes, cap, seq_len - num_queries + queries_of, window,
-                part_begin, part_end, first, last_position, block_table, selected,
+                begin, until, first, last_position, block_tables + row.to(tl.int64) * table_stride_row, selected,
                 key_cache + head * key_stride_head, value_cache + head * value_stride_head,
                 key_stride_block, key_stride_position, value_stride_block, value_stride_position,
                 HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_N, part != 1, HAS_WINDOW, HAS_SOFTCAP,
                 alibi_slopes is not None, OPERAND,
             )  # fmt: skip
+            begin = tl.maximum(begin, until)
     result = sums * (value_scale / tl.where(totals == 0.0, 1.0, totals))[:, None]
     output += (tokens * output_stride_token + heads * output_stride_head)[:, None] + dims[None, :]
     tl.store(output, result.to(output.dtype.element_ty), mask=mask)

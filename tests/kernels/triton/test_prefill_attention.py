@@ -11,8 +11,8 @@ from kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_prefill, make_batch
 
 TILE = Tile(block_n=16, num_warps=4, num_stages=2, block_m=16)
-# A chunk past a prefix that ends inside a block, a prompt of more than a block, and padding.
-CASE = Case(((5, 22), (17, 17), (1, 0)), num_kv_heads=2, num_groups=2)
+# Chunks past a prefix that ends inside a block, in one tile of queries and in two, and padding.
+CASE = Case(((3, 22), (9, 17), (1, 0)), num_kv_heads=2, num_groups=2)
 FEATURES = {
     "float16": {"dtype": torch.float16},
     "bfloat16": {"dtype": torch.bfloat16},
@@ -74,7 +74,7 @@ def test_every_head_dim(device, head_dim):
     check_paged_prefill(device, Case(((9, 20),), num_kv_heads=1, head_dim=head_dim, softcap=4.0), TILE)
 
 
-@pytest.mark.parametrize("block_size", [32, 64, 128, 240, 256])
+@pytest.mark.parametrize("block_size", [32, 128, 240, 256])
 @pytest.mark.parametrize("is_selected", [False, True])
 def test_every_block_size(device, block_size, is_selected):
     rows = ((7, block_size + 3), (2, block_size))
@@ -134,7 +134,7 @@ def refusals():
     query, cache = batch.query, batch.key_cache
     yield r"take \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[:, :3]}
     yield r"take \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[..., :16]}
-    yield "34 query heads share a KV head; it takes|takes 1 to 16", good | {"query": query.repeat(1, 17, 1)}
+    yield "34 query heads share a KV head; it must be 1 to 16", good | {"query": query.repeat(1, 17, 1)}
     yield "queries hold torch.float16 and the caches torch.float32", good | {"query": query.half()}
     yield "queries hold torch.float64", good | {"query": query.double()}
     yield "make it dense", good | {"query": query.mT.contiguous().mT}

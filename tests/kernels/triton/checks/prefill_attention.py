@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import reference
 from kernels.triton import prefill_attention, tiles
+from kernels.triton.attention_arguments import operand
 from kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
@@ -364,7 +365,7 @@ def _compile_case(
             "BLOCK_N": tile.block_n,
             "HAS_WINDOW": window,
             "HAS_SOFTCAP": softcap,
-            "OPERAND": prefill_attention._operand(_DTYPES[element], _DTYPES[stored]),
+            "OPERAND": operand(_DTYPES[element], _DTYPES[stored]),
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
