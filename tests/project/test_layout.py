@@ -184,7 +184,7 @@ def loaded_after(code: str) -> set[str]:
     return set(result.stderr.splitlines()[-1].split())
 
 
-HEAVY = {"torch", "numpy", "transformers", "safetensors"}
+HEAVY = {"torch", "triton", "numpy", "transformers", "safetensors"}
 
 
 def test_the_scheduler_and_the_client_load_neither_torch_nor_numpy() -> None:
