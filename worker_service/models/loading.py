@@ -71,7 +71,7 @@ def load_model(
     model.to(dtype)
     table = list(_weights(family, config, checkpoint))
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
-    # Not `to_empty`: torch asks its symbolic shapes how to lay out a meta tensor, and importing sympy takes half a second.
+    # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a second.
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     load_weights(model, checkpoint, table, family.ignored, progress)
     if is_tied:
