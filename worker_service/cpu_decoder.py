@@ -38,6 +38,10 @@ class CpuDecoder:
         cos, sin = self._decoder.rope(positions)
         return self._stack.forward(x, cos, sin, attend.rows, attend.scorings, attend.kv_cache)
 
+    def times(self) -> dict[str, int]:
+        """See `Model.times`."""
+        return self._stack.times()
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Model.compute_logits`."""
         return self._decoder.compute_logits(hidden)

@@ -50,6 +50,10 @@ class LayerWeights:
     down: PackedLinear
 
 
+# The order of source/decoder.h.
+PARTS = ("norms", "products", "rotary", "attention", "activation")
+
+
 class DecoderStack:
     """The layers of a decoder (Llama, Mistral, Qwen2, Qwen3) and the norm after them, computed in float32."""
 
@@ -73,6 +77,7 @@ class DecoderStack:
             eps,
         )
         self._kv_cache: Sequence[LayerCache] | None = None
+        self._times = (ctypes.c_int64 * len(PARTS))()
 
     def _layer(self, weights: LayerWeights) -> _Layer:
         for name, norm in (("attention_norm", weights.attention_norm), ("mlp_norm", weights.mlp_norm)):
@@ -116,10 +121,15 @@ class DecoderStack:
         self._use_cache(kv_cache, scorings)
         step = cache_step(rows, scorings[0], num_tokens, self._num_heads, self._heads_size, *kv_cache[0])
         hidden = torch.empty_like(x)
-        pointers = (ctypes.addressof(step), *(tensor.data_ptr() for tensor in (x, cos, sin, hidden)))
-        if self._library.decode(ctypes.addressof(self._decoder), *pointers):
+        pointers = [tensor.data_ptr() for tensor in (x, cos, sin, hidden)]
+        structures = (ctypes.addressof(self._decoder), ctypes.addressof(step))
+        if self._library.decode(*structures, *pointers, ctypes.addressof(self._times)):
             raise MemoryError(f"no memory for a step of {num_tokens} tokens")
         return hidden
+
+    def times(self) -> dict[str, int]:
+        """Nanoseconds of the last step by part: "norms", "products", "rotary", "attention" and "activation"."""
+        return dict(zip(PARTS, self._times, strict=True))
 
     def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[PagedScoring]) -> None:
         """Points the layers to a cache. Raises ValueError if its layers differ in shape or strides."""

@@ -44,7 +44,7 @@ class CpuKernels:
 
         library.panel_width.restype = integer
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
-        library.decode.argtypes = [pointer] * 6
+        library.decode.argtypes = [pointer] * 7
 
     @property
     def library(self) -> ctypes.CDLL:

@@ -18,6 +18,14 @@ typedef struct {
   float eps;
 } decoder;
 
+// Which of a step's parts takes how long. `operations.py` mirrors their order.
+enum { NORMS, PRODUCTS, ROTARY, ATTENTION, ACTIVATION, NUM_PARTS };
+
+typedef struct {
+  int64_t last;              // nanoseconds on the clock
+  int64_t parts[NUM_PARTS];  // nanoseconds
+} step_times;
+
 // What all threads of a step share.
 typedef struct {
   const decoder* model;
@@ -30,7 +38,24 @@ typedef struct {
   float* attended;         // [num_tokens, num_heads, head_dim]
   float* gate_up;          // [num_tokens, 2 * intermediate_size]
   float* interleaved;      // of the widest input of a matrix product
+  step_times* times;
 } decoding;
+
+static int64_t nanoseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+// Books the time since the last call to a part. Called by all threads after they have met.
+static void end_part(const decoding* d, int part) {
+#pragma omp master
+  {
+    const int64_t now = nanoseconds();
+    d->times->parts[part] += now - d->times->last;
+    d->times->last = now;
+  }
+}
 
 // x += update where there is one; normed = norm(x).
 static void norm_tokens(const decoding* d, const float* weight, const float* update, float* normed) {
@@ -84,15 +109,24 @@ static void decode_layer(const decoding* d, const decoder_layer* layer, const wo
   attention_step step = *d->step;
   step.window = layer->window;
   norm_into_groups(d, layer->attention_norm, update);
+  end_part(d, NORMS);
   multiply(&layer->qkv, &d->groups, d->interleaved, d->heads);
+  end_part(d, PRODUCTS);
   turn_and_store_heads(d, layer);
+  end_part(d, ROTARY);
   attend_items_float(&step, list, d->heads, layer->key_cache, layer->value_cache, d->attended);
   interleave_rows(&d->groups, d->attended, step.num_heads * step.head_dim, d->interleaved);
+  end_part(d, ATTENTION);
   multiply(&layer->output, &d->groups, d->interleaved, d->update);
+  end_part(d, PRODUCTS);
   norm_into_groups(d, layer->mlp_norm, d->update);
+  end_part(d, NORMS);
   multiply(&layer->gate_up, &d->groups, d->interleaved, d->gate_up);
+  end_part(d, PRODUCTS);
   silu_into_groups(d);
+  end_part(d, ACTIVATION);
   multiply(&layer->down, &d->groups, d->interleaved, d->update);
+  end_part(d, PRODUCTS);
 }
 
 // A list of work for each window that a layer has; layers with equal windows share one. 0 if there is no memory.
@@ -131,10 +165,13 @@ static float* share_out(decoding* d) {
   return memory;
 }
 
-// x: [num_tokens, hidden_size], embeddings that are overwritten; hidden: [num_tokens, hidden_size], normed. 0, or 1 if
-// there is no memory.
-int decode(const decoder* model, const attention_step* step, float* x, const float* cos, const float* sin, float* hidden) {
-  decoding d = {.model = model, .step = step, .groups = group_rows(step->num_tokens), .cos = cos, .sin = sin, .x = x};
+// x: [num_tokens, hidden_size], embeddings that are overwritten; hidden: [num_tokens, hidden_size], normed; times:
+// [NUM_PARTS] nanoseconds. 0, or 1 if there is no memory.
+int decode(const decoder* model, const attention_step* step, float* x, const float* cos, const float* sin, float* hidden,
+           int64_t* times) {
+  step_times clock = {.last = nanoseconds()};
+  decoding d = {.model = model, .step = step, .groups = group_rows(step->num_tokens), .cos = cos, .sin = sin, .x = x,
+                .times = &clock};
   work_list* lists = calloc((size_t)model->num_layers, sizeof(work_list));
   int* list_of_layer = malloc(sizeof(int) * (size_t)model->num_layers);
   float* memory = share_out(&d);
@@ -145,7 +182,9 @@ int decode(const decoder* model, const attention_step* step, float* x, const flo
       for (int64_t l = 0; l < model->num_layers; l++)
         decode_layer(&d, &model->layers[l], &lists[list_of_layer[l]], l ? d.update : NULL);
       norm_tokens(&d, model->norm, d.update, hidden);
+      end_part(&d, NORMS);
     }
+    memcpy(times, clock.parts, sizeof clock.parts);
   }
   if (lists)
     for (int64_t l = 0; l < model->num_layers; l++) free_work(&lists[l]);
