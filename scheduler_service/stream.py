@@ -9,13 +9,16 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one sequence got since its last delta. The last one has `end`."""
+class Delta(NamedTuple):
+    """What one sequence got since its last delta. The last one has `end`.
+
+    A tuple, because there is one for every token, and a frozen dataclass takes four times as long to make.
+    """
 
     index: int  # which sample of its request
     first_token: int  # index in the output of the first of token_ids
@@ -91,7 +94,7 @@ class TokenStream:
 class FanOut:
     """Serves the streams that have something to deliver, in order, `batch_size` per turn of the event loop."""
 
-    def __init__(self, batch_size: int = 8) -> None:
+    def __init__(self, batch_size: int = 16) -> None:
         self._batch_size = batch_size
         self._queue: deque[TokenStream] = deque()
         self._is_scheduled = False
