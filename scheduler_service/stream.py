@@ -20,7 +20,7 @@ class Delta(NamedTuple):
     A tuple, because there is one for every token, and a frozen dataclass takes four times as long to make.
     """
 
-    index: int  # which sample of its request
+    index: int  # type: ignore[assignment]  # which sample of its request; hides the method of tuples
     first_token: int  # index in the output of the first of token_ids
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
