@@ -4,7 +4,8 @@
 
 Arms take turns; figures are medians. `steps` is the step loop with nobody to deliver to: what an arm costs beyond it
 with as many streams is delivery. `bare` is a gRPC server that does nothing but send messages of the same tokens, made
-beforehand, at the same pace: the same streams cannot be served for less in Python. Raw numbers go to
+beforehand, at the same pace: the same streams cannot be served for less in Python. Front ends take tokens alone, over
+16 connections, with GenerateMany; `idle` has 1,000 more such calls open that nobody uses. Raw numbers go to
 bench/results/front_end.json.
 """
 
@@ -15,8 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import grpc.aio
@@ -28,6 +30,10 @@ from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 MODEL = "models/storyteller"
 PROMPT = tuple(range(300, 332))
 GENERATE_STREAMS, GENERATE_GOAL_US = 32, 35.0
+MANY_STREAMS, MANY_CONNECTIONS, MANY_GOAL_US = 256, 16, 3.0
+NUM_IDLE_CALLS = 1000
+# Each channel gets a connection of its own.
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,39 @@ async def generate(child: Child, num_streams: int, num_tokens: int) -> None:
     assert counts == [num_tokens] * num_streams
 
 
+async def generate_many(child: Child, num_streams: int, num_tokens: int) -> None:
+    """Token-only streams, spread over connections."""
+    sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling)
+    num_per_connection = num_streams // MANY_CONNECTIONS
+
+    async def read() -> int:
+        async with grpc.aio.insecure_channel(child.address, OWN_CONNECTION) as channel:
+            call = pb_grpc.SchedulerServiceStub(channel).GenerateMany()
+            for stream_id in range(num_per_connection):
+                submission = pb.Submission(stream_id=stream_id, request=request, token_only=True)
+                await call.write(pb.GenerateManyRequest(submit=submission))
+            await call.done_writing()
+            num_read = 0
+            async for message in call:
+                num_read += len(message.token_ids) + sum(len(entry.delta.token_ids) for entry in message.deltas)
+            return num_read
+
+    counts = await asyncio.gather(*(read() for _ in range(MANY_CONNECTIONS)))
+    assert counts == [num_tokens * num_per_connection] * MANY_CONNECTIONS
+
+
+@asynccontextmanager
+async def idle_calls(child: Child) -> AsyncIterator[None]:
+    async with grpc.aio.insecure_channel(child.address, OWN_CONNECTION) as channel:
+        calls = [pb_grpc.SchedulerServiceStub(channel).GenerateMany() for _ in range(NUM_IDLE_CALLS)]
+        for call in calls:
+            await call.read()
+        yield
+        for call in calls:
+            call.cancel()
+
+
 Load = Callable[[Child, int, int], Awaitable[None]]
 
 
@@ -94,12 +133,14 @@ class Arm:
     child: Child
     load: Load
     num_streams: int
-    rounds: list[Round]
+    rounds: list[Round] = field(default_factory=list)
+    beside: Callable[[Child], AbstractAsyncContextManager[None]] = lambda child: nullcontext()
 
     async def round(self, num_tokens: int) -> None:
-        cpu, start = self.child.cpu_seconds(), time.perf_counter()
-        await self.load(self.child, self.num_streams, num_tokens)
-        seconds, cpu = time.perf_counter() - start, self.child.cpu_seconds() - cpu
+        async with self.beside(self.child):
+            cpu, start = self.child.cpu_seconds(), time.perf_counter()
+            await self.load(self.child, self.num_streams, num_tokens)
+            seconds, cpu = time.perf_counter() - start, self.child.cpu_seconds() - cpu
         self.rounds.append(Round(cpu / (self.num_streams * num_tokens) * 1e6, seconds / num_tokens * 1e3))
 
     def median(self) -> Round:
@@ -146,7 +187,7 @@ async def run_steps(worker: str) -> None:
 
 
 class BareServer(pb_grpc.SchedulerServiceServicer):
-    """Generate sends max_tokens messages of one token, one per step, to everybody at the same time."""
+    """Sends max_tokens messages, one per step, to everybody at the same time, of a token for each of its streams."""
 
     def __init__(self) -> None:
         self.step = asyncio.Event()
@@ -154,6 +195,15 @@ class BareServer(pb_grpc.SchedulerServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         message = pb.GenerateResponse(request_id="req-0123456789abcdef", first_token=500, token_ids=[500], text=" word")
         for _ in range(request.sampling.max_tokens):
+            await self.step.wait()
+            await context.write(message)
+
+    async def GenerateMany(self, requests, context: grpc.aio.ServicerContext) -> None:
+        submissions = [message.submit async for message in requests]
+        message = pb.GenerateManyResponse(
+            stream_ids=[submission.stream_id for submission in submissions], token_ids=[500] * len(submissions)
+        )
+        for _ in range(submissions[0].request.sampling.max_tokens):
             await self.step.wait()
             await context.write(message)
 
@@ -183,13 +233,14 @@ async def measure(arguments: argparse.Namespace) -> dict:
         children.append(Child("bench.front_end", "--bare", "--step-ms", str(arguments.step_ms)))
         _, _, steps, scheduler, bare = children
         arms = [
-            Arm("steps", steps, injected, GENERATE_STREAMS, []),
-            Arm("Generate", scheduler, generate, GENERATE_STREAMS, []),
-            Arm("bare streams", bare, generate, GENERATE_STREAMS, []),
+            Arm("steps", steps, injected, GENERATE_STREAMS),
+            Arm("Generate", scheduler, generate, GENERATE_STREAMS),
+            Arm("bare streams", bare, generate, GENERATE_STREAMS),
+            Arm("steps of 256", steps, injected, MANY_STREAMS),
+            Arm("GenerateMany", scheduler, generate_many, MANY_STREAMS),
+            Arm("GenerateMany beside idle", scheduler, generate_many, MANY_STREAMS, beside=idle_calls),
+            Arm("bare calls", bare, generate_many, MANY_STREAMS),
         ]
-        for arm in arms:
-            await arm.round(50)
-            arm.rounds.clear()
         for index in range(arguments.rounds):
             for arm in arms if index % 2 else reversed(arms):
                 await arm.round(arguments.output_len)
@@ -223,10 +274,13 @@ def report(figures: dict) -> None:
             f"  {arm['name']:24s} {arm['num_streams']:4d} streams {median['cpu_us_per_token']:8.2f}   "
             f"{median['step_ms']:6.2f} ms a step"
         )
-    delivery = cost["Generate"] - cost["steps"]
-    goal = verdict(delivery, GENERATE_GOAL_US, at_least=False)
-    print(f"  delivering a token to a Generate stream {delivery:8.2f} {goal}")
-    print(f"    beyond a bare stream's                {delivery - cost['bare streams']:8.2f}")
+    for name, steps, bare, goal_us in (
+        ("Generate", "steps", "bare streams", GENERATE_GOAL_US),
+        ("GenerateMany", "steps of 256", "bare calls", MANY_GOAL_US),
+    ):
+        delivery = cost[name] - cost[steps]
+        print(f"  delivery by {name:14s} {delivery:8.2f} {verdict(delivery, goal_us, at_least=False)}")
+        print(f"    a bare message's share   {cost[bare]:8.2f}, the rest {delivery - cost[bare]:.2f}")
 
 
 def main() -> None:

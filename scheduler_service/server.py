@@ -25,6 +25,7 @@ from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.step_loop import StepLoop
+from scheduler_service.stream import Outlet
 from scheduler_service.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class _Service:
             max_num_batched_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
             max_pending_calls=config.max_waiting_requests,
+            model_digest=model.digest,
         )
         self._channel = _worker_channel(config)
         self._worker_link = WorkerLink(
@@ -129,15 +131,16 @@ class _Service:
             on_worker_hangs=on_worker_hangs,
         )
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
-        servicer = SchedulerServicer(
+        self._servicer = SchedulerServicer(
             self._step_loop,
             model,
             self._tokenizer,
             info,
             DetachedRequests(retention=config.detached_retention, max_ended=config.max_detached_requests),
             lambda: self._activity.generation_throughput,
+            Outlet,
         )
-        servicer.add_to(self._server)
+        self._servicer.add_to(self._server)
         self._health = Health(self._server)
         self._url = f"grpc://{config.host}:{_bind(self._server, config)}"
         if self._recorder is not None:
@@ -169,6 +172,7 @@ class _Service:
             return 0
         finally:
             self._step_loop.end_all("the server has shut down; send the request to another one")
+            self._servicer.close()
             await self._server.stop(0 if stop_now.is_set() else _CLOSE_TIMEOUT)
             await _cancel([stopping, *parts])
             await self._channel.close()
@@ -185,6 +189,7 @@ class _Service:
             await self._availability_changed.wait()
             self._availability_changed.clear()
             is_serving = self._step_loop.is_serving
+            self._servicer.announce()
             await self._health.set_readiness(is_serving)
             if is_serving and not has_served:
                 has_served = True

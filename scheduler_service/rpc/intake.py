@@ -1,7 +1,7 @@
 """The way of a GenerateRequest into the scheduler: checked, tokenized, admitted."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -32,7 +32,9 @@ class StepLoop(Protocol):
 
     async def wait_for_first_worker(self) -> None: ...
 
-    def submit(self, request: Request, deliver: Callable[[Delta], None]) -> list[int]: ...
+    def submit(
+        self, request: Request, deliver: Callable[[Delta], None], outlet: Any = None, label: int = 0
+    ) -> list[int]: ...
 
 
 class Tokenizer(Protocol):
@@ -88,13 +90,15 @@ class Intake:
             self._num_pending -= 1
         return resolve_request(message, prompt_token_ids, self._model, self._step_loop.max_sequence_tokens, deadline)
 
-    def transcripts(self, message: scheduler_pb2.GenerateRequest, request: Request) -> list[Transcript]:
-        """One for each sample."""
+    def transcripts(
+        self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
+    ) -> list[Transcript]:
+        """One for each sample. Without text there is nothing to watch for stop texts in either."""
         options = text_options(message)
         transcripts = []
         for _ in range(request.n):
             decoder = None
-            if self._tokenizer is not None:
+            if with_text and self._tokenizer is not None:
                 decoder = self._tokenizer.text_decoder(
                     request.prompt_token_ids,
                     stop=options.stop,
@@ -105,8 +109,8 @@ class Intake:
             transcripts.append(Transcript(decoder, keep_stop_token_text=options.include_stop_text))
         return transcripts
 
-    def submit(self, request: Request, delivery: Delivery) -> None:
-        """Queue a request whose output goes this way. Raises RpcError."""
+    def submit(self, request: Request, delivery: Delivery, outlet: Any = None, label: int = 0) -> None:
+        """Queue a request whose output goes this way, or waits in an outlet of the step loop's. Raises RpcError."""
         self._check_available()
         if self._is_taken(request.tenant, request.request_id):
             raise RpcError(
@@ -115,7 +119,7 @@ class Intake:
                 "request_id",
             )
         try:
-            delivery.sequence_ids = self._step_loop.submit(request, delivery.deliver)
+            delivery.sequence_ids = self._step_loop.submit(request, delivery.deliver, outlet, label)
         except AdmissionError as error:
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
 

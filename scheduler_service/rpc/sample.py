@@ -46,6 +46,11 @@ class Sample:
             if delta.cumulative_logprob is not None:
                 self._cumulative_logprob = delta.cumulative_logprob
 
+    def skip_to(self, num_tokens: int) -> None:
+        """The tokens before this one have gone to the client another way."""
+        self._num_taken = num_tokens
+        self.transcript.skip_to(num_tokens)
+
     def take(self) -> Iterable[scheduler_pb2.GenerateResponse]:
         """The responses that are due, none if there is nothing new."""
         num_tokens = len(self._token_ids)

@@ -2,7 +2,7 @@
 that is detached."""
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from scheduler_service.rpc.generate_request import ServedModel
 from scheduler_service.rpc.history import History
 from scheduler_service.rpc.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.sample import Sample
+from scheduler_service.rpc.shared_call import OutletFactory, SharedCalls
 from scheduler_service.rpc.status import RpcError, abort
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
@@ -65,6 +66,7 @@ class ServerInfo:
     max_num_batched_tokens: int
     pipeline_depth: int
     max_pending_calls: int
+    model_digest: bytes
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -76,6 +78,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         info: ServerInfo,
         detached: DetachedRequests,
         generation_throughput: Callable[[], float],
+        make_outlet: OutletFactory,
     ) -> None:
         """`generation_throughput` is in output tokens per second."""
         self._step_loop = step_loop
@@ -86,6 +89,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._intake = intake.Intake(
             step_loop, model, tokenizer, max_pending_calls=info.max_pending_calls, is_taken=detached.has
         )
+        self._shared_calls = SharedCalls(self._intake, step_loop, make_outlet, self._server_info)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
@@ -93,6 +97,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         try:
             await self._generate(request, context)
+        except RpcError as error:
+            await abort(context, error)
+
+    async def GenerateMany(
+        self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        try:
+            await self._shared_calls.serve(requests, context)
         except RpcError as error:
             await abort(context, error)
 
@@ -153,6 +165,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetServerInfoResponse:
+        return self._server_info()
+
+    def announce(self) -> None:
+        """The server's state has changed: tell those that share a call."""
+        self._shared_calls.announce()
+
+    def close(self) -> None:
+        """Let calls of GenerateMany end with their last request."""
+        self._shared_calls.close()
+
+    def _server_info(self) -> scheduler_pb2.GetServerInfoResponse:
         info, capacity = self._info, self._step_loop.capacity
         response = scheduler_pb2.GetServerInfoResponse(
             version=info.version,
@@ -166,6 +189,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             pipeline_depth=info.pipeline_depth,
+            model_digest=info.model_digest,
+            max_sequence_tokens=self._step_loop.max_sequence_tokens,
+            unavailable_reason=self._step_loop.unavailable_reason,
         )
         if capacity is not None and self._step_loop.is_connected:
             response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.epoch))
