@@ -19,8 +19,8 @@ _ADMISSION_CODES = {
 }
 
 
-class StepLoop(Protocol):
-    """Where requests go."""
+class Availability(Protocol):
+    """What a request is held against before it is queued."""
 
     @property
     def unavailable_reason(self) -> str: ...
@@ -32,9 +32,10 @@ class StepLoop(Protocol):
 
     async def wait_for_first_worker(self) -> None: ...
 
-    def submit(
-        self, request: Request, deliver: Callable[[Delta], None], outlet: Any = None, label: int = 0
-    ) -> list[int]: ...
+
+# Queues a request: what takes its deltas, what takes the error if it is refused later, an outlet for plain tokens and
+# the label of its first sample there. The ids of its sequences. Raises AdmissionError, RpcError.
+Submit = Callable[[Request, Callable[[Delta], None], Callable[[RpcError], None], Any, int], list[int]]
 
 
 class Tokenizer(Protocol):
@@ -54,7 +55,8 @@ class Tokenizer(Protocol):
 class Intake:
     def __init__(
         self,
-        step_loop: StepLoop,
+        step_loop: Availability,
+        submit: Submit,
         model: ServedModel,
         tokenizer: Tokenizer | None,
         *,
@@ -63,6 +65,7 @@ class Intake:
     ) -> None:
         """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name."""
         self._step_loop = step_loop
+        self._submit = submit
         self._model = model
         self._tokenizer = tokenizer
         self._max_pending_calls = max_pending_calls
@@ -119,7 +122,7 @@ class Intake:
                 "request_id",
             )
         try:
-            delivery.sequence_ids = self._step_loop.submit(request, delivery.deliver, outlet, label)
+            delivery.sequence_ids = self._submit(request, delivery.deliver, delivery.fail, outlet, label)
         except AdmissionError as error:
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
 
