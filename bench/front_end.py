@@ -91,17 +91,29 @@ async def generate(child: Child, num_streams: int, num_tokens: int) -> None:
     assert counts == [num_tokens] * num_streams
 
 
-async def generate_many(child: Child, num_streams: int, num_tokens: int) -> None:
+async def generate_many_texts(child: Child, num_streams: int, num_tokens: int) -> None:
+    """Streams of text that share a call, as a client's do."""
+    await generate_many(child, num_streams, num_tokens, num_connections=1, token_only=False)
+
+
+async def generate_many(
+    child: Child,
+    num_streams: int,
+    num_tokens: int,
+    *,
+    num_connections: int = MANY_CONNECTIONS,
+    token_only: bool = True,
+) -> None:
     """Token-only streams, spread over connections."""
     sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling)
-    num_per_connection = num_streams // MANY_CONNECTIONS
+    num_per_connection = num_streams // num_connections
 
     async def read() -> int:
         async with grpc.aio.insecure_channel(child.address, OWN_CONNECTION) as channel:
             call = pb_grpc.SchedulerServiceStub(channel).GenerateMany()
             for stream_id in range(num_per_connection):
-                submission = pb.Submission(stream_id=stream_id, request=request, token_only=True)
+                submission = pb.Submission(stream_id=stream_id, request=request, token_only=token_only)
                 await call.write(pb.GenerateManyRequest(submit=submission))
             await call.done_writing()
             num_read = 0
@@ -109,8 +121,8 @@ async def generate_many(child: Child, num_streams: int, num_tokens: int) -> None
                 num_read += len(message.token_ids) + sum(len(entry.delta.token_ids) for entry in message.deltas)
             return num_read
 
-    counts = await asyncio.gather(*(read() for _ in range(MANY_CONNECTIONS)))
-    assert counts == [num_tokens * num_per_connection] * MANY_CONNECTIONS
+    counts = await asyncio.gather(*(read() for _ in range(num_connections)))
+    assert counts == [num_tokens * num_per_connection] * num_connections
 
 
 @asynccontextmanager
@@ -236,6 +248,7 @@ async def measure(arguments: argparse.Namespace) -> dict:
             Arm("steps", steps, injected, GENERATE_STREAMS),
             Arm("Generate", scheduler, generate, GENERATE_STREAMS),
             Arm("bare streams", bare, generate, GENERATE_STREAMS),
+            Arm("GenerateMany of text", scheduler, generate_many_texts, GENERATE_STREAMS),
             Arm("steps of 256", steps, injected, MANY_STREAMS),
             Arm("GenerateMany", scheduler, generate_many, MANY_STREAMS),
             Arm("GenerateMany beside idle", scheduler, generate_many, MANY_STREAMS, beside=idle_calls),
@@ -276,11 +289,13 @@ def report(figures: dict) -> None:
         )
     for name, steps, bare, goal_us in (
         ("Generate", "steps", "bare streams", GENERATE_GOAL_US),
+        ("GenerateMany of text", "steps", None, GENERATE_GOAL_US),
         ("GenerateMany", "steps of 256", "bare calls", MANY_GOAL_US),
     ):
         delivery = cost[name] - cost[steps]
-        print(f"  delivery by {name:14s} {delivery:8.2f} {verdict(delivery, goal_us, at_least=False)}")
-        print(f"    a bare message's share   {cost[bare]:8.2f}, the rest {delivery - cost[bare]:.2f}")
+        print(f"  delivery by {name:20s} {delivery:8.2f} {verdict(delivery, goal_us, at_least=False)}")
+        if bare is not None:
+            print(f"    bare messages alone            {cost[bare]:8.2f}")
 
 
 def main() -> None:

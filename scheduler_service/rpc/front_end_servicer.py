@@ -38,7 +38,7 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_pending_calls=max_pending_calls,
             is_taken=lambda tenant, request_id: False,  # the scheduler knows
         )
-        self._shared_calls = SharedCalls(self._intake, link, make_outlet, lambda: link.server_info)
+        self._shared_calls = SharedCalls(self._intake, link, make_outlet, link.server_info)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
@@ -79,9 +79,10 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetServerInfoResponse:
         """The scheduler's, as it told it last."""
-        if not self._link.server_info.version:
+        info = self._link.server_info()
+        if not info.version:
             await abort(context, RpcError(grpc.StatusCode.UNAVAILABLE, self._link.unavailable_reason))
-        return self._link.server_info
+        return info
 
     # What only the scheduler serves
 

@@ -105,7 +105,7 @@ class SchedulerLink:
         self._requests: dict[tuple[str, str], _Request] = {}
         self._next_stream_id = 0  # never used twice, whatever the call
         self._is_draining = False
-        self.server_info = scheduler_pb2.GetServerInfoResponse()  # the latest
+        self._server_info = scheduler_pb2.GetServerInfoResponse()  # the latest
 
     # What calls need
 
@@ -116,7 +116,14 @@ class SchedulerLink:
             return "the front end is shutting down; send the request to another one"
         if self._outbox is None:
             return f"no connection to the scheduler at {self._address}: {self._reason}; try again later"
-        return self.server_info.unavailable_reason
+        return self._server_info.unavailable_reason
+
+    def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
+        """The scheduler's, as it told it last; empty before. Why requests are refused is of now, and of here."""
+        info = scheduler_pb2.GetServerInfoResponse()
+        info.CopyFrom(self._server_info)
+        info.unavailable_reason = self.unavailable_reason
+        return info
 
     @property
     def is_serving(self) -> bool:
@@ -124,7 +131,7 @@ class SchedulerLink:
 
     @property
     def max_sequence_tokens(self) -> int:
-        return self.server_info.max_sequence_tokens
+        return self._server_info.max_sequence_tokens
 
     def now(self) -> float:
         return time.monotonic()
@@ -211,7 +218,7 @@ class SchedulerLink:
                 if message.HasField("server_info"):
                     if message.server_info.model_digest != self._model_digest:
                         return sending is not None, _other_model(message.server_info.model_digest, self._model_digest)
-                    self.server_info = message.server_info
+                    self._server_info = message.server_info
                     if sending is None:
                         self._outbox = asyncio.Queue()
                         sending = asyncio.create_task(_send(call, self._outbox))

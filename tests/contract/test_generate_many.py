@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 from tests.contract.shared_stream import SharedStream
 
@@ -188,23 +190,36 @@ async def test_a_connection_that_goes_takes_its_requests(checkpoint: Path) -> No
 
 
 @pytest.mark.parametrize("token_only", [False, True])
-async def test_a_slow_reader_gets_fewer_and_longer_messages(checkpoint: Path, token_only: bool) -> None:
-    async with serve(checkpoint) as stack:
-        shared = SharedStream(stack, reads=False)
+@pytest.mark.parametrize("max_weight", [65_536, 600])
+async def test_a_slow_reader_gets_fewer_and_longer_messages(
+    checkpoint: Path, token_only: bool, max_weight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_service.rpc.shared_call._MAX_MESSAGE_WEIGHT", max_weight)
+    window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with serve(checkpoint) as stack, grpc.aio.insecure_channel(stack.url[len("grpc://") :], window) as channel:
+        shared = SharedStream(replace(stack, stub=pb_grpc.SchedulerServiceStub(channel)), reads=False)
         submitted = [
-            await shared.submit(request(PROMPT, max_tokens=250, seed=seed, n=4), token_only=token_only)
-            for seed in range(10)
+            await shared.submit(request(PROMPT, max_tokens=200, seed=seed, n=4), token_only=token_only)
+            for seed in range(4)
         ]
-        # gRPC's own buffers take some messages, a stream's window of 64 KiB at most; the rest waits as tokens.
-        await stack.until(lambda loads: loads.num_generation_tokens == 10 * 4 * 250)
+        await stack.until(lambda loads: loads.num_generation_tokens == 4 * 4 * 200)
         await stack.until_idle()
         reading = asyncio.create_task(shared.read())
         for seed, streams in enumerate(submitted):
             for index, stream in enumerate(streams):
                 await asyncio.wait_for(stream.ended.wait(), DEADLINE)
-                assert stream.token_ids == expected_tokens(PROMPT, 250, seed=seed, sample_index=index)
+                assert stream.token_ids == expected_tokens(PROMPT, 200, seed=seed, sample_index=index)
         await shared.call.done_writing()
         await asyncio.wait_for(reading, DEADLINE)
+        sizes = [
+            len(message.token_ids) + sum(len(entry.delta.token_ids) for entry in message.deltas)
+            for message in shared.messages
+        ]
+        assert sum(sizes) == 4 * 4 * 200
+        # What fitted into the window went out while tokens came. The rest is in long messages, whose last stream may
+        # exceed the weight.
+        assert 300 < max(sizes) < max_weight + 200
+        assert len(sizes) < 60
 
 
 async def test_rules_of_the_call(checkpoint: Path) -> None:
