@@ -13,6 +13,8 @@ from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 
 # A server refuses more samples; the request then has one stream.
 MAX_SAMPLES = 16
+# What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
+FAILED_WRITE = "Internal error from Core"
 
 
 class NotShared(Exception):
@@ -100,6 +102,7 @@ class _Connection:
         self._readers: dict[int, _Reader] = {}
         self._next_stream_id = 0
         self._outbox: asyncio.Queue[pb.GenerateManyRequest] = asyncio.Queue()
+        self._has_begun = asyncio.Event()
         self.is_over = False
         self._sending = asyncio.create_task(self._send())
         self._receiving = asyncio.create_task(self._receive())
@@ -126,22 +129,27 @@ class _Connection:
         await asyncio.gather(self._sending, self._receiving, return_exceptions=True)
 
     async def _send(self) -> None:
-        while True:
-            message = await self._outbox.get()
-            try:
-                await self._call.write(message)
-            except (grpc.RpcError, asyncio.InvalidStateError):
-                return  # what was wrong is what reading ends with
+        # A server that knows the method answers at once. Of one that does not, a failed write would hide the status.
+        await self._has_begun.wait()
+        try:
+            while True:
+                await self._call.write(await self._outbox.get())
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # what was wrong is what reading ends with
 
     async def _receive(self) -> None:
         failure: Exception = Unavailable("the connection was closed", code=grpc.StatusCode.UNAVAILABLE)
         try:
             async for message in self._call:
+                self._has_begun.set()
                 self._take(message)
             failure = Unavailable(f"the server at {self._url} has shut down", code=grpc.StatusCode.UNAVAILABLE)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 failure = NotShared()
+            elif error.details() == FAILED_WRITE:
+                text = f"the connection to {self._url} broke"
+                failure = Unavailable(text, code=grpc.StatusCode.UNAVAILABLE)
             else:
                 failure = wire.decode_error(error, self._url)
         finally:

@@ -33,6 +33,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
+# What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
+_FAILED_WRITE = "Internal error from Core"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _END_REASONS = {
     scheduler_pb2.FINISH_REASON_STOP: EndReason.STOP,
@@ -228,6 +230,8 @@ class SchedulerLink:
                 self._take(message)
             return sending is not None, "it has shut down"
         except grpc.aio.AioRpcError as error:
+            if error.details() == _FAILED_WRITE:
+                return sending is not None, "the connection broke"
             return sending is not None, f"{error.code().name}: {error.details()}"
         finally:
             self._outbox = None

@@ -189,6 +189,7 @@ class CountingScheduler(ScriptedScheduler):
 
     def GenerateMany(self, requests: Iterator[pb.GenerateManyRequest], context: Any) -> Iterator[Any]:
         self.num_shared_calls += 1
+        yield pb.GenerateManyResponse(server_info=self.info)
         for message in requests:
             self.num_shared_requests += 1
             story = scripted_scheduler.tell_story(message.submit.request, context)
