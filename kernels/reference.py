@@ -8,20 +8,62 @@ import torch
 from torch import Tensor
 
 
-def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
     """Writes the keys and values of a step's tokens to their slots of one layer's cache, in place.
 
     Args:
         key, value: [T, num_kv_heads, head_dim].
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], strided or not.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], strided or not. Caches of
+            float8_e4m3fn hold what `quantize` makes of keys and values.
         slot_mapping: [T], `block_id * block_size + offset` of each token; a token of slot -1 is skipped.
+        key_scale, value_scale: factors of what caches of float8_e4m3fn hold; others have none.
     """
+    if key_cache.dtype == torch.float8_e4m3fn:
+        key, value = quantize(key, key_scale), quantize(value, value_scale)
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == -1:
             continue
         key_cache[slot // block_size, slot % block_size] = key[token]
         value_cache[slot // block_size, slot % block_size] = value[token]
+
+
+def quantize(x: Tensor, scale: float) -> Tensor:
+    """x / scale as float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
+
+    https://arxiv.org/abs/2209.05433. Multiplied in float32 by 1 / scale, then rounded to nearest even; what lies beyond
+    +-448 becomes that, and NaN stays NaN.
+    """
+    return (x.float() * (1.0 / scale)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    """Copies block source_ids[i] of the cache to block target_ids[i], for all i, in place.
+
+    The cache is [num_blocks, ...]; ids are [N]. No target is named twice, and none is a source too.
+    """
+    for source, target in zip(source_ids.tolist(), target_ids.tolist(), strict=True):
+        cache[target] = cache[source]
+
+
+def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """Copies block block_ids[i] of the cache, [num_blocks, ...], to staging[i], for all i; staging: [N, ...]."""
+    for index, block_id in enumerate(block_ids.tolist()):
+        staging[index] = cache[block_id]
+
+
+def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+    """Copies staging[i] to block block_ids[i] of the cache, for all i, as in `gather_blocks`; no id is named twice."""
+    for index, block_id in enumerate(block_ids.tolist()):
+        cache[block_id] = staging[index]
 
 
 def paged_attention(
@@ -35,54 +77,77 @@ def paged_attention(
     window: int = 0,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    selected_blocks: Tensor | None = None,
+    num_selected: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
 
     Row i owns tokens query_start_loc[i] to query_start_loc[i + 1] of the batch; they are the last ones of its
     seq_lens[i] positions. With a window (Beltagy et al., "Longformer", 2020, https://arxiv.org/abs/2004.05150), a query
-    at position q attends to positions q - window + 1 to q alone. Positions from seq_lens[i] on, and those before the
-    window of the row's first query, are never read: they may hold anything, NaN included.
+    at position q attends to positions q - window + 1 to q alone. Positions from seq_lens[i] on, those before the window
+    of the row's first query, and those of blocks that are not selected are never read: they may hold anything, NaN
+    included. A query that attends to nothing, as in a padding row of seq_len 0, gives zeros.
 
     Args:
-        query: [T, num_heads, head_dim]; num_heads is a multiple of num_kv_heads, and head h reads KV head
-            h // (num_heads // num_kv_heads).
+        query: [T, num_heads, head_dim]; as many heads in a row as num_heads / num_kv_heads read one KV head.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        block_tables: [S, max_blocks], block ids; entries past a row's last block, and those of blocks that end before
-            the window of its first query, are never read.
+        block_tables: [S, max_blocks], block ids; entries of blocks without a position to read are never read.
         seq_lens: [S], positions of each row after this step.
         query_start_loc: [S + 1].
         scale: factor of the scores, usually head_dim ** -0.5.
         window: positions that a query attends to, its own included; 0: all up to its own.
-        alibi_slopes: [num_heads]; a score falls by its head's slope for each position between query and key (Press et
-            al., "Train Short, Test Long", 2021, https://arxiv.org/abs/2108.12409).
-        softcap: bounds the scaled scores to softcap * tanh(score / softcap), before ALiBi; 0: leaves them (Gemma 2,
-            https://arxiv.org/abs/2408.00118).
+        alibi_slopes, softcap: see `attention_weights`.
+        key_scale, value_scale: factors of what the caches hold, for caches of 8-bit floats.
+        selected_blocks, num_selected: [S, num_kv_heads, max_selected], logical blocks (indexes into the row's block
+            table) that a row's KV head reads, each once, in any order, and [S, num_kv_heads], how many of them count.
 
     Returns:
         [T, num_heads, head_dim], of the query's dtype; computed in float32.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
-    num_groups = query.shape[1] // num_kv_heads
-    output = torch.empty_like(query)
+    groups = query.unflatten(1, (num_kv_heads, -1)).float()  # [T, num_kv_heads, num_groups, head_dim]
+    slopes = (query.new_zeros(query.shape[1]) if alibi_slopes is None else alibi_slopes).view(num_kv_heads, -1)
+    output = torch.zeros_like(groups)
     for row, seq_len in enumerate(seq_lens):
         start, end = query_start_loc[row], query_start_loc[row + 1]
         first = max(0, seq_len - (end - start) - window + 1) if window else 0  # that any query of the row attends to
-        positions = torch.arange(first, seq_len, device=query.device)
-        blocks, offsets = block_tables[row].long()[positions // block_size], positions % block_size
-        keys = key_cache[blocks, offsets].float().repeat_interleave(num_groups, dim=1)  # [N, num_heads, head_dim]
-        values = value_cache[blocks, offsets].float().repeat_interleave(num_groups, dim=1)
-        scores = torch.einsum("qhd,nhd->hqn", query[start:end].float(), keys) * scale
-        if softcap:
-            scores = softcap * (scores / softcap).tanh()
-        distances = positions[start - end :, None] - positions[None, :]  # [queries, N]
-        if alibi_slopes is not None:
-            scores = scores - alibi_slopes[:, None, None] * distances
-        is_hidden = distances < 0
-        if window:
-            is_hidden |= distances >= window
-        probabilities = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
-        output[start:end] = torch.einsum("hqn,nhd->qhd", probabilities, values).to(query.dtype)
-    return output
+        query_positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)
+        for head in range(num_kv_heads):
+            positions = torch.arange(first, seq_len, device=query.device)
+            if selected_blocks is not None and num_selected is not None:
+                selected = selected_blocks[row, head, : int(num_selected[row, head])]
+                positions = positions[torch.isin(positions // block_size, selected)]
+            slots = block_tables[row].long()[positions // block_size], positions % block_size, head
+            keys, values = key_cache[slots].float(), value_cache[slots].float()  # [N, head_dim]
+            scores = torch.einsum("qgd,nd->gqn", groups[start:end, head], keys) * (scale * key_scale)
+            distances = query_positions[:, None] - positions  # [queries, N]
+            weights = attention_weights(scores, distances, window, slopes[head], softcap)
+            output[start:end, head] = torch.einsum("gqn,nd->qgd", weights, values) * value_scale
+    return output.flatten(1, 2).to(query.dtype)
+
+
+def attention_weights(scores: Tensor, distances: Tensor, window: int, slopes: Tensor, softcap: float) -> Tensor:
+    """What each query's attended values weigh; zeros where it attends to nothing.
+
+    Args:
+        scores: [num_heads, queries, N], scaled, float32.
+        distances: [queries, N], positions from key to query; a key after its query is hidden.
+        window: hides keys at a distance of `window` or more; 0: none.
+        slopes: [num_heads]; a score falls by its head's slope for each position between query and key (ALiBi: Press et
+            al., "Train Short, Test Long", 2021, https://arxiv.org/abs/2108.12409).
+        softcap: bounds the scores to softcap * tanh(score / softcap), before ALiBi; 0: leaves them (Gemma 2,
+            https://arxiv.org/abs/2408.00118).
+    """
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores - slopes[:, None, None] * distances
+    is_hidden = distances < 0
+    if window:
+        is_hidden |= distances >= window
+    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
+    return weights.masked_fill(is_hidden.all(dim=-1, keepdim=True), 0.0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

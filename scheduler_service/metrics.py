@@ -7,7 +7,7 @@ many equal observations at once, which keeps the cost of a step independent of i
 import errno
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduler_service.core.plan import StepResult, WorkerCapacity
+from scheduler_service.core.plan import PART_NAMES, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     BlockRemoved,
     BlockStored,
@@ -101,6 +101,7 @@ class Metrics:
         self._step_seconds = self.histograms["pagewire:step_duration_seconds"]
         self._plan_bytes = self.histograms["pagewire:plan_bytes"]
         self._num_computed_prompt_tokens = 0
+        self._part_us = [0] * len(PART_NAMES)
 
     def step_finished(self, result: StepResult, stats: SchedulerStats, now: float) -> None:
         # A prompt counts in the step in which its sequence first runs, all chunks of it together.
@@ -108,6 +109,12 @@ class Metrics:
         self._step_tokens.observe(len(result.token_ids) + num_computed - self._num_computed_prompt_tokens)
         self._num_computed_prompt_tokens = num_computed
         self._step_seconds.observe(result.duration_us / 1e6)
+        for i, name in enumerate(PART_NAMES):
+            self._part_us[i] += getattr(result.parts, name)
+
+    def part_seconds(self) -> dict[str, float]:
+        """Of all steps on the worker, by part."""
+        return {name.removesuffix("_us"): us / 1e6 for name, us in zip(PART_NAMES, self._part_us, strict=True)}
 
     def first_token_after(self, seconds: float) -> None:
         self._time_to_first_token.observe(seconds)
@@ -183,6 +190,8 @@ class MetricsCollector(Collector):
         yield self._counter("pagewire:invariant_failures", text, metrics.num_invariant_failures)
         yield self._counter("pagewire:worker_losses", "Workers lost.", metrics.num_worker_losses)
         yield self._counter("pagewire:epochs", "Epochs begun.", metrics.num_epochs)
+        text = "Time of all steps on the worker, by what it did."
+        yield self._counters("pagewire:step_part_seconds", text, "part", metrics.part_seconds())
         for name, histogram in metrics.histograms.items():
             family = HistogramMetricFamily(name, _HISTOGRAMS[name][0], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
@@ -229,7 +238,7 @@ class MetricsCollector(Collector):
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _counters(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         """A counter for each value of one more label."""
         family = CounterMetricFamily(name, text, labels=[*self._labels, label])
         for label_value, value in values.items():

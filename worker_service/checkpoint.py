@@ -15,6 +15,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
 class CheckpointError(Exception):
     """A checkpoint that cannot be served. The text names the file or tensor at fault and what was expected."""
 
@@ -28,12 +31,15 @@ class Checkpoint:
             CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
         """
         self._path = path
-        self._handles: dict[str, Any] = {}  # open files by name
         self._files = self._find_files()  # tensor name -> file name
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Of a tensor that is there; None if it is none that a model computes in."""
+        return _DTYPES.get(self._open(self._files[name]).get_slice(name).get_dtype())
 
     def copy(self, name: str, target: Tensor) -> None:
         """Reads one tensor straight into `target`, to its dtype and device.
@@ -71,15 +77,14 @@ class Checkpoint:
         return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
 
     def _open(self, file_name: str) -> Any:
-        if file_name not in self._handles:
-            file = self._path / file_name
-            if not file.is_file():
-                raise CheckpointError(f"{file} is missing; {INDEX_FILE} names it")
-            try:
-                self._handles[file_name] = safe_open(file, framework="pt", device="cpu")
-            except SafetensorError as error:
-                raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
-        return self._handles[file_name]
+        """Opened anew each time: a file that stays open keeps in memory all that was read of it."""
+        file = self._path / file_name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; {INDEX_FILE} names it")
+        try:
+            return safe_open(file, framework="pt", device="cpu")
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

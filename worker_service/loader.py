@@ -21,6 +21,7 @@ from worker_service.cache_engine import (
 )
 from worker_service.checkpoint import model_digest
 from worker_service.config import WorkerConfig, parse_memory
+from worker_service.cpu_decoder import fused
 from worker_service.engine import LoadedWorker
 from worker_service.model_runner import Model, ModelRunner
 from worker_service.models import ModelConfig, load_model
@@ -49,7 +50,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     operations = create_operations(device)
     backend = create_backend(config.attention_backend, device, model_config.windows, model_config.head_dim)
-    model = load_model(path, dtype=dtype, device=device, progress=report, operations=operations)
+    model = fused(load_model(path, dtype=dtype, device=device, progress=report, operations=operations), dtype, backend)
     shape = CacheShape(
         num_layers=model_config.num_layers,
         block_size=config.block_size,

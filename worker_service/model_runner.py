@@ -16,7 +16,7 @@ from worker_service.batch import Batch, build_batch
 from worker_service.cache_engine import CacheEngine
 from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
 from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
-from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, StepPlan, StepResult
+from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, StepParts, StepPlan, StepResult
 
 # Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
 _MAX_LOGITS_POSITIONS = 128
@@ -27,6 +27,9 @@ class Model(Protocol):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [T, hidden_size] of T tokens."""
+
+    def times(self) -> dict[str, int]:
+        """Nanoseconds of the last `forward` by part, as far as they are known; parts are those of `StepParts`."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, vocab_size] float32 of hidden states [R, hidden_size]."""
@@ -64,10 +67,13 @@ class ModelRunner:
         rows = self.table.apply(plan)
         self._cache.move(plan)
         self._cache.copy(plan)
-        result = self._compute(plan, rows) if len(rows.slots) else StepResult(plan.epoch, plan.step)
+        watch = _Watch(started)
+        watch.end("plan")
+        result = self._compute(plan, rows, watch) if len(rows.slots) else StepResult(plan.epoch, plan.step)
         return replace(
             result,
             duration_us=(time.perf_counter_ns() - started) // 1000,
+            parts=watch.parts(),
             last_moved_step=self._cache.last_moved_step(),
         )
 
@@ -84,16 +90,18 @@ class ModelRunner:
         """An error of the device stays: every later call fails too."""
         return isinstance(error, torch.AcceleratorError)
 
-    def _compute(self, plan: StepPlan, rows: WorkingRows) -> StepResult:
+    def _compute(self, plan: StepPlan, rows: WorkingRows, watch: "_Watch") -> StepResult:
         batch = build_batch(self.table, rows, self._device)
         attend = self._backend.prepare(batch.attention, self._cache.layers)
+        watch.end("batch")
         hidden = self._model.forward(batch.token_ids, batch.positions, attend)
+        watch.end("model", self._model.times())
         prompt_logprobs = self._prompt_logprobs(rows, batch, hidden)
-        samples = self._sample(rows, batch, hidden)
+        samples = self._sample(rows, batch, hidden, watch)
         token_ids = np.array(samples.token_ids, np.int64)
         chooses = ~self.table.is_beam[rows.slots[rows.samples]]
         self.table.advance(rows, token_ids[chooses])
-        return StepResult(
+        result = StepResult(
             epoch=plan.epoch,
             step=plan.step,
             statuses=_statuses(samples),
@@ -102,12 +110,15 @@ class ModelRunner:
             candidates=samples.candidates,
             prompt_logprobs=prompt_logprobs,
         )
+        watch.end("sampling")
+        return result
 
-    def _sample(self, rows: WorkingRows, batch: Batch, hidden: torch.Tensor) -> Samples:
+    def _sample(self, rows: WorkingRows, batch: Batch, hidden: torch.Tensor, watch: "_Watch") -> Samples:
         slots = rows.slots[rows.samples]
         if not len(slots):
             return Samples([], [], Logprobs(), Candidates())
         logits = self._model.compute_logits(hidden[batch.sampling_indices])
+        watch.end("head")
         special = np.flatnonzero(self.table.is_special[slots])
         return sample(logits, [self._sampling_row(int(index), int(slots[index])) for index in special])
 
@@ -146,6 +157,25 @@ class ModelRunner:
                 hidden.split(_MAX_LOGITS_POSITIONS), token_ids.split(_MAX_LOGITS_POSITIONS), strict=True
             )
         )
+
+
+class _Watch:
+    """Times the parts of a step one after the other. On a GPU they are the times to start them."""
+
+    def __init__(self, started: int) -> None:
+        self._last = started
+        self._ns: dict[str, int] = {}
+
+    def end(self, part: str, known: dict[str, int] | None = None) -> None:
+        """Books the time since the last call to a part, but what is `known` to have gone to others."""
+        now = time.perf_counter_ns()
+        inside = known or {}
+        for name, ns in {part: now - self._last - sum(inside.values()), **inside}.items():
+            self._ns[name] = self._ns.get(name, 0) + ns
+        self._last = now
+
+    def parts(self) -> StepParts:
+        return StepParts(**{f"{name}_us": max(0, round(ns / 1000)) for name, ns in self._ns.items()})
 
 
 def _statuses(samples: Samples) -> tuple[RowStatus, ...]:

@@ -112,6 +112,22 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class StepParts:
+    """Microseconds of a step on the worker, by what it did. What it does not tell apart is the model's."""
+
+    plan_us: int = 0
+    batch_us: int = 0
+    products_us: int = 0
+    attention_us: int = 0
+    norms_us: int = 0
+    rotary_us: int = 0
+    activation_us: int = 0
+    model_us: int = 0
+    head_us: int = 0
+    sampling_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step produced. Rows are the sampling rows of the plan, in slot order."""
 
@@ -124,6 +140,7 @@ class StepResult:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     duration_us: int = 0
     last_moved_step: int = 0  # the moves of all plans up to this step are done
+    parts: StepParts = StepParts()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,22 @@ import functools
 import logging
 import os
 
+from kernels.cpu.decoder import DecoderStack, LayerWeights
 from kernels.cpu.library import BuildError, load_library
-from kernels.cpu.operations import CpuKernels, PagedRows, PagedScoring
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.operations import CpuKernels
+from kernels.cpu.paged import PagedRows, PagedScoring
 
-__all__ = ["BuildError", "CpuKernels", "PagedRows", "PagedScoring", "load_kernels"]
+__all__ = [
+    "BuildError",
+    "CpuKernels",
+    "DecoderStack",
+    "LayerWeights",
+    "PackedLinear",
+    "PagedRows",
+    "PagedScoring",
+    "load_kernels",
+]
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
-"""Where the time of one stream goes, as far as it shows from outside.
+"""Where the time of one stream goes, as far as it shows from outside and as the worker tells.
 
 The client's clock and the server's own metrics measure the same tokens at three places: on the worker, where the
 scheduler makes a token known, and where the client has it. What lies between two places is their difference. Steps
 that compute prompts are told from those that decode by requests of the same prompts' length and one output token. Pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pagewire.bench.run import RequestRecord
@@ -28,6 +28,8 @@ class Profile:
     server_itl: float
     client_itl: float
     plan_bytes: float  # of a step, on the wire
+    prefill_parts: Mapping[str, float]  # of a request's steps on the worker, by what they did
+    decode_parts: Mapping[str, float]  # of one decode step
 
     @property
     def admission(self) -> float:
@@ -74,6 +76,11 @@ def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRe
         server_itl=full.later_tokens.mean,
         client_itl=sum(itls) / len(itls),
         plan_bytes=full.plan_bytes.mean,
+        prefill_parts={name: seconds / num_requests for name, seconds in prefill.parts.items()},
+        decode_parts={
+            name: (seconds - prefill.parts.get(name, 0.0)) / (full.steps.count - prefill.steps.count)
+            for name, seconds in full.parts.items()
+        },
     )
 
 
@@ -94,13 +101,35 @@ def report(found: Profile) -> str:
         [
             *_part(f"First token, mean of {found.num_requests} requests", first, found.client_ttft),
             *_part("Each token after it", later, found.client_itl),
+            *_part("A prompt on the worker", _named(found.prefill_parts), found.prefill, "steps"),
+            *_part("A decode step on the worker", _named(found.decode_parts), found.decode_step, "step"),
             f"A plan has {found.plan_bytes:.0f} bytes on the wire.",
         ]
     )
 
 
-def _part(title: str, rows: Sequence[tuple[str, float]], total: float) -> list[str]:
+# What the worker tells apart; see `StepParts` in the proto.
+PARTS = {
+    "plan": "plan into the table of rows",
+    "batch": "batch and attention's preparation",
+    "products": "matrix products",
+    "attention": "attention",
+    "norms": "norms and residual",
+    "rotary": "rotary embedding and cache write",
+    "activation": "activation",
+    "model": "rest of the model",
+    "head": "head (logits)",
+    "sampling": "sampling",
+}
+
+
+def _named(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Rows for what took any time."""
+    return [(text, parts[name]) for name, text in PARTS.items() if parts.get(name, 0.0) > 0.0]
+
+
+def _part(title: str, rows: Sequence[tuple[str, float]], total: float, place: str = "at the client") -> list[str]:
     lines = [f"{title:<{COLUMN}} {'ms':>9} {'%':>7}"]
-    for name, seconds in [*rows, ("at the client", total)]:
+    for name, seconds in [*rows, (place, total)]:
         lines.append(f"  {name:<{COLUMN - 2}} {seconds * 1e3:9.3f} {100 * seconds / total:7.1f}")
     return lines

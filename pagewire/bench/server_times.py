@@ -2,7 +2,8 @@
 
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -43,6 +44,7 @@ class ServerTimes:
     later_tokens: Total = Total()
     plan_bytes: Total = Total()
     num_output_tokens: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds of all steps, by what the worker did
 
     def since(self, before: "ServerTimes") -> "ServerTimes":
         return ServerTimes(
@@ -51,6 +53,7 @@ class ServerTimes:
             self.later_tokens.since(before.later_tokens),
             self.plan_bytes.since(before.plan_bytes),
             self.num_output_tokens - before.num_output_tokens,
+            {name: seconds - before.parts.get(name, 0.0) for name, seconds in self.parts.items()},
         )
 
     def plus(self, other: "ServerTimes") -> "ServerTimes":
@@ -60,6 +63,7 @@ class ServerTimes:
             self.later_tokens.plus(other.later_tokens),
             self.plan_bytes.plus(other.plan_bytes),
             self.num_output_tokens + other.num_output_tokens,
+            {name: self.parts.get(name, 0.0) + seconds for name, seconds in other.parts.items()},
         )
 
 
@@ -77,9 +81,12 @@ def read(url: str) -> ServerTimes:
 def parse(text: str) -> ServerTimes:
     """From Prometheus' text form. ValueError where a metric is missing."""
     values: dict[str, float] = {}
+    parts: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             values[sample.name] = values.get(sample.name, 0.0) + sample.value
+            if sample.name == "pagewire:step_part_seconds_total":
+                parts[sample.labels["part"]] = sample.value
 
     def total(name: str) -> Total:
         return Total(_value(values, f"{name}_sum"), _value(values, f"{name}_count"))
@@ -90,6 +97,7 @@ def parse(text: str) -> ServerTimes:
         later_tokens=total("vllm:inter_token_latency_seconds"),
         plan_bytes=total("pagewire:plan_bytes"),
         num_output_tokens=_value(values, "vllm:generation_tokens_total"),
+        parts=parts,
     )
 
 

@@ -10,12 +10,14 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.plan import (
+    PART_NAMES,
     Candidates,
     Logprobs,
     PromptLogprobs,
     RowOpening,
     RowStatus,
     SamplingParams,
+    StepParts,
     StepPlan,
     StepResult,
     WorkerCapacity,
@@ -199,6 +201,7 @@ def _decode_result(result: worker_pb2.StepResult) -> StepResult:
         ),
         duration_us=result.duration_us,
         last_moved_step=result.last_moved_step,
+        parts=StepParts(*(getattr(result.parts, name) for name in PART_NAMES)),
     )
 
 

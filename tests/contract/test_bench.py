@@ -171,8 +171,10 @@ def test_requests_follow_from_the_seed() -> None:
 
 def test_profile_by_hand() -> None:
     # Two requests of three tokens. One step of 10 ms computes a prompt, each of two more a token in 2 ms.
-    prefill = ServerTimes(Total(0.020, 2), Total(0.030, 2), Total(), Total(60, 2), 2)
-    full = ServerTimes(Total(0.028, 6), Total(0.032, 2), Total(0.012, 4), Total(120, 6), 6)
+    parts = {"products": 0.012, "attention": 0.008, "sampling": 0.0}
+    prefill = ServerTimes(Total(0.020, 2), Total(0.030, 2), Total(), Total(60, 2), 2, parts)
+    parts = {"products": 0.016, "attention": 0.012, "sampling": 0.0}
+    full = ServerTimes(Total(0.028, 6), Total(0.032, 2), Total(0.012, 4), Total(120, 6), 6, parts)
     deltas = (Delta(0.018, 1), Delta(0.022, 1), Delta(0.026, 1))
     record = RequestRecord(8, 0.0, 0.0, 0.026, deltas, is_finished=True)
     found = profile(prefill, full, [record, record])
@@ -183,6 +185,14 @@ def test_profile_by_hand() -> None:
     lines = report(found).split("\n")
     assert lines[1] == "  worker (1 step)                                 10.000    55.6"
     assert lines[9] == "  at the client                                    4.000   100.0"
+    assert found.prefill_parts == pytest.approx({"products": 0.006, "attention": 0.004, "sampling": 0.0})
+    assert found.decode_parts == pytest.approx({"products": 0.001, "attention": 0.001, "sampling": 0.0})
+    assert lines[14:18] == [
+        "A decode step on the worker                           ms       %",
+        "  matrix products                                  1.000    50.0",
+        "  attention                                        1.000    50.0",
+        "  step                                             2.000   100.0",
+    ]
     with pytest.raises(CommandError, match="does nothing else"):
         profile(prefill, full, [record])
 

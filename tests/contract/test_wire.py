@@ -85,6 +85,7 @@ RESULTS = st.builds(
     prompt_logprobs=columns(st.builds(step.PromptLogprobs, slot=COUNTS, first_position=COUNTS, logprobs=LOGPROBS), 3),
     duration_us=UINT64,
     last_moved_step=UINT64,
+    parts=st.builds(step.StepParts, **{field.name: UINT32 for field in fields(step.StepParts)}),
 )
 READY = st.builds(
     step.Ready,

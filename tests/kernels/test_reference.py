@@ -39,3 +39,45 @@ def test_paged_attention_equals_dense_attention(window):
     keys, values = keys.repeat_interleave(3, 0), values.repeat_interleave(3, 0)
     dense = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=0.25)
     torch.testing.assert_close(actual, dense.transpose(0, 1), rtol=0, atol=1e-6)
+
+
+def test_paged_attention_of_selected_blocks_equals_dense_attention_under_their_mask():
+    torch.manual_seed(0)
+    num_heads, num_kv_heads, head_dim, block_size, seq_len, num_queries = 4, 2, 16, 4, 11, 5
+    block_table, selected_blocks = torch.tensor([[4, 1, 3]]), torch.tensor([[[2, 0, 1], [1, 7, 7]]])
+    num_selected = torch.tensor([[2, 1]])  # head 0: positions 0-3 and 8-10; head 1: positions 4-7
+    keys, values = torch.randn(2, seq_len, num_kv_heads, head_dim)
+    query, slopes = torch.randn(num_queries, num_heads, head_dim), torch.rand(num_heads)
+    key_cache, value_cache = torch.full((2, 6, block_size, num_kv_heads, head_dim), float("nan"))
+    is_read = torch.zeros(num_kv_heads, seq_len, dtype=torch.bool)
+    is_read[0, :4] = is_read[0, 8:] = is_read[1, 4:8] = True
+    for position in range(seq_len):
+        for head in is_read[:, position].nonzero().flatten():
+            key_cache[block_table[0, position // 4], position % 4, head] = keys[position, head] / 2
+            value_cache[block_table[0, position // 4], position % 4, head] = values[position, head] / 3
+
+    actual = reference.paged_attention(
+        *(query, key_cache, value_cache, block_table, [seq_len], [0, num_queries], 0.25),
+        alibi_slopes=slopes,
+        softcap=1.5,
+        key_scale=2.0,
+        value_scale=3.0,
+        selected_blocks=selected_blocks,
+        num_selected=num_selected,
+    )
+
+    distances = torch.arange(seq_len)[-num_queries:, None] - torch.arange(seq_len)
+    scores = torch.einsum("qhd,nhd->hqn", query, keys.repeat_interleave(2, dim=1)) * 0.25
+    scores = 1.5 * (scores / 1.5).tanh() - slopes[:, None, None] * distances
+    is_hidden = (distances < 0) | ~is_read.repeat_interleave(2, dim=0)[:, None]
+    dense = torch.einsum(
+        "hqn,nhd->qhd", scores.masked_fill(is_hidden, -torch.inf).softmax(-1), values.repeat_interleave(2, dim=1)
+    )
+    torch.testing.assert_close(actual, dense, rtol=0, atol=1e-6)
+
+
+def test_padding_rows_and_rows_without_a_selected_block_give_zeros():
+    query, cache = torch.ones(2, 2, 16), torch.full((3, 4, 1, 16), float("nan"))
+    rows = query, cache, cache, torch.tensor([[-1], [1]]), [0, 4], [0, 1, 2], 1.0
+    selected = {"selected_blocks": torch.tensor([[[5]], [[5]]]), "num_selected": torch.tensor([[1], [0]])}
+    assert reference.paged_attention(*rows, **selected).abs().max() == 0

@@ -44,6 +44,12 @@ ALLOWED_IMPORTS = {
     "worker_service.models": ("worker_service.models", "worker_service.checkpoint"),
     "worker_service.operations": ("worker_service.models", "kernels"),
     "worker_service.attention": ("worker_service.attention", "kernels"),
+    "worker_service.cpu_decoder": (
+        "worker_service.models",
+        "worker_service.operations",
+        "worker_service.attention",
+        "kernels",
+    ),
     "pagewire": ("pagewire", "scheduler_service", "worker_service", "protos.gen.pagewire.scheduler"),
 }
 # The only modules of a service that may import its rpc package from outside it.
@@ -121,13 +127,40 @@ def test_core_is_pure(path: Path) -> None:
     assert not outside & CORE_DENIED
 
 
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether Triton compiles it."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
 @every_source
 def test_functions_are_short(path: Path) -> None:
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            num_lines = node.end_lineno - node.lineno + 1
+            first_line = node.body[0].lineno if is_kernel(node) else node.lineno  # a kernel has a line per parameter
+            num_lines = node.end_lineno - first_line + 1
             assert num_lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno}: {node.name} has {num_lines} lines"
+
+
+@pytest.mark.parametrize("path", sources("kernels/triton"), ids=str)
+def test_functions_around_kernels_are_typed(path: Path) -> None:
+    """mypy cannot ask for it here, since kernels have no types."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef) and not is_kernel(node):
+            assert node.returns is not None, f"{path}:{node.lineno}: {node.name}"
+            arguments = [argument for argument in (*node.args.args, *node.args.kwonlyargs) if argument.arg != "self"]
+            assert all(argument.annotation is not None for argument in arguments), f"{path}:{node.lineno}: {node.name}"
+
+
+@pytest.mark.parametrize("path", sources("kernels/triton"), ids=str)
+def test_nothing_is_tuned_while_the_engine_runs(path: Path) -> None:
+    decorators = [
+        ast.unparse(decorator)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+    ]
+    assert not [decorator for decorator in decorators if "autotune" in decorator or "heuristics" in decorator]
 
 
 @every_source
@@ -151,7 +184,7 @@ def loaded_after(code: str) -> set[str]:
     return set(result.stderr.splitlines()[-1].split())
 
 
-HEAVY = {"torch", "numpy", "transformers", "safetensors"}
+HEAVY = {"torch", "triton", "numpy", "transformers", "safetensors"}
 
 
 def test_the_scheduler_and_the_client_load_neither_torch_nor_numpy() -> None:

@@ -25,6 +25,26 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pagewire", "bench", *arguments]
 
 
+# What the worker tells apart where all layers are one call.
+PARTS = (
+    "plan into the table of rows",
+    "batch and attention's preparation",
+    "matrix products",
+    "attention",
+    "norms and residual",
+    "rotary embedding and cache write",
+    "activation",
+    "rest of the model",
+    "head (logits)",
+    "sampling",
+)
+
+
+def share(line: str) -> float:
+    """The percents of a row."""
+    return float(line.split()[-1])
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -54,10 +74,17 @@ def test_profile(model: str) -> None:
         "scheduler and wire between steps",
         "delivery to the client",
         "at the client",
+        *PARTS,
+        "steps",
+        *PARTS,
+        "step",
     ]
     step, client = (float(lines[i].split()[-2]) for i in (14, 17))
     assert step > 0
     assert client > 0
+    for title in ("A prompt on the worker", "A decode step on the worker"):
+        [place] = [number for number, line in enumerate(lines, 1) if line.startswith(title)]
+        assert sum(share(line) for line in lines[place : place + len(PARTS)]) == pytest.approx(100.0, abs=5.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from worker_service.step import (
     RowOpening,
     RowStatus,
     SamplingParams,
+    StepParts,
     StepPlan,
     StepResult,
 )
@@ -206,10 +207,21 @@ def test_nan_logits_fail_their_row_only(checkpoints: dict[str, Path]) -> None:
     assert worker.runner.execute(StepPlan(1, 3)).statuses == (RowStatus.NAN_LOGITS, RowStatus.OK)
 
 
+@pytest.mark.parametrize(("family", "is_told_apart"), [("qwen3", True), ("gpt2", False)])
+def test_parts_of_a_step_add_up(checkpoints: dict[str, Path], family: str, is_told_apart: bool) -> None:
+    worker = load(checkpoints[family])
+    row = opening(0, random_prompts(5, [60])[0], 0, (1, 2, 3, 4))
+    result = worker.runner.execute(StepPlan(1, 1, openings=(row,), work_slots=(0,), work_num_tokens=(60,)))
+    parts = asdict(result.parts)
+    assert 0 <= result.duration_us - sum(parts.values()) <= 0.2 * result.duration_us + 200
+    assert (parts["products_us"] > 0) == is_told_apart
+    assert min(parts["model_us"], parts["batch_us"], parts["head_us"], parts["sampling_us"]) > 0
+
+
 def test_plan_without_work_yields_an_empty_result(checkpoints: dict[str, Path]) -> None:
     worker = load(checkpoints["qwen2"])
     result = worker.runner.execute(StepPlan(1, 1))
-    assert replace(result, duration_us=0) == StepResult(1, 1, last_moved_step=1)
+    assert replace(result, duration_us=0, parts=StepParts()) == StepResult(1, 1, last_moved_step=1)
 
 
 def test_bad_plan_raises_before_anything_is_written(checkpoints: dict[str, Path]) -> None:

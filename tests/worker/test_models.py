@@ -8,14 +8,15 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
-from kernels.cpu import load_kernels
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service import models
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.checkpoint import CheckpointError
+from worker_service.cpu_decoder import CpuDecoder, fused
 from worker_service.models import ModelConfig
 from worker_service.models.config import parse_config
-from worker_service.models.linear import Linear, can_pack
+from worker_service.models.linear import Linear
+from worker_service.operations import create_operations
 
 CPU = torch.device("cpu")
 CHUNKS = (1, 33, 7, 1, 1, 20)  # a first chunk, later ones and decode steps
@@ -62,23 +63,29 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture(params=["kernels", "torch"], autouse=True)
-def operations(request, monkeypatch):
-    """Every test with the CPU kernels, where they can be built, and without."""
-    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto" if request.param == "kernels" else "off")
+@pytest.fixture(params=["fused", "kernels", "torch"])
+def path_of_model(request, monkeypatch):
+    """Every test with all layers in one call of the CPU kernels, with a call for each operation, and in plain torch."""
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off" if request.param == "torch" else "require")
+    return request.param
 
 
-def load_model(path, **options):
-    return models.load_model(path, operations=load_kernels(), **options)
+@pytest.fixture
+def load_model(path_of_model):
+    def load(path, *, dtype, **options):
+        model = models.load_model(path, dtype=dtype, operations=create_operations(CPU), **options)
+        return fused(model, dtype, create_backend("auto", CPU)) if path_of_model == "fused" else model
+
+    return load
 
 
 @torch.inference_mode()
-def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8):
+def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.float32):
     """Logits at every position of one sequence, computed chunk by chunk: [sum(chunks), vocab_size]."""
     config = model.config
     num_blocks = -(-sum(chunks) // block_size)
     shape = (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
-    storage = torch.full(shape, float("nan"), dtype=next(model.parameters()).dtype)
+    storage = torch.full(shape, float("nan"), dtype=dtype)
     kv_cache = [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(config.num_layers)]
     block_table = torch.arange(num_blocks, 0, -1)[None]
     logits, end = [], 0
@@ -108,7 +115,7 @@ def name_of(value):
 
 
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=name_of)
-def test_equals_transformers(tmp_path, family, overrides):
+def test_equals_transformers(load_model, tmp_path, family, overrides):
     path = make_checkpoint(tmp_path, family, seed=11, **overrides)
     token_ids = random_tokens()
     actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids)
@@ -118,18 +125,18 @@ def test_equals_transformers(tmp_path, family, overrides):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_within_its_rounding_of_transformers(tmp_path, family):
+def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, family):
     """Both round at every step; their distance must be that of two bfloat16 runs, not more."""
     path = make_checkpoint(tmp_path, family, seed=12, dtype="bfloat16")
     token_ids = random_tokens()
     exact = transformers_logits(path, token_ids)
-    actual = compute_logits(load_model(path, dtype=torch.bfloat16, device=CPU), token_ids)
+    actual = compute_logits(load_model(path, dtype=torch.bfloat16, device=CPU), token_ids, dtype=torch.bfloat16)
     theirs = transformers_logits(path, token_ids, torch.bfloat16)
     assert actual.dtype == torch.float32
     assert (actual - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
 
 
-def test_rows_of_a_batch_do_not_touch_each_other(tmp_path):
+def test_rows_of_a_batch_do_not_touch_each_other(load_model, tmp_path):
     """Logits of a sequence are those it has alone, whatever stands beside it in the flat batch."""
     model = load_model(make_checkpoint(tmp_path, "qwen3", seed=13), dtype=torch.float32, device=CPU)
     first, second = random_tokens(1)[:9], random_tokens(2)[:14]
@@ -145,7 +152,7 @@ def test_rows_of_a_batch_do_not_touch_each_other(tmp_path):
     torch.testing.assert_close(together[9:], compute_logits(model, second, (14,)), rtol=0, atol=5e-5)
 
 
-def test_old_gpt2_names(tmp_path):
+def test_old_gpt2_names(load_model, tmp_path):
     """openai-community/gpt2 as published: no prefix, and each layer's causal mask among the tensors."""
     path = make_checkpoint(tmp_path, "gpt2", seed=14)
     expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
@@ -157,7 +164,7 @@ def test_old_gpt2_names(tmp_path):
     assert torch.equal(actual, expected)
 
 
-def test_head_in_the_checkpoint_counts_even_if_config_ties_it(tmp_path):
+def test_head_in_the_checkpoint_counts_even_if_config_ties_it(load_model, tmp_path):
     path = make_checkpoint(tmp_path, "llama", seed=15)
     expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
     edit_config(path, tie_word_embeddings=True)
@@ -166,25 +173,56 @@ def test_head_in_the_checkpoint_counts_even_if_config_ties_it(tmp_path):
     torch.testing.assert_close(actual, transformers_logits(path, random_tokens()), rtol=0, atol=1e-4)
 
 
-def test_weights_are_not_held_twice(tmp_path):
-    model = load_model(make_checkpoint(tmp_path, "llama", seed=16, **TIED), dtype=torch.float32, device=CPU)
+@pytest.mark.parametrize("mode", ["require", "off"])
+def test_weights_are_not_held_twice(tmp_path, monkeypatch, mode):
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
+    path = make_checkpoint(tmp_path, "llama", seed=16, **TIED)
+    model = models.load_model(path, dtype=torch.float32, device=CPU, operations=create_operations(CPU))
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 9
-    assert all((linear.weight is None) == can_pack(torch.empty(1)) for linear in linears)
+    assert all(linear.weight is None for linear in linears)
+    assert (model.embedding.weight is None) == (mode == "require")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("held", ["bfloat16", "float16"])
+def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, held, tied):
+    """The kernels multiply with half precision as it is; the model computes what it does with widened weights."""
+    path = make_checkpoint(tmp_path, "qwen3", seed=19, dtype=held, tie_word_embeddings=tied)
+    operations = create_operations(CPU)
+    model = models.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
+    dtypes = {module.product.packed.panels.dtype for module in model.modules() if isinstance(module, Linear)}
+    assert dtypes == {getattr(torch, held)}
+    actual = compute_logits(fused(model, torch.float32, create_backend("auto", CPU)), random_tokens())
+    expected = transformers_logits(path, random_tokens())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
+def test_only_what_the_kernels_compute_whole_is_fused(tmp_path):
+    operations, backend = create_operations(CPU), create_backend("auto", CPU)
+    for family, dtype, expected in [
+        ("qwen3", torch.float32, True), ("qwen3", torch.bfloat16, False), ("gpt2", torch.float32, False),
+    ]:  # fmt: skip
+        path = make_checkpoint(tmp_path / f"{family}-{dtype}", family, seed=22)
+        model = models.load_model(path, dtype=dtype, device=CPU, operations=operations)
+        assert isinstance(fused(model, dtype, backend), CpuDecoder) == expected
+        assert fused(model, dtype, create_backend("torch", CPU)) is model
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_rows", [0, 1, 17, 300])
-def test_linear_keeps_its_values_when_packed(num_rows, bias):
+@pytest.mark.parametrize("mode", ["require", "off"])
+def test_linear_keeps_its_values_when_packed(monkeypatch, mode, num_rows, bias):
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
     torch.manual_seed(0)
-    linear = Linear(24, [8, 3, 3], bias=bias)
+    linear = Linear(24, [8, 3, 3], create_operations(CPU), bias=bias)
     weights = [torch.randn(size, 24) for size in linear.out_sizes]
     for part, weight in enumerate(weights):
         linear.weight.data[linear.rows(part)] = weight
     if bias:
         linear.bias.data.normal_()
     x = torch.randn(num_rows, 24)
-    linear.finish_loading()
+    linear.finish_loading(torch.float32)
     torch.testing.assert_close(linear(x), F.linear(x, torch.cat(weights), linear.bias), rtol=0, atol=1e-5)
 
 

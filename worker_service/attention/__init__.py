@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.cpu import load_kernels
-from kernels.cpu.operations import MAX_HEAD_DIM
+from kernels.cpu.paged import MAX_HEAD_DIM
 from worker_service.attention.backend import Attend, AttentionBackend, AttentionBatch, LayerCache
 from worker_service.attention.cpu_attention import CpuAttention
 from worker_service.attention.torch_attention import TorchAttention

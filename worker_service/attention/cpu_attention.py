@@ -8,6 +8,26 @@ from kernels.cpu import CpuKernels, PagedRows, PagedScoring
 from worker_service.attention.backend import Attend, AttentionBatch, LayerCache
 
 
+class CpuAttend:
+    """Attention of one prepared step, a layer at a time; or what a whole stack of layers needs for it."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        rows: PagedRows,
+        scorings: Sequence[PagedScoring],
+        kv_cache: Sequence[LayerCache],
+    ) -> None:
+        self._kernels = kernels
+        self.rows = rows
+        self.scorings = scorings
+        self.kv_cache = kv_cache
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Attend`."""
+        return self._kernels.attend(self.rows, self.scorings[layer], query, key, value, *self.kv_cache[layer])
+
+
 class CpuAttention:
     """The backend for CPUs where the kernels can be built."""
 
@@ -23,10 +43,5 @@ class CpuAttention:
         """See `AttentionBackend.prepare`."""
         rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
         scale = kv_cache[0][0].shape[3] ** -0.5
-        windows = self._windows or (0,) * len(kv_cache)
-        scorings = [PagedScoring(scale, window) for window in windows]
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self._kernels.attend(rows, scorings[layer], query, key, value, *kv_cache[layer])
-
-        return attend
+        scorings = [PagedScoring(scale, window) for window in self._windows or (0,) * len(kv_cache)]
+        return CpuAttend(self._kernels, rows, scorings, kv_cache)

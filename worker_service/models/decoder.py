@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from worker_service.models.config import ModelConfig
-from worker_service.models.linear import Linear, embedding
+from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations
 from worker_service.models.rope import RotaryEmbedding
@@ -43,11 +43,12 @@ class Decoder(nn.Module):
         super().__init__()
         assert config.rope is not None
         self.config = config
-        self.embedding = embedding(config.vocab_size, config.hidden_size)
+        self.operations = operations
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, operations) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
-        self.head = Linear(config.hidden_size, [config.vocab_size], bias=False)
+        self.head = Linear(config.hidden_size, [config.vocab_size], operations, bias=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Model.forward`."""
@@ -57,6 +58,10 @@ class Decoder(nn.Module):
         for layer in self.layers:
             update = layer(x, update, cos, sin, attend)
         return self.norm(x, update)
+
+    def times(self) -> dict[str, int]:
+        """None: its operations are not timed one by one."""
+        return {}
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Model.compute_logits`."""
@@ -86,10 +91,10 @@ class Attention(nn.Module):
         self.norm_eps = config.norm_eps
         self.operations = operations
         qkv_sizes = [num * config.head_dim for num in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-        self.qkv = Linear(config.hidden_size, qkv_sizes, bias=config.qkv_bias)
+        self.qkv = Linear(config.hidden_size, qkv_sizes, operations, bias=config.qkv_bias)
         self.query_norm = HeadNorm(config.head_dim if config.qk_norm else None)
         self.key_norm = HeadNorm(config.head_dim if config.qk_norm else None)
-        self.output = Linear(qkv_sizes[0], [config.hidden_size], bias=config.output_bias)
+        self.output = Linear(qkv_sizes[0], [config.hidden_size], operations, bias=config.output_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
@@ -113,8 +118,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, operations: Operations) -> None:
         super().__init__()
         self.operations = operations
-        self.gate_up = Linear(config.hidden_size, [config.intermediate_size] * 2, bias=config.mlp_bias)
-        self.down = Linear(config.intermediate_size, [config.hidden_size], bias=config.mlp_bias)
+        self.gate_up = Linear(config.hidden_size, [config.intermediate_size] * 2, operations, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, [config.hidden_size], operations, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.operations.silu_mul(self.gate_up(x)))

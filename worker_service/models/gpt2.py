@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker_service.models.config import ModelConfig
-from worker_service.models.linear import Linear, embedding
+from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations
 from worker_service.models.weights import Weight
@@ -27,16 +27,16 @@ IGNORED = r"\.attn\.(masked_)?bias$"
 
 
 class GPT2(nn.Module):
-    """Token ids to final hidden states to logits. None of its operations are those of a decoder."""
+    """Token ids to final hidden states to logits. Of the operations it uses the products alone."""
 
     def __init__(self, config: ModelConfig, operations: Operations) -> None:
         super().__init__()
         self.config = config
-        self.embedding = embedding(config.vocab_size, config.hidden_size)
-        self.position_embedding = embedding(config.max_position_embeddings, config.hidden_size)
-        self.layers = nn.ModuleList(GPT2Layer(config, layer) for layer in range(config.num_layers))
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.position_embedding = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.layers = nn.ModuleList(GPT2Layer(config, layer, operations) for layer in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
-        self.head = Linear(config.hidden_size, [config.vocab_size], bias=False)
+        self.head = Linear(config.hidden_size, [config.vocab_size], operations, bias=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Model.forward`."""
@@ -45,18 +45,22 @@ class GPT2(nn.Module):
             x = layer(x, attend)
         return self.norm(x)
 
+    def times(self) -> dict[str, int]:
+        """None: its operations are not timed one by one."""
+        return {}
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Model.compute_logits`."""
         return self.head(hidden).float()
 
 
 class GPT2Layer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, operations: Operations) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
-        self.attention = GPT2Attention(config, layer)
+        self.attention = GPT2Attention(config, layer, operations)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GPT2MLP(config)
+        self.mlp = GPT2MLP(config, operations)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         x = x + self.attention(self.attention_norm(x), attend)
@@ -64,12 +68,12 @@ class GPT2Layer(nn.Module):
 
 
 class GPT2Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, operations: Operations) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.qkv = Linear(config.hidden_size, [3 * config.hidden_size], bias=config.qkv_bias)
-        self.output = Linear(config.hidden_size, [config.hidden_size], bias=config.output_bias)
+        self.qkv = Linear(config.hidden_size, [3 * config.hidden_size], operations, bias=config.qkv_bias)
+        self.output = Linear(config.hidden_size, [config.hidden_size], operations, bias=config.output_bias)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         query, key, value = self.qkv(x).unflatten(1, (-1, self.head_dim)).chunk(3, dim=1)  # [T, num_heads, head_dim]
@@ -77,10 +81,10 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, operations: Operations) -> None:
         super().__init__()
-        self.up = Linear(config.hidden_size, [config.intermediate_size], bias=config.mlp_bias)
-        self.down = Linear(config.intermediate_size, [config.hidden_size], bias=config.mlp_bias)
+        self.up = Linear(config.hidden_size, [config.intermediate_size], operations, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, [config.hidden_size], operations, bias=config.mlp_bias)
         self.gelu_form = "none" if config.activation == "gelu" else "tanh"
 
     def forward(self, x: Tensor) -> Tensor:

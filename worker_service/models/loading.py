@@ -9,11 +9,11 @@ import torch
 from worker_service.checkpoint import Checkpoint
 from worker_service.models import decoder, gpt2
 from worker_service.models.config import ModelConfig
-from worker_service.models.linear import Linear
+from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
 from worker_service.models.rope import RotaryEmbedding
-from worker_service.models.weights import Progress, Weight, fill_layers, load_weights
+from worker_service.models.weights import Progress, Weight, fill_layers, hold_dtypes, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,11 @@ def load_model(
 
     Args:
         path: holds config.json and the safetensors files.
-        dtype: what the model computes in; weights are converted as they are read.
+        dtype: what the model computes in. Weights are converted as they are read, except where `operations` multiply
+            with them in the dtype of the checkpoint.
         device: where it computes.
         progress: called after each tensor with (tensors loaded, tensors in all).
-        operations: what the model computes with between its matrix products; by default plain torch.
+        operations: what the model computes with; by default plain torch.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
@@ -60,20 +61,34 @@ def load_model(
     config = ModelConfig.load(path)
     checkpoint = Checkpoint(path)
     family = FAMILIES[config.architecture]
+    operations = operations or TorchOperations()
     with torch.device("meta"):
-        model = family.model(config, operations or TorchOperations())
+        model = family.model(config, operations)
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
     is_tied = config.tie_word_embeddings and "lm_head.weight" not in checkpoint.names
     if is_tied:
         model.head.weight = None
-    model.to(dtype).to_empty(device=device)
-    load_weights(model, checkpoint, _weights(family, config, checkpoint), family.ignored, progress)
+    model.to(dtype)
+    table = list(_weights(family, config, checkpoint))
+    hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
+    model.to_empty(device=device)
+    load_weights(model, checkpoint, table, family.ignored, progress)
     if is_tied:
         model.head.weight = model.embedding.weight
-    for module in model.modules():
-        if isinstance(module, Linear | RotaryEmbedding):
-            module.finish_loading()
+    _finish(model, dtype, is_tied)
     return model.requires_grad_(False).eval()
+
+
+def _finish(model: decoder.Decoder | gpt2.GPT2, dtype: torch.dtype, is_tied: bool) -> None:
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, Linear):
+            module.finish_loading(dtype)
+        elif isinstance(module, RotaryEmbedding):
+            module.finish_loading()
+    for module in modules:
+        if isinstance(module, Embedding):
+            module.finish_loading(dtype, model.head if is_tied and module is model.embedding else None)
 
 
 def _weights(family: Family, config: ModelConfig, checkpoint: Checkpoint) -> Iterator[Weight]:

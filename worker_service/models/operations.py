@@ -1,15 +1,33 @@
-"""What a decoder does between its matrix products, behind an interface that faster code can take the place of."""
+"""What a model computes with, behind an interface that faster code can take the place of."""
 
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from worker_service.models.rope import rotate
 
+# oneDNN lays a weight out for a number of rows; small batches are where the layout matters.
+PACKED_NUM_ROWS = 16
+
+
+# A weight [out_size, in_size] and its bias, ready to be multiplied with: x W^T + b, [T, in_size] -> [T, out_size].
+Product = Callable[[Tensor], Tensor]
+
 
 class Operations(Protocol):
     """All tensors are of the model's dtype; what is computed in float32 in between is rounded as transformers does."""
+
+    def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
+        """Whether a weight may stay in the dtype `held` of the checkpoint where the model computes in `computed`."""
+
+    def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
+        """Lays a weight out for its product, of activations and to outputs of the dtype `computed`."""
+
+    def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
+        """Rows of the weight of a product by their indexes, [T] int64 -> [T, in_size]; None: not from this layout."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) in float32, rounded, times weight: [T, size] by [size].
@@ -48,6 +66,19 @@ class Operations(Protocol):
 class TorchOperations:
     """In plain torch, on any device."""
 
+    def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
+        return held == computed
+
+    def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
+        assert weight.dtype == computed
+        if not can_pack(weight):
+            return lambda x: F.linear(x, weight, bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_NUM_ROWS)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
+        return None
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # Rounded to the model's dtype before the weight, as transformers does.
         return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
@@ -76,3 +107,11 @@ class TorchOperations:
         if key_weight is not None:
             key = self.rms_norm(key, key_weight, eps)
         return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN computes this dtype natively on this CPU."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    is_native_bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or is_native_bfloat16

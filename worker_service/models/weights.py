@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from worker_service.checkpoint import Checkpoint, CheckpointError
-from worker_service.models.linear import Linear
+from worker_service.models.linear import Embedding, Linear
 
 # Called after each tensor with (tensors loaded, tensors in all).
 Progress = Callable[[int, int], None]
@@ -45,6 +46,24 @@ def load_weights(
         checkpoint.copy(name, target)
         if progress is not None:
             progress(num_loaded, len(targets))
+
+
+def hold_dtypes(
+    model: nn.Module, checkpoint: Checkpoint, table: Iterable[Weight], can_hold: Callable[[torch.dtype], bool]
+) -> None:
+    """Gives weights of products and embeddings the dtype of their tensors in the checkpoint, where that can be held.
+
+    The parts of a merged one must agree. Parameters hold no values yet.
+    """
+    found: dict[Linear | Embedding, set[torch.dtype | None]] = {}
+    for weight in table:
+        module, name = model.get_submodule(weight.target), f"{weight.source}.weight"
+        if isinstance(module, Linear | Embedding) and name in checkpoint.names:
+            found.setdefault(module, set()).add(checkpoint.dtype(name))
+    for module, dtypes in found.items():
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        if dtype is not None and module.weight is not None and can_hold(dtype):
+            module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
 
 
 def fill_layers(table: Iterable[Weight], num_layers: int) -> Iterator[Weight]:

@@ -1,5 +1,7 @@
 """Between `pagewire.worker.v1` and `step.py`. Pure translation: values are checked by whoever uses them."""
 
+from dataclasses import fields
+
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -17,6 +19,7 @@ from worker_service.step import (
     RowOpening,
     RowStatus,
     SamplingParams,
+    StepParts,
     StepPlan,
     StepResult,
 )
@@ -123,6 +126,9 @@ def _decode_sampling(sampling: pb.SamplingParams) -> SamplingParams:
     )
 
 
+_PART_NAMES = tuple(field.name for field in fields(StepParts))
+
+
 def _encode_result(result: StepResult) -> pb.StepResult:
     return pb.StepResult(
         epoch=result.epoch,
@@ -134,7 +140,12 @@ def _encode_result(result: StepResult) -> pb.StepResult:
         prompt_logprobs=[_encode_prompt_logprobs(chunk) for chunk in result.prompt_logprobs],
         duration_us=result.duration_us,
         last_moved_step=result.last_moved_step,
+        parts=_encode_parts(result.parts) if result.parts != StepParts() else None,
     )
+
+
+def _encode_parts(parts: StepParts) -> pb.StepParts:
+    return pb.StepParts(**{name: getattr(parts, name) for name in _PART_NAMES})
 
 
 def _encode_logprobs(logprobs: Logprobs) -> pb.Logprobs:

@@ -256,23 +256,60 @@ static void NAME(write_pairs)(const attention_step* step, const item* work, cons
   }
 }
 
-// Writes the step's fresh keys and values to their slots; a token of slot -1 is skipped.
+// Writes the fresh keys and values of a token to its slot; a token of slot -1 is skipped.
+INLINE void NAME(store_token)(const attention_step* step, int64_t token, const ELEMENT* key, const ELEMENT* value,
+                              ELEMENT* key_cache, ELEMENT* value_cache) {
+  const int64_t slot = step->slot_mapping[token];
+  if (slot < 0) return;
+  const int64_t block = slot / step->block_size, offset = slot % step->block_size;
+  ELEMENT* keys = key_cache + block * step->key_block_stride + offset * step->key_position_stride;
+  ELEMENT* values = value_cache + block * step->value_block_stride + offset * step->value_position_stride;
+  for (int64_t head = 0; head < step->num_kv_heads; head++) {
+    const size_t num_bytes = sizeof(ELEMENT) * (size_t)step->head_dim;
+    memcpy(keys + head * step->key_head_stride, key + head * step->head_dim, num_bytes);
+    memcpy(values + head * step->value_head_stride, value + head * step->head_dim, num_bytes);
+  }
+}
+
 void NAME(store_kv)(const attention_step* step, const ELEMENT* key, const ELEMENT* value, ELEMENT* key_cache,
                     ELEMENT* value_cache) {
   const int64_t size = step->num_kv_heads * step->head_dim;
 #pragma omp parallel for schedule(static) num_threads((int)step->num_threads) if (step->num_threads > 1 && step->num_tokens * size >= MIN_PARALLEL_ELEMENTS)
-  for (int64_t token = 0; token < step->num_tokens; token++) {
-    const int64_t slot = step->slot_mapping[token];
-    if (slot < 0) continue;
-    const int64_t block = slot / step->block_size, offset = slot % step->block_size;
-    ELEMENT* keys = key_cache + block * step->key_block_stride + offset * step->key_position_stride;
-    ELEMENT* values = value_cache + block * step->value_block_stride + offset * step->value_position_stride;
-    for (int64_t head = 0; head < step->num_kv_heads; head++) {
-      const size_t num_bytes = sizeof(ELEMENT) * (size_t)step->head_dim;
-      const int64_t fresh = head * step->head_dim;
-      memcpy(keys + head * step->key_head_stride, key + token * step->fresh_key_token_stride + fresh, num_bytes);
-      memcpy(values + head * step->value_head_stride, value + token * step->fresh_value_token_stride + fresh, num_bytes);
+  for (int64_t token = 0; token < step->num_tokens; token++)
+    NAME(store_token)(step, token, key + token * step->fresh_key_token_stride, value + token * step->fresh_value_token_stride,
+                      key_cache, value_cache);
+}
+
+// All items of a list. Called by all threads of a region, which meet at its end.
+static void NAME(attend_items)(const attention_step* step, const work_list* list, const ELEMENT* query,
+                               const ELEMENT* key_cache, const ELEMENT* value_cache, ELEMENT* output) {
+  scratch own;
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t i = 0; i < list->num_items; i++) {
+    const item* work = &list->items[i];
+    tile t = scratch_tile(&own);
+    if (work->partial >= 0) {
+      t.sums = list->partials + work->partial * PARTIAL_FLOATS;
+      t.maxima = t.sums + TILE_ROWS * PADDED_HEAD_DIM;
+      t.totals = t.maxima + TILE_ROWS;
     }
+    NAME(attend_item)(step, work, query, key_cache, value_cache, &t, own.packed);
+    if (work->partial < 0) NAME(write_pairs)(step, work, &t, 1, output);
+  }
+  if (!list->partials) return;
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t i = 0; i < list->num_items; i++) {
+    const item* work = &list->items[i];
+    if (work->num_parts == 1 || work->part > 0) continue;
+    tile parts[MAX_PARTS];
+    for (int p = 0; p < work->num_parts; p++) {
+      parts[p].num_rows = work->num_pairs;
+      parts[p].stride = padded(step->head_dim);
+      parts[p].sums = list->partials + (work->partial + p) * PARTIAL_FLOATS;
+      parts[p].maxima = parts[p].sums + TILE_ROWS * PADDED_HEAD_DIM;
+      parts[p].totals = parts[p].maxima + TILE_ROWS;
+    }
+    NAME(write_pairs)(step, work, parts, work->num_parts, output);
   }
 }
 
@@ -282,35 +319,7 @@ int NAME(paged_attention)(const attention_step* step, const ELEMENT* query, cons
   work_list list;
   if (!list_work(step, &list)) return 1;
 #pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1 && list.num_items > 1 && list.cost >= MIN_PARALLEL_ELEMENTS)
-  {
-    scratch own;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < list.num_items; i++) {
-      const item* work = &list.items[i];
-      tile t = scratch_tile(&own);
-      if (work->partial >= 0) {
-        t.sums = list.partials + work->partial * PARTIAL_FLOATS;
-        t.maxima = t.sums + TILE_ROWS * PADDED_HEAD_DIM;
-        t.totals = t.maxima + TILE_ROWS;
-      }
-      NAME(attend_item)(step, work, query, key_cache, value_cache, &t, own.packed);
-      if (work->partial < 0) NAME(write_pairs)(step, work, &t, 1, output);
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < list.num_items; i++) {
-      const item* work = &list.items[i];
-      if (work->num_parts == 1 || work->part > 0) continue;
-      tile parts[MAX_PARTS];
-      for (int p = 0; p < work->num_parts; p++) {
-        parts[p].num_rows = work->num_pairs;
-        parts[p].stride = padded(step->head_dim);
-        parts[p].sums = list.partials + (work->partial + p) * PARTIAL_FLOATS;
-        parts[p].maxima = parts[p].sums + TILE_ROWS * PADDED_HEAD_DIM;
-        parts[p].totals = parts[p].maxima + TILE_ROWS;
-      }
-      NAME(write_pairs)(step, work, parts, work->num_parts, output);
-    }
-  }
+  NAME(attend_items)(step, &list, query, key_cache, value_cache, output);
   free_work(&list);
   return 0;
 }

@@ -49,23 +49,27 @@ void NAME(add_rms_norm)(ELEMENT* x, const ELEMENT* update, const ELEMENT* weight
   }
 }
 
+// output = silu(gates) * ups; in place if output == gates.
+INLINE void NAME(silu_mul_token)(const ELEMENT* gates, const ELEMENT* ups, ELEMENT* output, int64_t size) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) {
+    const floats gate = NAME(load)(gates + i);
+    const floats silu = NAME(rounded)(gate / (splat(1.0f) + exponential(-gate)));
+    NAME(store)(output + i, silu * NAME(load)(ups + i));
+  }
+  for (; i < size; i++) {
+    const float gate = NAME(value)(gates[i]);
+    const float silu = NAME(rounded_value)(gate / (1.0f + expf(-gate)));
+    output[i] = NAME(from_value)(silu * NAME(value)(ups[i]));
+  }
+}
+
 // gate_up: [num_tokens, 2 * size], output: [num_tokens, size]
 void NAME(silu_mul)(const ELEMENT* gate_up, ELEMENT* output, int64_t num_tokens, int64_t size, int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1 && num_tokens > 1 && num_tokens * size >= MIN_PARALLEL_ELEMENTS)
   for (int64_t token = 0; token < num_tokens; token++) {
-    const ELEMENT *gates = gate_up + token * 2 * size, *ups = gates + size;
-    ELEMENT* outputs = output + token * size;
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-      const floats gate = NAME(load)(gates + i);
-      const floats silu = NAME(rounded)(gate / (splat(1.0f) + exponential(-gate)));
-      NAME(store)(outputs + i, silu * NAME(load)(ups + i));
-    }
-    for (; i < size; i++) {
-      const float gate = NAME(value)(gates[i]);
-      const float silu = NAME(rounded_value)(gate / (1.0f + expf(-gate)));
-      outputs[i] = NAME(from_value)(silu * NAME(value)(ups[i]));
-    }
+    const ELEMENT* gates = gate_up + token * 2 * size;
+    NAME(silu_mul_token)(gates, gates + size, output + token * size, size);
   }
 }
 

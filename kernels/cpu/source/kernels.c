@@ -37,10 +37,13 @@ enum {
 
 #include "softmax.h"
 
+#include "rows.h"
+
 #define ELEMENT float
 #define ELEMENT_NAME float
 #include "attention.h"
 #include "fused.h"
+#include "linear.h"
 #undef ELEMENT
 #undef ELEMENT_NAME
 
@@ -49,6 +52,7 @@ enum {
 #define IS_BFLOAT16 1
 #include "attention.h"
 #include "fused.h"
+#include "linear.h"
 #undef IS_BFLOAT16
 #undef ELEMENT
 #undef ELEMENT_NAME
@@ -57,5 +61,12 @@ enum {
 #define ELEMENT_NAME float16
 #include "attention.h"
 #include "fused.h"
+#include "linear.h"
+
+#include "product.h"
+
+#include "decoder.h"
+
+int64_t panel_width(void) { return PANEL; }
 
 const char* variant(void) { return VARIANT; }

@@ -12,6 +12,7 @@ typedef struct {
   item* items;
   float* partials;
   int64_t num_items, cost;  // cost: elements of keys that are scored
+  int64_t window;           // that it was made for
 } work_list;
 
 // An item while it is computed.
@@ -134,12 +135,13 @@ static int64_t list_items(const attention_step* step, work_list* list, int64_t m
 static void free_work(work_list* list) {
   free(list->items);
   free(list->partials);
+  *list = (work_list){0};
 }
 
 // 0 if there is no memory.
 static int list_work(const attention_step* step, work_list* list) {
   const int64_t max_parts = wanted_parts(step);
-  *list = (work_list){0};
+  *list = (work_list){.window = step->window};
   const int64_t num_partials = list_items(step, list, max_parts);
   list->items = malloc(sizeof(item) * (size_t)(list->num_items + 1));
   list->partials = num_partials ? malloc(sizeof(float) * (size_t)num_partials * PARTIAL_FLOATS) : NULL;

@@ -203,7 +203,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias_token_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., num_candidates: _Optional[int] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step", "statuses", "token_ids", "logprobs", "prompt_logprobs", "duration_us", "candidates", "last_moved_step")
+    __slots__ = ("epoch", "step", "statuses", "token_ids", "logprobs", "prompt_logprobs", "duration_us", "candidates", "last_moved_step", "parts")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class StepResult(_message.Message):
     DURATION_US_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     LAST_MOVED_STEP_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     statuses: _containers.RepeatedScalarFieldContainer[RowStatus]
@@ -222,7 +223,32 @@ class StepResult(_message.Message):
     duration_us: int
     candidates: Candidates
     last_moved_step: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., duration_us: _Optional[int] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., last_moved_step: _Optional[int] = ...) -> None: ...
+    parts: StepParts
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., duration_us: _Optional[int] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., last_moved_step: _Optional[int] = ..., parts: _Optional[_Union[StepParts, _Mapping]] = ...) -> None: ...
+
+class StepParts(_message.Message):
+    __slots__ = ("plan_us", "batch_us", "products_us", "attention_us", "norms_us", "rotary_us", "activation_us", "model_us", "head_us", "sampling_us")
+    PLAN_US_FIELD_NUMBER: _ClassVar[int]
+    BATCH_US_FIELD_NUMBER: _ClassVar[int]
+    PRODUCTS_US_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_US_FIELD_NUMBER: _ClassVar[int]
+    NORMS_US_FIELD_NUMBER: _ClassVar[int]
+    ROTARY_US_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_US_FIELD_NUMBER: _ClassVar[int]
+    MODEL_US_FIELD_NUMBER: _ClassVar[int]
+    HEAD_US_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_US_FIELD_NUMBER: _ClassVar[int]
+    plan_us: int
+    batch_us: int
+    products_us: int
+    attention_us: int
+    norms_us: int
+    rotary_us: int
+    activation_us: int
+    model_us: int
+    head_us: int
+    sampling_us: int
+    def __init__(self, plan_us: _Optional[int] = ..., batch_us: _Optional[int] = ..., products_us: _Optional[int] = ..., attention_us: _Optional[int] = ..., norms_us: _Optional[int] = ..., rotary_us: _Optional[int] = ..., activation_us: _Optional[int] = ..., model_us: _Optional[int] = ..., head_us: _Optional[int] = ..., sampling_us: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("chosen", "ranks", "top_token_ids", "top_logprobs")

@@ -1,0 +1,95 @@
+"""Runs the cases of one module of checks on a device: a process of `bench/gpu_kernels.py`, which starts it.
+
+Writes a line `RESULT {json}` per case to standard output as soon as it is known. A process apart, since a kernel that
+reads what it must not leaves its process without a device.
+"""
+
+import gc
+import importlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TypeVar
+
+import torch
+
+from bench.device_timer import measure
+from tests.kernels.triton.checks.case import COPY, MATMUL, BenchCase, DeviceCase
+
+MARK = "RESULT "
+_MATMUL_SIZE = 8192
+_COPY_BYTES = 1 << 30
+
+Case = TypeVar("Case", DeviceCase, BenchCase)
+
+
+def check(case: DeviceCase, device: torch.device) -> dict:
+    case.run(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return {}
+
+
+def bench(case: BenchCase, device: torch.device) -> dict:
+    try:
+        calls = case.make(device)
+    except NotImplementedError as error:
+        return {"unavailable": str(error)}
+    figures = asdict(measure(calls))
+    goals = [asdict(goal) for goal in case.goals]
+    return {**figures, "bytes_moved": case.bytes_moved, "flops": case.flops, "goals": goals}
+
+
+def reference_cases() -> Iterator[BenchCase]:
+    """What the device can do: a copy far larger than its cache, and a large product in bfloat16."""
+
+    def copy(device: torch.device) -> list[Callable[[], object]]:
+        source, target = torch.randint(0, 99, (2, _COPY_BYTES // 4), dtype=torch.int32, device=device)
+        return [lambda: target.copy_(source)]
+
+    def matmul(device: torch.device) -> list[Callable[[], object]]:
+        left, right = torch.randn(2, _MATMUL_SIZE, _MATMUL_SIZE, device=device).bfloat16()
+        return [lambda: left @ right]
+
+    yield BenchCase(COPY, copy, bytes_moved=2 * _COPY_BYTES)
+    yield BenchCase(MATMUL, matmul, flops=2 * _MATMUL_SIZE**3)
+
+
+def run_all(cases: Iterator[Case], run: Callable[[Case, torch.device], dict], device: torch.device, done: int) -> None:
+    """Runs the cases behind the first `done`, and says what became of each."""
+    for index, case in enumerate(cases):
+        if index < done:
+            continue
+        report({"name": case.name, "started": True})
+        started = time.monotonic()
+        try:
+            result = run(case, device)
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            traceback.print_exc()
+        report({"name": case.name, **result, "wall_seconds": round(time.monotonic() - started, 3)})
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # raises where the device was lost with this case: the next has a new process
+            torch.cuda.empty_cache()
+
+
+def report(result: dict) -> None:
+    print(MARK + json.dumps(result), flush=True)
+
+
+def main(command: str, module_name: str, device_name: str, done: int) -> None:
+    device = torch.device(device_name)
+    if command == "check":
+        run_all(importlib.import_module(module_name).device_cases(), check, device, done)
+    elif module_name == "device":
+        run_all(reference_cases(), bench, device, done)
+    else:
+        run_all(importlib.import_module(module_name).bench_cases(), bench, device, done)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,148 @@
+"""All layers of a decoder in one call: what `source/decoder.h` computes, on tensors."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.linear import LinearLayer, PackedLinear
+from kernels.cpu.operations import CpuKernels
+from kernels.cpu.paged import PagedRows, PagedScoring, cache_step, check
+
+# One layer's (key_cache, value_cache), [num_blocks, block_size, num_kv_heads, head_dim] each.
+LayerCache = tuple[Tensor, Tensor]
+
+
+class _Layer(ctypes.Structure):
+    """Mirrors `decoder_layer` of source/decoder.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, LinearLayer) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("key_cache", "value_cache")),
+        ("window", ctypes.c_int64),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    """Mirrors `decoder` of source/decoder.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "norm")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "intermediate_size")),
+        ("eps", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """Of one decoder layer. Norms are float32, [hidden_size] or, of heads, [head_dim] or None."""
+
+    attention_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    qkv: PackedLinear
+    output: PackedLinear
+    mlp_norm: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+# The order of source/decoder.h.
+PARTS = ("norms", "products", "rotary", "attention", "activation")
+
+
+class DecoderStack:
+    """The layers of a decoder (Llama, Mistral, Qwen2, Qwen3) and the norm after them, computed in float32."""
+
+    def __init__(
+        self, kernels: CpuKernels, layers: Sequence[LayerWeights], norm: Tensor, eps: float, num_heads: int
+    ) -> None:
+        """Raises ValueError if a norm does not fit."""
+        self._library = kernels.library
+        self._weights = tuple(layers)
+        self._norm = norm
+        self._num_heads = num_heads
+        self._hidden_size = len(norm)
+        self._heads_size = layers[0].qkv.out_size
+        self._layers = (_Layer * len(layers))(*map(self._layer, layers))
+        self._decoder = _Decoder(
+            ctypes.addressof(self._layers),
+            norm.data_ptr(),
+            len(layers),
+            self._hidden_size,
+            layers[0].down.in_size,
+            eps,
+        )
+        self._kv_cache: Sequence[LayerCache] | None = None
+        self._times = (ctypes.c_int64 * len(PARTS))()
+
+    def _layer(self, weights: LayerWeights) -> _Layer:
+        for name, norm in (("attention_norm", weights.attention_norm), ("mlp_norm", weights.mlp_norm)):
+            check(name, norm, torch.float32, (self._hidden_size,))
+        pointers = (weights.attention_norm, weights.mlp_norm, weights.query_norm, weights.key_norm)
+        products = (weights.qkv, weights.output, weights.gate_up, weights.down)
+        return _Layer(
+            *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
+            *(product.layer() for product in products),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: PagedRows,
+        scorings: Sequence[PagedScoring],
+        kv_cache: Sequence[LayerCache],
+    ) -> Tensor:
+        """One step through all layers; writes its keys and values to the cache.
+
+        Args:
+            x: [T, hidden_size] embeddings; overwritten.
+            cos, sin: [T, head_dim], as `CpuKernels.norm_rope` takes them.
+            rows: the step's; they hold T tokens.
+            scorings: of each layer; all but the window is the first one's.
+            kv_cache: of each layer, all of the same shape and strides.
+
+        Returns:
+            [T, hidden_size], normed.
+
+        Raises:
+            ValueError: shapes, strides or dtypes do not fit.
+            MemoryError: there is none to compute in.
+        """
+        num_tokens, head_dim = len(x), kv_cache[0][0].shape[3]
+        check("x", x, torch.float32, (num_tokens, self._hidden_size))
+        check("cos", cos, torch.float32, (num_tokens, head_dim))
+        check("sin", sin, torch.float32, (num_tokens, head_dim))
+        self._use_cache(kv_cache, scorings)
+        step = cache_step(rows, scorings[0], num_tokens, self._num_heads, self._heads_size, *kv_cache[0])
+        hidden = torch.empty_like(x)
+        pointers = [tensor.data_ptr() for tensor in (x, cos, sin, hidden)]
+        structures = (ctypes.addressof(self._decoder), ctypes.addressof(step))
+        if self._library.decode(*structures, *pointers, ctypes.addressof(self._times)):
+            raise MemoryError(f"no memory for a step of {num_tokens} tokens")
+        return hidden
+
+    def times(self) -> dict[str, int]:
+        """Nanoseconds of the last step by part: "norms", "products", "rotary", "attention" and "activation"."""
+        return dict(zip(PARTS, self._times, strict=True))
+
+    def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[PagedScoring]) -> None:
+        """Points the layers to a cache. Raises ValueError if its layers differ in shape or strides."""
+        if kv_cache is self._kv_cache:
+            return
+        first_key, first_value = kv_cache[0]
+        for layer, scoring, (key, value) in zip(self._layers, scorings, kv_cache, strict=True):
+            if (key.shape, key.stride()) != (first_key.shape, first_key.stride()) or (
+                (value.shape, value.stride(), value.dtype) != (first_value.shape, first_value.stride(), torch.float32)
+            ):
+                raise ValueError(
+                    f"caches of {key.dtype} {tuple(key.shape)} with strides {key.stride()} and of {first_key.dtype} "
+                    f"{tuple(first_key.shape)} with strides {first_key.stride()}: all layers have one shape, in float32"
+                )
+            layer.key_cache, layer.value_cache, layer.window = key.data_ptr(), value.data_ptr(), scoring.window
+        self._kv_cache = kv_cache

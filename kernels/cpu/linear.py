@@ -1,0 +1,37 @@
+"""Weights as the C kernels' matrix products read them."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The element types of source/rows.h.
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class LinearLayer(ctypes.Structure):
+    """Mirrors `linear_layer` of source/rows.h."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("in_size", ctypes.c_int64),
+        ("out_size", ctypes.c_int64),
+        ("element", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A weight [out_size, in_size] in panels, and its bias [out_size] float32. `CpuKernels.pack_linear` makes it."""
+
+    panels: Tensor
+    bias: Tensor | None
+    in_size: int
+    out_size: int
+
+    def layer(self) -> LinearLayer:
+        """Points into the tensors and holds none of them."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return LinearLayer(self.panels.data_ptr(), bias, self.in_size, self.out_size, ELEMENTS[self.panels.dtype])

@@ -1,0 +1,204 @@
+"""What sampling on a device takes and gives, and its specification in plain torch, one row at a time.
+
+A row goes through: logit bias, suppression, penalties -> temperature -> top-k -> top-p -> min-p -> the highest of logit
++ Gumbel noise; its log-probabilities are those before temperature and filters. Parameters mean what they mean in vLLM.
+Each filter keeps the tokens whose logit is at least some value, so tokens of equal logits stay or go together. A row of
+temperature 0 takes the highest logit, and the lowest id among equals.
+
+The noise is a pure function of (seed, sample index, position, token id), fixed forever. Adding Gumbel noise and taking
+the highest is drawing from the distribution (Gumbel, 1954; Maddison et al., "A* Sampling", 2014,
+https://arxiv.org/abs/1411.0030). `fmix32` is the finalizer of MurmurHash3 (Appleby).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST = torch.finfo(torch.float32).max
+# Of the noise: 2**32 / golden ratio, a prime beside it, and the factors of MurmurHash3's finalizer.
+GOLDEN = 0x9E3779B9
+TOKEN_MULTIPLIER = 0x9E3779B1
+FMIX_FIRST = 0x85EBCA6B
+FMIX_SECOND = 0xC2B2AE35
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """What each of R rows asks for: one entry per row, contiguous, on the device of the logits.
+
+    Attributes:
+        temperature: [R] float32; 0 takes the highest logit.
+        top_k: [R] int32; 0: all.
+        top_p: [R] float32 in (0, 1]; 1: all.
+        min_p: [R] float32 in [0, 1]; 0: all.
+        repetition_penalty, presence_penalty, frequency_penalty: [R] float32; 1, 0 and 0: none (Keskar et al., "CTRL",
+            2019, https://arxiv.org/abs/1909.05858). They need `token_counts`.
+        seeds: [R] int64, the 64 bits of each seed.
+        sample_indexes: [R] int32.
+        num_tokens: [R] int32, tokens before the one that is drawn: its position.
+        slots: [R] int32, each row's line of `token_counts`, no line twice; -1: none.
+        num_logprobs: [R] int32, how many of the most likely tokens a row reports; -1: no log-probabilities at all.
+        bias_token_ids, bias_values: [R, max_biases] int32 and float32, added to the logits; an id of -1 is vacant. An
+            infinite bias wins. Or both None.
+        stop_token_ids: [R, max_stops] int32, -inf while num_tokens < min_num_tokens; an id of -1, or one outside the
+            vocabulary, is vacant. Or None.
+        min_num_tokens: [R] int32, or None with `stop_token_ids`.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    seeds: Tensor
+    sample_indexes: Tensor
+    num_tokens: Tensor
+    slots: Tensor
+    num_logprobs: Tensor
+    bias_token_ids: Tensor | None = None
+    bias_values: Tensor | None = None
+    stop_token_ids: Tensor | None = None
+    min_num_tokens: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One entry per row. Log-probabilities mean nothing in rows that asked for none or whose logits hold NaN.
+
+    Attributes:
+        token_ids: [R] int64; 0 where the logits hold NaN.
+        is_nan: [R] bool.
+        logprobs: [R] float32, of the chosen tokens.
+        ranks: [R] int32, one more than the tokens with a higher logit than the chosen one.
+        top_token_ids, top_logprobs: [R, max_logprobs] int32 and float32: the num_logprobs[i] most likely tokens,
+            highest first and lowest id first among equals; what stands behind them means nothing.
+    """
+
+    token_ids: Tensor
+    is_nan: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+    top_token_ids: Tensor
+    top_logprobs: Tensor
+
+
+def sample(
+    logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None = None, max_logprobs: int | None = None
+) -> SampledTokens:
+    """Chooses a token per row, and counts it.
+
+    Args:
+        logits: [R, vocab_size] float32, overwritten.
+        columns: one entry per row.
+        token_counts: [num_slots, vocab_size] int32, twice the times that a token stands in the output, plus 1 if it
+            stands in the prompt; the chosen tokens of rows that have a slot are added. None: no row has penalties.
+        max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
+    """
+    num_rows, vocab_size = logits.shape
+    num_top = min(max_logprobs or 0, vocab_size)
+    sampled = SampledTokens(
+        token_ids=logits.new_zeros(num_rows, dtype=torch.int64),
+        is_nan=logits.isnan().any(1),
+        logprobs=logits.new_zeros(num_rows),
+        ranks=logits.new_zeros(num_rows, dtype=torch.int32),
+        top_token_ids=logits.new_zeros((num_rows, num_top), dtype=torch.int32),
+        top_logprobs=logits.new_zeros((num_rows, num_top)),
+    )
+    for row in range(num_rows):
+        if sampled.is_nan[row]:
+            continue
+        _adjust(logits[row], columns, row, token_counts)
+        sampled.token_ids[row] = token_id = _choose(logits[row], columns, row)
+        if token_counts is not None and columns.slots[row] >= 0:
+            token_counts[columns.slots[row], token_id] += 2
+        if columns.num_logprobs[row] >= 0 and max_logprobs is not None:
+            logprobs = logits[row].log_softmax(0)
+            top = logits[row].sort(descending=True, stable=True).indices[: int(columns.num_logprobs[row])]
+            sampled.logprobs[row] = logprobs[token_id]
+            sampled.ranks[row] = (logits[row] > logits[row, token_id]).sum() + 1
+            sampled.top_token_ids[row, : len(top)] = top.int()
+            sampled.top_logprobs[row, : len(top)] = logprobs[top]
+    return sampled
+
+
+def count_tokens(
+    token_counts: Tensor, slots: Tensor, token_ids: Tensor, start_loc: Tensor, num_prompt_tokens: Tensor
+) -> None:
+    """Counts N sequences into their lines of `token_counts`, [num_slots, vocab_size] int32, whatever stood there.
+
+    Args:
+        slots: [N], no line twice.
+        token_ids: [T], those of sequence i from start_loc[i] to start_loc[i + 1], its prompt first.
+        start_loc: [N + 1].
+        num_prompt_tokens: [N].
+    """
+    for i, slot in enumerate(slots.tolist()):
+        tokens = token_ids[start_loc[i] : start_loc[i + 1]].long()
+        prompt, output = tokens[: num_prompt_tokens[i]], tokens[num_prompt_tokens[i] :]
+        token_counts[slot] = 2 * output.bincount(minlength=token_counts.shape[1]).int()
+        token_counts[slot, prompt] += 1
+
+
+def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Tensor | None) -> None:
+    """Bias, suppression and penalties, in this order, in place: [vocab_size]."""
+    vocab_size = len(logits)
+    if columns.bias_token_ids is not None and columns.bias_values is not None:
+        is_bias = columns.bias_token_ids[row] >= 0
+        ids = columns.bias_token_ids[row][is_bias].long()
+        logits.index_put_((ids,), columns.bias_values[row][is_bias], accumulate=True)
+        logits[ids] = logits[ids].clamp(max=LARGEST)  # an infinite bias must not turn differences into NaN
+    if columns.stop_token_ids is not None and columns.min_num_tokens is not None:
+        ids = columns.stop_token_ids[row]
+        if columns.num_tokens[row] < columns.min_num_tokens[row]:
+            logits[ids[(ids >= 0) & (ids < vocab_size)].long()] = -torch.inf
+    if token_counts is not None and columns.slots[row] >= 0:
+        counts = token_counts[columns.slots[row]]
+        repetition = columns.repetition_penalty[row]
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        num_outputs = counts >> 1
+        subtrahend = columns.presence_penalty[row] * (num_outputs > 0) + columns.frequency_penalty[row] * num_outputs
+        logits.copy_(torch.where(counts > 0, repeated - subtrahend, logits))
+
+
+def _choose(logits: Tensor, columns: SamplingColumns, row: int) -> int:
+    highest = logits.max()
+    temperature = columns.temperature[row]
+    if temperature == 0 or highest.isinf():
+        return int((logits == highest).nonzero()[0])
+    scaled = (logits - highest) / temperature
+    threshold = lowest_kept(scaled, int(columns.top_k[row]), float(columns.top_p[row]), columns.min_p[row])
+    noise = gumbel_noise(columns.seeds[row], columns.sample_indexes[row], columns.num_tokens[row], len(logits))
+    scores = (scaled + noise).masked_fill(scaled < threshold, -torch.inf)
+    return int((scores == scores.max()).nonzero()[0])
+
+
+def lowest_kept(scaled: Tensor, top_k: int, top_p: float, min_p: Tensor) -> Tensor:
+    """The lowest value that the filters keep, as float32. `scaled`: [vocab_size], the highest is 0."""
+    threshold = min_p.log()
+    kept = scaled.sort(descending=True).values[: top_k or None]
+    if top_p < 1:
+        probabilities = kept.double().exp()
+        before = probabilities.cumsum(0) - probabilities
+        kept = kept[before < top_p * probabilities.sum()]
+    return torch.maximum(threshold, kept[-1])
+
+
+def gumbel_noise(seed: Tensor, sample_index: Tensor, position: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise of every token: [vocab_size] float32. Arguments are integers; the seed has 64 bits."""
+    mask = 0xFFFFFFFF
+    key = _fmix32(position.long() ^ GOLDEN)
+    for number in (sample_index.long(), (seed >> 32) & mask, seed & mask):
+        key = _fmix32(key ^ number)
+    token_hashes = torch.arange(vocab_size, device=seed.device) * TOKEN_MULTIPLIER & mask
+    uniform = ((_fmix32(key ^ token_hashes) >> 9).float() + 0.5) * 2.0**-23  # never 0 or 1
+    return -(-uniform.log()).log()
+
+
+def _fmix32(value: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers, in int64."""
+    value = (value ^ value >> 16) * FMIX_FIRST & 0xFFFFFFFF
+    value = (value ^ value >> 13) * FMIX_SECOND & 0xFFFFFFFF
+    return value ^ value >> 16

@@ -1,0 +1,171 @@
+"""Copying, gathering and scattering blocks of the cache, all layers in one launch.
+
+They are blind to what a block holds: any tensor with the block index outermost will do, be it one layer's cache, the
+block-major allocation of all layers, or a layer-major one with its block dimension moved to the front.
+Specifications: `kernels.reference.copy_blocks`, `gather_blocks` and `scatter_blocks`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WORD = torch.int32
+CHUNK_WORDS = 2048  # of a program: with 128 threads, four loads of 16 bytes each
+_NUM_WARPS = 4
+_ALIGNMENT = 16  # bytes: a thread moves so many at once
+
+
+def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
+    """Copies block source_ids[i] of the cache to block target_ids[i], for all i.
+
+    Args:
+        cache: [num_blocks, ...]. A block is one dense piece of memory, or pieces of one size at one distance.
+        source_ids, target_ids: [N], int32 or int64, contiguous, on the cache's device. No target twice, and none that
+            is a source too: where those overlap, gather the sources and scatter them.
+
+    Raises:
+        ValueError: a block is laid out otherwise, its pieces are no multiple of 16 bytes, or the ids are none.
+    """
+    _check_ids(source_ids, source_ids.numel())
+    _check_ids(target_ids, source_ids.numel())
+    _launch(cache, source_ids, cache, target_ids)
+
+
+def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """Copies block block_ids[i] of the cache to staging[i], for all i.
+
+    Args:
+        cache: [num_blocks, ...], as in `copy_blocks`.
+        block_ids: [N], int32 or int64, contiguous, on the cache's device.
+        staging: [N, ...], with a block's shape and dtype as in the cache and its dimensions in the same order in
+            memory: memory of its own, on the device or pinned on the host.
+
+    Raises:
+        ValueError: as `copy_blocks`, or the two tensors do not fit each other.
+    """
+    _check_ids(block_ids, staging.shape[0])
+    _launch(cache, block_ids, staging, None)
+
+
+def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+    """Copies staging[i] to block block_ids[i] of the cache, for all i; no id twice. Arguments as in `gather_blocks`."""
+    _check_ids(block_ids, staging.shape[0])
+    _launch(staging, None, cache, block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """How the bytes of a block lie in two tensors: dense pieces at constant distances. All in words."""
+
+    num_pieces: int
+    piece_words: int
+    source_stride: int
+    target_stride: int
+
+
+def _launch(source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None) -> None:
+    ids = target_ids if source_ids is None else source_ids
+    pieces = _find_pieces(source, target)
+    if ids is None or ids.numel() == 0:
+        return
+    chunks_per_piece = triton.cdiv(pieces.piece_words, CHUNK_WORDS)
+    _copy_kernel[(ids.numel() * pieces.num_pieces * chunks_per_piece,)](
+        _words(source),
+        ids if source_ids is None else source_ids,
+        _words(target),
+        ids if target_ids is None else target_ids,
+        pieces.num_pieces,
+        chunks_per_piece,
+        pieces.piece_words,
+        _to_words(source.stride(0), source.dtype),
+        _to_words(target.stride(0), target.dtype),
+        pieces.source_stride,
+        pieces.target_stride,
+        IS_GATHERED=source_ids is not None,
+        IS_SCATTERED=target_ids is not None,
+        CHUNK_WORDS=CHUNK_WORDS,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def _find_pieces(source: Tensor, target: Tensor) -> _Pieces:
+    """Raises ValueError unless the blocks of both tensors are made of the same pieces in the same order."""
+    if source.dim() < 2 or source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
+        raise ValueError(
+            f"blocks of {list(source.shape[1:])} {source.dtype} cannot become blocks of {list(target.shape[1:])} "
+            f"{target.dtype}; give both tensors the same, with the block index in front"
+        )
+    strides = [(a, b, size) for a, b, size in zip(source.stride(), target.stride(), source.shape, strict=True)][1:]
+    merged: list[tuple[int, int, int]] = []  # source stride, target stride, size; outermost first
+    for inner in sorted((dim for dim in strides if dim[2] != 1), reverse=True):
+        if merged and merged[-1][:2] == (inner[0] * inner[2], inner[1] * inner[2]):
+            inner = (*inner[:2], inner[2] * merged.pop()[2])
+        merged.append(inner)
+    piece = merged.pop() if merged else (1, 1, 1)
+    outer = merged.pop() if merged else (0, 0, 1)
+    if merged or piece[:2] != (1, 1):
+        raise ValueError(
+            f"blocks have strides {source.stride()[1:]} and {target.stride()[1:]}; make them dense pieces of one size "
+            "at one distance, in the same order in both tensors"
+        )
+    dtype = source.dtype
+    return _Pieces(outer[2], _to_words(piece[2], dtype), _to_words(outer[0], dtype), _to_words(outer[1], dtype))
+
+
+def _to_words(num_elements: int, dtype: torch.dtype) -> int:
+    num_bytes = num_elements * dtype.itemsize
+    if num_bytes % _ALIGNMENT:
+        raise ValueError(
+            f"a piece of a block, or a distance between two, has {num_bytes} bytes; make it a multiple of {_ALIGNMENT}"
+        )
+    return num_bytes // _WORD.itemsize
+
+
+def _words(blocks: Tensor) -> Tensor:
+    """The start of a tensor's memory as words, whatever its strides."""
+    if blocks.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"blocks begin at address {blocks.data_ptr():#x}; make it a multiple of {_ALIGNMENT}")
+    return blocks.as_strided((_ALIGNMENT // blocks.dtype.itemsize,), (1,)).view(_WORD)
+
+
+def _check_ids(block_ids: Tensor, num_blocks: int) -> None:
+    if block_ids.dtype not in (torch.int32, torch.int64) or not block_ids.is_contiguous():
+        raise ValueError(f"block ids are {block_ids.dtype}; make them torch.int32 or torch.int64, contiguous")
+    if block_ids.shape != (num_blocks,):
+        raise ValueError(f"block ids are {list(block_ids.shape)}; there must be one for each of {num_blocks} blocks")
+
+
+@triton.jit
+def _copy_kernel(
+    source,
+    source_ids,
+    target,
+    target_ids,
+    num_pieces,
+    chunks_per_piece,
+    piece_words,
+    source_stride_block,
+    target_stride_block,
+    source_stride_piece,
+    target_stride_piece,
+    IS_GATHERED: tl.constexpr,
+    IS_SCATTERED: tl.constexpr,
+    CHUNK_WORDS: tl.constexpr,
+):
+    """A program copies one chunk of one piece of one block; an end without ids takes blocks in their order."""
+    chunk = tl.program_id(0) % chunks_per_piece
+    piece = (tl.program_id(0) // chunks_per_piece % num_pieces).to(tl.int64)
+    index = tl.program_id(0) // chunks_per_piece // num_pieces
+    source_id = index.to(tl.int64)
+    target_id = index.to(tl.int64)
+    if IS_GATHERED:
+        source_id = tl.load(source_ids + index).to(tl.int64)
+    if IS_SCATTERED:
+        target_id = tl.load(target_ids + index).to(tl.int64)
+    words = chunk * CHUNK_WORDS + tl.arange(0, CHUNK_WORDS)
+    mask = words < piece_words
+    content = tl.load(source + source_id * source_stride_block + piece * source_stride_piece + words, mask=mask)
+    tl.store(target + target_id * target_stride_block + piece * target_stride_piece + words, content, mask=mask)

@@ -1,0 +1,440 @@
+"""What a decoder does between its matrix products, a launch each. Specifications: the functions of the same names in
+`kernels/reference.py`, whose intermediate roundings these keep: products and sums are not contracted.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.cache import check_caches, check_scales
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_NORM_SIZE = 65536
+HEAD_DIMS = range(32, 256 + 1, 8)
+
+_TILE_ELEMENTS = 1024  # of a program that has several rows or heads, or a piece of a row
+_NUM_WARPS = 4
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square normalization of each row (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+
+    Args:
+        x: [T, size], float16, bfloat16 or float32; rows at any distance, at most 65,536 long.
+        weight: [size], of the same dtype.
+        eps: added to the mean square.
+
+    Returns:
+        [T, size], dense: x over its root mean square in float32, rounded, times weight.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these.
+    """
+    return _rms_norm(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x += update in place, both [T, size] of any row stride; returns `rms_norm` of the sum, with its errors."""
+    return _rms_norm(x, update, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer, 2020, https://arxiv.org/abs/2002.05202).
+
+    Args:
+        gate_up: [T, 2 * size], gates first, float16, bfloat16 or float32; rows at any distance.
+
+    Returns:
+        [T, size], dense; silu in float32, rounded before it is multiplied.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these.
+    """
+    _check_rows("gate_up", gate_up)
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"gate_up has rows of {gate_up.shape[1]}; they must hold as many gates as factors")
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    output = gate_up.new_empty(num_tokens, size)
+    if output.numel():
+        _silu_mul_kernel[(num_tokens, triton.cdiv(size, _TILE_ELEMENTS))](
+            gate_up, output, gate_up.stride(0), size, TILE=_TILE_ELEMENTS, num_warps=_NUM_WARPS, enable_fp_fusion=False
+        )
+    return output
+
+
+def norm_rope(
+    heads: Tensor,
+    num_heads: int,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
+
+    Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) of pairs (i, i + head_dim / 2).
+
+    Args:
+        heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values, float16, bfloat16 or float32; values
+            stay. head_dim is a multiple of 8 from 32 to 256, the last dimension dense.
+        query_weight, key_weight: [head_dim] of `rms_norm`, or None.
+        cos, sin: [T, head_dim]; the first half of the sines is negated.
+
+    Returns:
+        Views of `heads`: queries, keys and values.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these.
+    """
+    _check_heads(heads, num_heads, query_weight, key_weight, cos, sin)
+    num_kv_heads = (heads.shape[1] - num_heads) // 2
+    _launch_norm_rope(heads, num_heads, (query_weight, key_weight), eps, (cos, sin))
+    queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    return queries, keys, values
+
+
+def norm_rope_and_cache(
+    heads: Tensor,
+    num_heads: int,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> Tensor:
+    """`norm_rope`, then `reshape_and_cache` of its keys and values, in one pass over `heads`.
+
+    Queries are turned in place; keys and values go to the cache alone, and `heads` keeps what it held of them.
+
+    Args:
+        heads, num_heads, query_weight, key_weight, eps, cos, sin: of `norm_rope`.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the heads' dtype or of
+            float8_e4m3fn; the last dimension dense, any other strides.
+        slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice; of a token of
+            slot -1 only the queries are turned.
+        key_scale, value_scale: > 0; a cache of float8_e4m3fn holds what was given times 1 / scale, saturated.
+
+    Returns:
+        A view of `heads`: the queries.
+
+    Raises:
+        ValueError: a shape, stride, dtype or scale is not one of these.
+    """
+    _check_heads(heads, num_heads, query_weight, key_weight, cos, sin)
+    _check_cached(heads, num_heads, key_cache, value_cache, slot_mapping)
+    check_scales(key_cache.dtype, key_scale, value_scale)
+    cache = (key_cache, value_cache, slot_mapping)
+    _launch_norm_rope(heads, num_heads, (query_weight, key_weight), eps, (cos, sin), cache, (key_scale, value_scale))
+    return heads[:, :num_heads]
+
+
+def _rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    _check_rows("x", x)
+    num_rows, size = x.shape
+    if not 1 <= size <= MAX_NORM_SIZE:
+        raise ValueError(f"x has rows of {size}; 1 to {MAX_NORM_SIZE} fit a program")
+    _check_vector("weight", weight, size, x)
+    if update is not None:
+        _check_rows("update", update)
+        if update.shape != x.shape or update.dtype != x.dtype:
+            raise ValueError(
+                f"update is {update.dtype} {list(update.shape)}; it must be as x, {x.dtype} {list(x.shape)}"
+            )
+    output = x.new_empty(num_rows, size)
+    if num_rows == 0:
+        return output
+    padded_size = triton.next_power_of_2(size)
+    tile_rows = max(1, _TILE_ELEMENTS // padded_size)
+    added = x if update is None else update
+    _rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
+        x,
+        added,
+        weight,
+        output,
+        num_rows,
+        eps,
+        x.stride(0),
+        added.stride(0),
+        SIZE=size,
+        PADDED_SIZE=padded_size,
+        TILE_ROWS=tile_rows,
+        HAS_UPDATE=update is not None,
+        num_warps=min(16, max(_NUM_WARPS, padded_size // 1024)),
+        enable_fp_fusion=False,
+    )
+    return output
+
+
+def _launch_norm_rope(
+    heads: Tensor,
+    num_heads: int,
+    weights: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor, Tensor] | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """With a cache, (key_cache, value_cache, slot_mapping), keys and values go there; without, keys stay in place."""
+    num_tokens, total_heads, head_dim = heads.shape
+    if num_tokens == 0:
+        return
+    num_kv_heads = (total_heads - num_heads) // 2
+    padded_half = triton.next_power_of_2(head_dim // 2)
+    tile_heads = _TILE_ELEMENTS // (2 * padded_half)
+    key_cache, value_cache, slot_mapping = cache or (heads, heads, heads)  # never read
+    num_turned = total_heads if cache else num_heads + num_kv_heads
+    _norm_rope_kernel[(num_tokens, triton.cdiv(num_turned, tile_heads))](
+        heads,
+        *(heads if weight is None else weight for weight in weights),  # never read where there is none
+        *angles,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        eps,
+        1.0 / scales[0],
+        1.0 / scales[1],
+        *heads.stride()[:2],
+        *(table.stride(0) for table in angles),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PADDED_HALF=padded_half,
+        BLOCK_SIZE=key_cache.shape[1],
+        TILE_HEADS=tile_heads,
+        IS_QUERY_NORMALIZED=weights[0] is not None,
+        IS_KEY_NORMALIZED=weights[1] is not None,
+        HAS_CACHE=cache is not None,
+        IS_QUANTIZED=key_cache.dtype == torch.float8_e4m3fn,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def _check_rows(name: str, x: Tensor) -> None:
+    if x.dim() != 2 or x.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} is {x.dtype} {list(x.shape)}; it must have two dimensions, of torch.float16, bfloat16 or float32"
+        )
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ValueError(f"elements of a row of {name} are {x.stride(1)} apart; make its rows dense")
+
+
+def _check_vector(name: str, vector: Tensor, size: int, like: Tensor) -> None:
+    if vector.shape != (size,) or vector.dtype != like.dtype or not vector.is_contiguous():
+        raise ValueError(
+            f"{name} is {vector.dtype} {list(vector.shape)}; it must be {like.dtype} {[size]}, dense, as what it scales"
+        )
+
+
+def _check_heads(
+    heads: Tensor,
+    num_heads: int,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    if heads.dim() != 3 or heads.dtype not in DTYPES or heads.shape[2] not in HEAD_DIMS or heads.stride(2) != 1:
+        raise ValueError(
+            f"heads are {heads.dtype} {list(heads.shape)} of strides {list(heads.stride())}; they must be [T, heads, "
+            "head_dim] of torch.float16, bfloat16 or float32, head_dim dense and a multiple of 8 from 32 to 256"
+        )
+    num_tokens, total_heads, head_dim = heads.shape
+    if num_heads < 1 or total_heads - num_heads < 2 or (total_heads - num_heads) % 2:
+        raise ValueError(f"{total_heads} heads with {num_heads} queries leave no equal numbers of keys and values")
+    for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
+        if weight is not None:
+            _check_vector(name, weight, head_dim, heads)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.shape != (num_tokens, head_dim) or table.dtype != heads.dtype or table.stride(1) != 1:
+            raise ValueError(
+                f"{name} is {table.dtype} {list(table.shape)}; it must be {heads.dtype} {[num_tokens, head_dim]}, "
+                "its rows dense"
+            )
+
+
+def _check_cached(heads: Tensor, num_heads: int, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    check_caches(key_cache, value_cache)
+    num_kv_heads, head_dim = (heads.shape[1] - num_heads) // 2, heads.shape[2]
+    if key_cache.shape[2:] != (num_kv_heads, head_dim) or key_cache.dtype not in (heads.dtype, torch.float8_e4m3fn):
+        raise ValueError(
+            f"the caches hold {key_cache.dtype} {list(key_cache.shape)}; for these heads they must hold {heads.dtype} "
+            f"or torch.float8_e4m3fn, {num_kv_heads} heads of {head_dim}"
+        )
+    if slot_mapping.shape != heads.shape[:1] or slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"slots are {slot_mapping.dtype} {list(slot_mapping.shape)}; they must be torch.int32 or torch.int64, "
+            f"{[heads.shape[0]]}"
+        )
+    if not slot_mapping.is_contiguous():
+        raise ValueError(f"slots are {slot_mapping.stride(0)} apart; make them dense")
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x,
+    update,
+    weight,
+    output,
+    num_rows,
+    eps,
+    x_stride,
+    update_stride,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    HAS_UPDATE: tl.constexpr,
+):
+    """A program normalizes TILE_ROWS rows."""
+    rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    columns = tl.arange(0, PADDED_SIZE)
+    mask = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    sources = x + rows[:, None] * x_stride + columns[None, :]
+    values = tl.load(sources, mask=mask, other=0.0)
+    if HAS_UPDATE:
+        updates = tl.load(update + rows[:, None] * update_stride + columns[None, :], mask=mask, other=0.0)
+        values = (values.to(tl.float32) + updates.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(sources, values, mask=mask)
+    weights = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
+    wide = values.to(tl.float32)
+    rms = tl.sqrt_rn(tl.sum(wide * wide, axis=1) / SIZE + eps)
+    normalized = _scale(tl.div_rn(wide, rms[:, None]).to(x.dtype.element_ty), weights[None, :])
+    tl.store(output + rows[:, None] * SIZE + columns[None, :], normalized, mask=mask)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, output, stride, size, TILE: tl.constexpr):
+    """A program computes TILE elements of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < size
+    gate = tl.load(gate_up + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + size + columns, mask=mask, other=0.0)
+    silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(gate_up.dtype.element_ty)
+    tl.store(output + row * size + columns, _scale(silu, up), mask=mask)
+
+
+@triton.jit
+def _norm_rope_kernel(
+    heads,
+    query_weight,
+    key_weight,
+    cos,
+    sin,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    eps,
+    inverse_key_scale,
+    inverse_value_scale,
+    stride_token,
+    stride_head,
+    cos_stride,
+    sin_stride,
+    key_cache_stride_block,
+    key_cache_stride_position,
+    key_cache_stride_head,
+    value_cache_stride_block,
+    value_cache_stride_position,
+    value_cache_stride_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    IS_QUERY_NORMALIZED: tl.constexpr,
+    IS_KEY_NORMALIZED: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
+):
+    """A program turns TILE_HEADS heads of a token, each as two halves: pair i is element i of both."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS))[:, None]
+    pair = tl.arange(0, PADDED_HALF)[None, :]
+    is_query = (head < NUM_HEADS) & (pair < HALF)
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS) & (pair < HALF)
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (pair < HALF)
+    sources = heads + token * stride_token + head * stride_head + pair
+    raw_first = tl.load(sources, mask=is_query | is_key | is_value, other=0.0)
+    raw_second = tl.load(sources + HALF, mask=is_query | is_key | is_value, other=0.0)
+
+    first, second = raw_first, raw_second
+    if IS_QUERY_NORMALIZED:
+        unit_first, unit_second = _normalize_halves(raw_first, raw_second, query_weight, eps, pair, HEAD_DIM)
+        first, second = tl.where(is_query, unit_first, first), tl.where(is_query, unit_second, second)
+    if IS_KEY_NORMALIZED:
+        unit_first, unit_second = _normalize_halves(raw_first, raw_second, key_weight, eps, pair, HEAD_DIM)
+        first, second = tl.where(is_key, unit_first, first), tl.where(is_key, unit_second, second)
+    cos_first, cos_second = _load_halves(cos + token * cos_stride, pair, HALF)
+    sin_first, sin_second = _load_halves(sin + token * sin_stride, pair, HALF)
+    turned_first = _turn(first, second, cos_first, sin_first)
+    turned_second = _turn(second, first, cos_second, sin_second)
+    tl.store(sources, turned_first, mask=is_query)
+    tl.store(sources + HALF, turned_second, mask=is_query)
+    if HAS_CACHE:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        if slot >= 0:
+            block, position = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+            keys = key_cache + block * key_cache_stride_block + position * key_cache_stride_position
+            keys += (head - NUM_HEADS) * key_cache_stride_head + pair
+            tl.store(keys, _cached(turned_first, inverse_key_scale, key_cache, IS_QUANTIZED), mask=is_key)
+            tl.store(keys + HALF, _cached(turned_second, inverse_key_scale, key_cache, IS_QUANTIZED), mask=is_key)
+            values = value_cache + block * value_cache_stride_block + position * value_cache_stride_position
+            values += (head - NUM_HEADS - NUM_KV_HEADS) * value_cache_stride_head + pair
+            tl.store(values, _cached(raw_first, inverse_value_scale, value_cache, IS_QUANTIZED), mask=is_value)
+            tl.store(values + HALF, _cached(raw_second, inverse_value_scale, value_cache, IS_QUANTIZED), mask=is_value)
+    else:
+        tl.store(sources, turned_first, mask=is_key)
+        tl.store(sources + HALF, turned_second, mask=is_key)
+
+
+@triton.jit
+def _normalize_halves(first, second, weight, eps, pair, HEAD_DIM: tl.constexpr):
+    """`rms_norm` of heads, [heads, padded half] of each half."""
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+    rms = tl.sqrt_rn(squares / HEAD_DIM + eps)[:, None]
+    weight_first, weight_second = _load_halves(weight, pair, HEAD_DIM // 2)
+    unit_first = _scale(tl.div_rn(wide_first, rms).to(first.dtype), weight_first)
+    return unit_first, _scale(tl.div_rn(wide_second, rms).to(second.dtype), weight_second)
+
+
+@triton.jit
+def _load_halves(row, pair, HALF: tl.constexpr):
+    """Both halves of a row of 2 * HALF elements, [1, padded half] each."""
+    first = tl.load(row + pair, mask=pair < HALF, other=0.0)
+    second = tl.load(row + HALF + pair, mask=pair < HALF, other=0.0)
+    return first, second
+
+
+@triton.jit
+def _scale(x, factor):
+    """x * factor, rounded once to their dtype."""
+    return (x.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _turn(x, other, cos, sin):
+    """One element of each pair: its cosine part is rounded before the other's sine part is added."""
+    return (_scale(x, cos).to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _cached(x, inverse_scale, cache, IS_QUANTIZED: tl.constexpr):
+    """As the cache holds it; 8-bit floats saturate, and a NaN stays one."""
+    if IS_QUANTIZED:
+        scaled = x.to(tl.float32) * inverse_scale
+        return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(cache.dtype.element_ty)
+    else:
+        return x

@@ -1,0 +1,749 @@
+"""From logits to tokens on the device. Specification: `kernels.sampling.sample`, whose draws these are.
+
+A step is two launches and reads the logits once, and a little more where rows have filters:
+
+1. *scan*: programs share a row by chunks. Each applies the penalties and finds its chunk's highest logit and its best
+   score (logit / temperature + noise), and leaves the highest logit of every group of 64 tokens.
+2. *choose*: a program per row combines its chunks. A row's filters amount to one threshold; it is looked for only in
+   the groups that can hold it. If the best token of all lies above, it is also the best of those kept; if not, the
+   groups whose highest does are searched for it.
+
+Biases and stop tokens are a launch before them, log-probabilities one behind them, each only where a row asks for it.
+Launch grids depend on the tensors' shapes alone, so a CUDA graph can hold them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import sampling
+from kernels.sampling import SampledTokens, SamplingColumns
+
+MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
+GROUP_SIZE = 64  # tokens; a power of two
+TILE_GROUPS = 32  # that a program of the scan reads at a time
+TILE_TOKENS = 2048  # that a program of the choice reads at a time
+MIN_PROGRAMS = 1024  # of the scan, where there are tokens enough: about eight for each multiprocessor of a large GPU
+NUM_EDGES = 8  # between which a pass over the candidates weighs them
+_SCAN_WARPS = 8
+_SCAN_REGISTERS = (
+    80  # of a thread: the rare look at a tile's noise may spill, so that three programs share a multiprocessor
+)
+_ROW_WARPS = 8
+
+_LARGEST = tl.constexpr(sampling.LARGEST)
+_GOLDEN = tl.constexpr(sampling.GOLDEN)
+_TOKEN_MULTIPLIER = tl.constexpr(sampling.TOKEN_MULTIPLIER)
+_FMIX_FIRST = tl.constexpr(sampling.FMIX_FIRST)
+_FMIX_SECOND = tl.constexpr(sampling.FMIX_SECOND)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_MAX_INT = tl.constexpr(2**31 - 1)
+_MIN_INT = tl.constexpr(-(2**31))
+_MIN_KEY = tl.constexpr(-2139095041)  # of -inf
+_SLACK = tl.constexpr(1e-3)  # far above the rounding of a score
+
+
+def sample(
+    logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None = None, max_logprobs: int | None = None
+) -> SampledTokens:
+    """Chooses a token per row, and counts it.
+
+    The draws are those of the specification unless a row's two best scores lie within 1e-5, or the probability before
+    the last token that top-p keeps lies within rounding of top-p.
+
+    Args:
+        logits: [R, vocab_size] float32, the last dimension dense; overwritten.
+        columns: one entry per row.
+        token_counts: [num_slots, vocab_size] int32, the last dimension dense: twice the times that a token stands in
+            the output, plus 1 if it stands in the prompt; the chosen tokens of rows that have a slot are added. None:
+            no row has penalties.
+        max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
+
+    Raises:
+        ValueError: a shape, dtype or device is not one of these.
+    """
+    _check(logits, columns, token_counts, max_logprobs)
+    num_rows, vocab_size = logits.shape
+    num_top = min(max_logprobs or 0, vocab_size)
+    sampled = SampledTokens(
+        token_ids=logits.new_empty(num_rows, dtype=torch.int64),
+        is_nan=logits.new_empty(num_rows, dtype=torch.bool),
+        logprobs=logits.new_empty(num_rows),
+        ranks=logits.new_empty(num_rows, dtype=torch.int32),
+        top_token_ids=logits.new_empty((num_rows, num_top), dtype=torch.int32),
+        top_logprobs=logits.new_empty((num_rows, num_top)),
+    )
+    if num_rows == 0:
+        return sampled
+    _edit(logits, columns)
+    num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
+    group_highest = logits.new_empty((num_rows, num_groups))
+    _choose(logits, columns, token_counts, group_highest, sampled)
+    if max_logprobs is not None:
+        _logprobs_kernel[(num_rows,)](
+            *(logits, logits.stride(0), group_highest, columns.num_logprobs, sampled.token_ids, sampled.is_nan),
+            *(
+                sampled.logprobs,
+                sampled.ranks,
+                sampled.top_token_ids,
+                sampled.top_logprobs,
+                vocab_size,
+                num_top,
+                num_groups,
+            ),
+            NUM_GROUPS=triton.next_power_of_2(num_groups),
+            GROUP_SIZE=GROUP_SIZE,
+            TILE_TOKENS=TILE_TOKENS,
+            num_warps=_ROW_WARPS,
+        )
+    return sampled
+
+
+def count_tokens(
+    token_counts: Tensor, slots: Tensor, token_ids: Tensor, start_loc: Tensor, num_prompt_tokens: Tensor
+) -> None:
+    """Counts N sequences into their lines of `token_counts`, whatever stood there: those that come to a slot.
+
+    Args:
+        token_counts: [num_slots, vocab_size] int32, the last dimension dense.
+        slots: [N] int32 or int64, no line twice.
+        token_ids: [T] int32 or int64, those of sequence i from start_loc[i] to start_loc[i + 1], its prompt first.
+        start_loc: [N + 1] int32 or int64.
+        num_prompt_tokens: [N] int32 or int64.
+
+    Raises:
+        ValueError: a shape or dtype is not one of these.
+    """
+    _check_counts(token_counts)
+    if len(start_loc) != len(slots) + 1 or len(num_prompt_tokens) != len(slots):
+        raise ValueError(
+            f"{len(slots)} slots come with {len(start_loc)} starts and {len(num_prompt_tokens)} lengths of prompts; "
+            "pass one start more than slots, and a length each"
+        )
+    if len(slots) == 0:
+        return
+    token_counts.index_fill_(0, slots.long(), 0)
+    tile_size = 256
+    num_tiles = max(1, triton.cdiv(len(token_ids), tile_size))  # a sequence's length is known to the device alone
+    _count_kernel[(num_tiles, len(slots))](
+        *(token_counts, token_counts.stride(0), slots, token_ids, start_loc, num_prompt_tokens),
+        TILE_SIZE=tile_size,
+        num_warps=2,
+    )
+
+
+def _check(logits: Tensor, columns: SamplingColumns, token_counts: Tensor | None, max_logprobs: int | None) -> None:
+    if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        raise ValueError(f"the logits are {list(logits.shape)} of {logits.dtype}; make them dense rows of float32")
+    num_rows, vocab_size = logits.shape
+    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise ValueError(f"the vocabulary has {vocab_size} tokens; the sampler takes 1 to {MAX_VOCAB_SIZE}")
+    for name, dtype in _COLUMN_DTYPES.items():
+        column = getattr(columns, name)
+        if column.dtype != dtype or column.shape != (num_rows,) or not column.is_contiguous():
+            raise ValueError(
+                f"{name} is {list(column.shape)} of {column.dtype}; make it [{num_rows}] of {dtype}, dense"
+            )
+    _check_lists(columns, "bias_token_ids", "bias_values", num_rows)
+    _check_lists(columns, "stop_token_ids", "min_num_tokens", num_rows)
+    if token_counts is not None:
+        _check_counts(token_counts)
+        if token_counts.shape[1] != vocab_size:
+            raise ValueError(f"token_counts has {token_counts.shape[1]} columns; the logits have {vocab_size}")
+    if max_logprobs is not None and max_logprobs < 0:
+        raise ValueError(f"max_logprobs is {max_logprobs}; make it at least 0, or None for no log-probabilities")
+
+
+_COLUMN_DTYPES = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), torch.float32),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), torch.float32),
+    **dict.fromkeys(("top_k", "sample_indexes", "num_tokens", "slots", "num_logprobs"), torch.int32),
+    "seeds": torch.int64,
+}
+
+
+def _check_lists(columns: SamplingColumns, ids_name: str, other_name: str, num_rows: int) -> None:
+    ids, other = getattr(columns, ids_name), getattr(columns, other_name)
+    if (ids is None) != (other is None):
+        raise ValueError(f"only one of {ids_name} and {other_name} is given; pass both or neither")
+    if ids is None:
+        return
+    if ids.dtype != torch.int32 or ids.dim() != 2 or len(ids) != num_rows or not ids.is_contiguous():
+        raise ValueError(f"{ids_name} is {list(ids.shape)} of {ids.dtype}; make it [{num_rows}, n] of int32, dense")
+    shape, dtype = (ids.shape, torch.float32) if ids_name == "bias_token_ids" else ((num_rows,), torch.int32)
+    if other.shape != shape or other.dtype != dtype or not other.is_contiguous():
+        raise ValueError(
+            f"{other_name} is {list(other.shape)} of {other.dtype}; make it {list(shape)} of {dtype}, dense"
+        )
+
+
+def _check_counts(token_counts: Tensor) -> None:
+    if token_counts.dim() != 2 or token_counts.dtype != torch.int32 or token_counts.stride(1) != 1:
+        raise ValueError(
+            f"token_counts is {list(token_counts.shape)} of {token_counts.dtype}; "
+            "make it [num_slots, vocab_size] of int32 with dense rows"
+        )
+
+
+def _edit(logits: Tensor, columns: SamplingColumns) -> None:
+    num_rows, vocab_size = logits.shape
+    max_biases = 0 if columns.bias_token_ids is None else columns.bias_token_ids.shape[1]
+    max_stops = 0 if columns.stop_token_ids is None else columns.stop_token_ids.shape[1]
+    if max_biases == max_stops == 0:
+        return
+    _edit_kernel[(num_rows,)](
+        *(logits, logits.stride(0), columns.bias_token_ids, columns.bias_values),
+        *(columns.stop_token_ids, columns.min_num_tokens, columns.num_tokens, vocab_size, max_biases, max_stops),
+        MAX_BIASES=triton.next_power_of_2(max_biases),
+        MAX_STOPS=triton.next_power_of_2(max_stops),
+        num_warps=1,
+    )
+
+
+def _choose(
+    logits: Tensor,
+    columns: SamplingColumns,
+    token_counts: Tensor | None,
+    group_highest: Tensor,
+    sampled: SampledTokens,
+) -> None:
+    """Scans and chooses: fills `group_highest` [R, num_groups], and the tokens of `sampled`."""
+    num_rows, vocab_size = logits.shape
+    num_groups = group_highest.shape[1]
+    num_tiles = triton.cdiv(num_groups, TILE_GROUPS)
+    chunk_tiles = triton.cdiv(num_tiles, max(1, min(num_tiles, MIN_PROGRAMS // num_rows)))
+    num_chunks = triton.cdiv(num_tiles, chunk_tiles)
+    group_masses = torch.empty_like(group_highest)
+    selected = torch.empty_like(group_highest, dtype=torch.int32)
+    chunk_values = logits.new_empty((num_rows, num_chunks, 3))  # highest logit; logit and noise of the best score
+    chunk_ids = logits.new_empty((num_rows, num_chunks, 3), dtype=torch.int32)  # of those two; whether there is a NaN
+    counts_stride = 0 if token_counts is None else token_counts.stride(0)
+    shared = (columns.temperature, columns.top_k, columns.top_p)
+    noise = (columns.seeds, columns.sample_indexes, columns.num_tokens)
+    _scan_kernel[(num_chunks, num_rows)](
+        *(logits, logits.stride(0), token_counts, counts_stride, columns.slots),
+        *(columns.repetition_penalty, columns.presence_penalty, columns.frequency_penalty, *shared, *noise),
+        *(chunk_values, chunk_ids, group_highest, group_masses, vocab_size, num_groups, chunk_tiles),
+        HAS_COUNTS=token_counts is not None,
+        TILE_GROUPS=TILE_GROUPS,
+        GROUP_SIZE=GROUP_SIZE,
+        num_warps=_SCAN_WARPS,
+        maxnreg=_SCAN_REGISTERS,
+    )
+    _choose_kernel[(num_rows,)](
+        *(logits, logits.stride(0), token_counts, counts_stride, columns.slots, *shared, columns.min_p, *noise),
+        *(chunk_values, chunk_ids, group_highest, group_masses, selected, sampled.token_ids, sampled.is_nan),
+        *(vocab_size, num_groups, num_chunks),
+        HAS_COUNTS=token_counts is not None,
+        NUM_CHUNKS=triton.next_power_of_2(num_chunks),
+        NUM_EDGES=NUM_EDGES,
+        GROUP_SIZE=GROUP_SIZE,
+        TILE_TOKENS=TILE_TOKENS,
+        num_warps=_ROW_WARPS,
+    )
+
+
+# Noise
+
+
+@triton.jit
+def _fmix32(value):
+    value = (value ^ (value >> 16)) * _FMIX_FIRST
+    value = (value ^ (value >> 13)) * _FMIX_SECOND
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def _noise_key(seeds, sample_indexes, num_tokens, row):
+    seed = tl.load(seeds + row)
+    key = _fmix32(tl.load(num_tokens + row).to(tl.uint32) ^ _GOLDEN)
+    key = _fmix32(key ^ tl.load(sample_indexes + row).to(tl.uint32))
+    key = _fmix32(key ^ (seed >> 32).to(tl.uint32))
+    return _fmix32(key ^ seed.to(tl.uint32))
+
+
+@triton.jit
+def _distance_to_1(key, ids):
+    """1 - u of the uniform number u of each token: 23 random bits and half a step on top, exact like u itself."""
+    bits = _fmix32(key ^ (ids.to(tl.uint32) * _TOKEN_MULTIPLIER)) >> 9
+    return ((bits ^ 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
+
+
+@triton.jit
+def _gumbel(distance):
+    return -tl.log(-tl.log(1.0 - distance))
+
+
+# Edits
+
+
+@triton.jit
+def _edit_kernel(
+    logits,
+    logits_stride,
+    bias_token_ids,
+    bias_values,
+    stop_token_ids,
+    min_num_tokens,
+    num_tokens,
+    vocab_size,
+    max_biases,
+    max_stops,
+    MAX_BIASES: tl.constexpr,
+    MAX_STOPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * logits_stride
+    if MAX_BIASES > 0:
+        index = tl.arange(0, MAX_BIASES)
+        ids = tl.load(bias_token_ids + row * max_biases + index, index < max_biases, -1)
+        values = tl.load(bias_values + row * max_biases + index, index < max_biases, 0.0)
+        mask = (ids >= 0) & (ids < vocab_size)
+        tl.atomic_add(line + ids, values, mask)
+        tl.debug_barrier()
+        # An infinite bias must not turn differences into NaN.
+        tl.store(line + ids, _LARGEST, mask & (tl.load(line + ids, mask, 0.0) > _LARGEST))
+        tl.debug_barrier()
+    if MAX_STOPS > 0:
+        index = tl.arange(0, MAX_STOPS)
+        is_early = tl.load(num_tokens + row) < tl.load(min_num_tokens + row)
+        ids = tl.load(stop_token_ids + row * max_stops + index, index < tl.where(is_early, max_stops, 0), -1)
+        mask = (ids >= 0) & (ids < vocab_size)
+        values = tl.load(line + ids, mask, 0.0)
+        tl.store(line + ids, float("-inf"), mask & (values == values))  # a NaN is to be noticed
+
+
+@triton.jit
+def _count_kernel(token_counts, counts_stride, slots, token_ids, start_loc, num_prompt_tokens, TILE_SIZE: tl.constexpr):
+    sequence = tl.program_id(1)
+    start, end = tl.load(start_loc + sequence), tl.load(start_loc + sequence + 1)
+    index = tl.program_id(0) * TILE_SIZE + tl.arange(0, TILE_SIZE)
+    mask = index < end - start
+    ids = tl.load(token_ids + start + index, mask, 0)
+    counts = token_counts + tl.load(slots + sequence).to(tl.int64) * counts_stride + ids
+    is_prompt = index < tl.load(num_prompt_tokens + sequence)
+    tl.atomic_or(counts, 1, mask & is_prompt)
+    tl.atomic_add(counts, 2, mask & (index >= tl.load(num_prompt_tokens + sequence)))
+
+
+# Scan
+
+
+@triton.jit
+def _scan_kernel(
+    logits,
+    logits_stride,
+    token_counts,
+    counts_stride,
+    slots,
+    repetition_penalties,
+    presence_penalties,
+    frequency_penalties,
+    temperatures,
+    top_ks,
+    top_ps,
+    seeds,
+    sample_indexes,
+    num_tokens,
+    chunk_values,
+    chunk_ids,
+    group_highest,
+    group_masses,
+    vocab_size,
+    num_groups,
+    chunk_tiles,
+    HAS_COUNTS: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+):
+    row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
+    has_masses = (tl.load(top_ps + row) < 1.0) & ((top_k <= 0) | (top_k >= vocab_size))
+    key = _noise_key(seeds, sample_indexes, num_tokens, row)
+    highest, highest_id = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
+    best_logit, best_noise, best_id = highest, tl.full([], 0.0, tl.float32), highest_id
+    is_nan = tl.zeros([TILE_GROUPS, GROUP_SIZE], tl.int32)
+    for tile in range(chunk * chunk_tiles, (chunk + 1) * chunk_tiles):
+        groups = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
+        ids = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+        values = tl.load(logits + row * logits_stride + ids, ids < vocab_size, float("-inf"))
+        if HAS_COUNTS:
+            penalties = (repetition_penalties, presence_penalties, frequency_penalties)
+            lines = (logits + row * logits_stride, token_counts, counts_stride, slots)
+            values = _penalize(values, ids, vocab_size, row, lines, penalties)
+        is_nan |= (values != values).to(tl.int32)
+        tops = tl.max(values, 1)
+        tl.store(group_highest + row * num_groups + groups, tops, groups < num_groups)
+        tile_highest = tl.max(tops, 0)
+        if tile_highest > highest:
+            highest_id = tl.min(tl.where(values == tile_highest, ids, _MAX_INT))
+            highest = tile_highest
+        if temperature > 0.0:
+            if has_masses:
+                masses = tl.sum(tl.exp(_nearly_scaled(values, tops[:, None], temperature)), 1)
+                tl.store(group_masses + row * num_groups + groups, masses, groups < num_groups)
+            best = (best_logit, best_noise, best_id)
+            best_logit, best_noise, best_id = _best_score(values, ids, key, highest, temperature, best)
+    place = row * tl.num_programs(0) + chunk
+    _store_3(chunk_values + place * 3, highest, best_logit, best_noise)
+    _store_3(chunk_ids + place * 3, highest_id, best_id, tl.max(is_nan))
+
+
+@triton.jit
+def _store_3(target, first, second, third):
+    tl.store(target, first)
+    tl.store(target + 1, second)
+    tl.store(target + 2, third)
+
+
+@triton.jit
+def _penalize(values, ids, vocab_size, row, lines, penalties):
+    """Penalties, written back for those who read the logits again."""
+    line, token_counts, counts_stride, slots = lines
+    slot, repetition = tl.load(slots + row), tl.load(penalties[0] + row)
+    presence, frequency = tl.load(penalties[1] + row), tl.load(penalties[2] + row)
+    if (slot >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)):
+        mask = ids < vocab_size
+        counts = tl.load(token_counts + slot.to(tl.int64) * counts_stride + ids, mask, 0)
+        repeated = tl.where(values > 0.0, tl.div_rn(values, repetition + tl.zeros_like(values)), values * repetition)
+        num_outputs = (counts >> 1).to(tl.float32)
+        subtrahend = tl.where(num_outputs > 0.0, presence, 0.0) + frequency * num_outputs
+        values = tl.where(counts > 0, repeated - subtrahend, values)
+        tl.store(line + ids, values, mask & (counts > 0))
+    return values
+
+
+@triton.jit
+def _scaled(values, highest, temperature):
+    """(values - highest) / temperature as the specification rounds it: [...] for `highest` that broadcasts."""
+    # Where all are -inf, so is the result.
+    distances = values - tl.maximum(highest, -_LARGEST)
+    return tl.div_rn(distances, temperature + tl.zeros_like(distances))
+
+
+@triton.jit
+def _nearly_scaled(values, highest, temperature):
+    """The same by a product, which is cheaper and not rounded as specified."""
+    factor = tl.minimum(1.0 / temperature, _LARGEST)  # 0 times infinity would be NaN
+    return (values - tl.maximum(highest, -_LARGEST)) * factor
+
+
+@triton.jit
+def _best_score(values, ids, key, highest, temperature, best):
+    """The best of a tile and of what came before it: (logit, noise, id).
+
+    Hardly a tile but a program's first few can hold a better one, and only those pay for logarithms: the noise is at
+    most -log(1 - u), and log2 of a number is at least what its bits, read as an integer, are on a line.
+    """
+    best_logit, best_noise, best_id = best
+    best_score = _scaled(best_logit, highest, temperature) + best_noise
+    distances = _distance_to_1(key, ids)
+    bits = distances.to(tl.int32, bitcast=True).to(tl.float32)
+    bounds = _nearly_scaled(values, highest, temperature) + (127 * _LN_2 - bits * (_LN_2 * 2.0**-23))
+    if tl.max(bounds) + _SLACK > best_score:
+        noise = _gumbel(distances)
+        scores = _scaled(values, highest, temperature) + noise
+        tile_score = tl.max(scores)
+        if tile_score > best_score:
+            best_id = tl.min(tl.where(scores == tile_score, ids, _MAX_INT))
+            best_logit = tl.max(tl.where(ids == best_id, values, float("-inf")))
+            best_noise = tl.max(tl.where(ids == best_id, noise, float("-inf")))
+    return best_logit, best_noise, best_id
+
+
+# Choice
+
+
+@triton.jit
+def _choose_kernel(
+    logits,
+    logits_stride,
+    token_counts,
+    counts_stride,
+    slots,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    sample_indexes,
+    num_tokens,
+    chunk_values,
+    chunk_ids,
+    group_highest,
+    group_masses,
+    selected,
+    token_ids,
+    is_nan,
+    vocab_size,
+    num_groups,
+    num_chunks,
+    HAS_COUNTS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    NUM_EDGES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
+    min_p = tl.load(min_ps + row)
+    chunks = tl.arange(0, NUM_CHUNKS)
+    places, mask = (row * num_chunks + chunks) * 3, chunks < num_chunks
+    tops = tl.load(chunk_values + places, mask, float("-inf"))
+    highest = tl.max(tops, 0)
+    token_id = tl.min(tl.where(mask & (tops == highest), tl.load(chunk_ids + places, mask, 0), _MAX_INT), 0)
+    is_bad = tl.max(tl.load(chunk_ids + places + 2, mask, 0), 0) > 0
+    if (temperature > 0.0) & (highest < float("inf")) & (highest > float("-inf")) & (not is_bad):
+        values = tl.load(chunk_values + places + 1, mask, float("-inf"))
+        scaled = _scaled(values, highest, temperature)
+        scores = scaled + tl.load(chunk_values + places + 2, mask, 0.0)
+        is_best = mask & (scores == tl.max(scores, 0))
+        token_id = tl.min(tl.where(is_best, tl.load(chunk_ids + places + 1, mask, 0), _MAX_INT), 0)
+        best = tl.max(tl.where(is_best, scaled, float("-inf")), 0)
+        groups = (group_highest + row * num_groups, group_masses + row * num_groups, num_groups)
+        rows = (logits + row * logits_stride, selected + row * num_groups, vocab_size, highest, temperature)
+        threshold = tl.where(min_p > 0.0, tl.log(tl.where(min_p > 0.0, min_p, 1.0)), float("-inf"))
+        if (top_p < 1.0) | ((top_k > 0) & (top_k < vocab_size)):
+            lowest = _lowest_kept(rows, groups, top_k, top_p, NUM_EDGES, GROUP_SIZE, TILE_TOKENS)
+            threshold = tl.maximum(threshold, lowest)
+        if best < threshold:
+            key = _noise_key(seeds, sample_indexes, num_tokens, row)
+            token_id = _best_kept(rows, groups, threshold, key, GROUP_SIZE, TILE_TOKENS)
+    token_id = tl.where(is_bad, 0, token_id)
+    tl.store(token_ids + row, token_id.to(tl.int64))
+    tl.store(is_nan + row, is_bad)
+    if HAS_COUNTS:
+        slot = tl.load(slots + row)
+        if (slot >= 0) & (not is_bad):
+            count = token_counts + slot.to(tl.int64) * counts_stride + token_id
+            tl.store(count, tl.load(count) + 2)
+
+
+@triton.jit
+def _order_key(values):
+    """int32 of float32, in the same order; and back. A NaN has none."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _from_order_key(keys):
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _lowest_kept(rows, groups, top_k, top_p, NUM_EDGES: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The lowest scaled logit that top-k and then top-p keep."""
+    vocab_size, num_groups = rows[2], groups[2]
+    by_mass = (top_k <= 0) | (top_k >= vocab_size)
+    least = tl.full([], _MIN_KEY, tl.int32)
+    total, target = tl.full([], 0.0, tl.float32), top_k.to(tl.float32)
+    # Which groups can hold it? With top-k, the k with the highest highest logits hold k tokens not below these. With
+    # top-p alone, those that hold more than top-p are a guess.
+    if by_mass:
+        _, total = _weigh(rows, groups, 0, least - 1, True, GROUP_SIZE, TILE)
+        target = (0.5 + 0.5 * top_p) * total
+    if by_mass | (top_k <= num_groups):
+        least = _search(rows, groups, 0, least, target, by_mass, True, NUM_EDGES, GROUP_SIZE, TILE)
+    num_selected = _select(rows, groups, _from_order_key(least), TILE)
+    if not by_mass:
+        least = _search(rows, groups, num_selected, least, target, False, False, NUM_EDGES, GROUP_SIZE, TILE)
+    low = tl.where(by_mass, least - 1, least)
+    count, mass = _weigh(rows, groups, num_selected, low, False, GROUP_SIZE, TILE)
+    if not by_mass:
+        # Of equal tokens at the end, only as many as make k.
+        total = mass + (target - count) * tl.exp(_from_order_key(least))
+    elif mass < top_p * total:  # a wrong guess: look at all
+        least = tl.full([], _MIN_KEY, tl.int32)
+        num_selected = _select(rows, groups, _from_order_key(least), TILE)
+    if top_p < 1.0:
+        target = top_p * total
+        least = _search(rows, groups, num_selected, least, target, True, False, NUM_EDGES, GROUP_SIZE, TILE)
+    return _from_order_key(least)
+
+
+@triton.jit
+def _select(rows, groups, threshold, TILE: tl.constexpr):
+    """Lists the groups whose highest scaled logit reaches the threshold, in order; returns how many they are."""
+    _, selected, _, highest, temperature = rows
+    tops, _, num_groups = groups
+    num_selected = tl.full([], 0, tl.int32)
+    tl.debug_barrier()  # others may still read the old list
+    for start in range(0, num_groups, TILE):
+        index = start + tl.arange(0, TILE)
+        mask = index < num_groups
+        is_in = mask & (_scaled(tl.load(tops + index, mask, float("-inf")), highest, temperature) >= threshold)
+        places = num_selected + tl.cumsum(is_in.to(tl.int32), 0) - 1
+        tl.store(selected + places, index, is_in)
+        num_selected += tl.sum(is_in.to(tl.int32), 0)
+    tl.debug_barrier()
+    return num_selected
+
+
+@triton.jit
+def _read_tokens(rows, start, num_selected, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """A tile of the selected groups' tokens: ids, scaled logits and which are there, [TILE] each."""
+    line, selected, vocab_size, highest, temperature = rows
+    places = start + tl.arange(0, TILE)
+    mask = places < num_selected * GROUP_SIZE
+    ids = tl.load(selected + places // GROUP_SIZE, mask, 0) * GROUP_SIZE + places % GROUP_SIZE
+    mask &= ids < vocab_size
+    return ids, _scaled(tl.load(line + ids, mask, float("-inf")), highest, temperature), mask
+
+
+@triton.jit
+def _read_weights(
+    rows, groups, start, num_selected, by_mass, OF_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """Keys and weights of a tile of all groups, or of the selected ones' tokens: [TILE] each.
+
+    What is absent lies below all. A weight is 1, or by mass exp(scaled logit), summed over the tokens of a group.
+    """
+    if OF_GROUPS:
+        tops, masses, num_groups = groups
+        index = start + tl.arange(0, TILE)
+        mask = index < num_groups
+        scaled = _scaled(tl.load(tops + index, mask, float("-inf")), rows[3], rows[4])
+        factors = tl.load(masses + index, index < tl.where(by_mass, num_groups, 0), 1.0)
+    else:
+        _, scaled, mask = _read_tokens(rows, start, num_selected, GROUP_SIZE, TILE)
+        factors = tl.full([TILE], 1.0, tl.float32)
+    return tl.where(mask, _order_key(scaled), _MIN_INT), tl.where(by_mass, tl.exp(scaled) * factors, 1.0)
+
+
+@triton.jit
+def _num_entries(groups, num_selected, OF_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    num_entries = num_selected * GROUP_SIZE
+    if OF_GROUPS:
+        num_entries = groups[2]
+    return num_entries
+
+
+@triton.jit
+def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """How many entries lie above the key, and their mass."""
+    counts, masses = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    for start in range(0, _num_entries(groups, num_selected, OF_GROUPS, GROUP_SIZE), TILE):
+        keys, weights = _read_weights(rows, groups, start, num_selected, True, OF_GROUPS, GROUP_SIZE, TILE)
+        counts += tl.where(keys > key, 1.0, 0.0)
+        masses += tl.where(keys > key, weights, 0.0)
+    return tl.sum(counts, 0), tl.sum(masses, 0)
+
+
+@triton.jit
+def _search(
+    rows,
+    groups,
+    num_selected,
+    low,
+    target,
+    by_mass,
+    OF_GROUPS: tl.constexpr,
+    NUM_EDGES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The key of the lowest entry, not below `low`, such that the entries above it weigh less than the target.
+
+    Each pass weighs what lies above some edges between two bounds, and takes as the new ones the entries beside the two
+    edges where the target is reached and where it is not. Keys are integers, so it ends whatever the values are.
+    """
+    least, most = low, tl.full([], 0, tl.int32)  # the key of the highest
+    index = tl.arange(0, NUM_EDGES)
+    low -= 1
+    is_open = True
+    while is_open:
+        span = most.to(tl.int64) - low.to(tl.int64)
+        edges = (low.to(tl.int64) + span * index // (NUM_EDGES - 1)).to(tl.int32)
+        weights_above = tl.zeros([NUM_EDGES], tl.float32)
+        nearest_above = tl.full([NUM_EDGES], _MAX_INT, tl.int32)
+        nearest_below = tl.full([NUM_EDGES], _MIN_INT, tl.int32)
+        for start in range(0, _num_entries(groups, num_selected, OF_GROUPS, GROUP_SIZE), TILE):
+            keys, weights = _read_weights(rows, groups, start, num_selected, by_mass, OF_GROUPS, GROUP_SIZE, TILE)
+            is_above = keys[None, :] > edges[:, None]
+            weights_above += tl.sum(tl.where(is_above, weights[None, :], 0.0), 1)
+            nearest_above = tl.minimum(nearest_above, tl.min(tl.where(is_above, keys[None, :], _MAX_INT), 1))
+            nearest_below = tl.maximum(nearest_below, tl.max(tl.where(is_above, _MIN_INT, keys[None, :]), 1))
+        # Nothing lies above the last edge. If the first does not reach the target, every entry is in.
+        reaches = (weights_above >= target) & (index < NUM_EDGES - 1)
+        is_reached = tl.max(reaches.to(tl.int32), 0) > 0
+        least = tl.max(tl.where(reaches, nearest_above, _MIN_INT), 0)
+        most = tl.min(tl.where(reaches, _MAX_INT, nearest_below), 0)
+        least = tl.where(is_reached, least, tl.min(nearest_above, 0))
+        is_open = is_reached & (least < most)
+        low = least - 1
+    return least
+
+
+@triton.jit
+def _best_kept(rows, groups, threshold, key, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The token with the best score among those that reach the threshold."""
+    num_selected = _select(rows, groups, threshold, TILE)
+    best_score, best_id = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
+    for start in range(0, num_selected * GROUP_SIZE, TILE):
+        ids, scaled, mask = _read_tokens(rows, start, num_selected, GROUP_SIZE, TILE)
+        scores = tl.where(mask & (scaled >= threshold), scaled + _gumbel(_distance_to_1(key, ids)), float("-inf"))
+        tile_score = tl.max(scores, 0)
+        if tile_score > best_score:
+            best_id = tl.min(tl.where(scores == tile_score, ids, _MAX_INT), 0)
+            best_score = tile_score
+    return best_id
+
+
+# Log-probabilities
+
+
+@triton.jit
+def _logprobs_kernel(
+    logits,
+    logits_stride,
+    group_highest,
+    num_logprobs,
+    token_ids,
+    is_nan,
+    logprobs,
+    ranks,
+    top_token_ids,
+    top_logprobs,
+    vocab_size,
+    num_top,
+    num_groups,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    num_wanted = tl.load(num_logprobs + row)
+    if (num_wanted < 0) | (tl.load(is_nan + row) != 0):
+        return
+    line = logits + row * logits_stride
+    groups = tl.arange(0, NUM_GROUPS)
+    is_group = groups < num_groups
+    tops = tl.load(group_highest + row * num_groups + groups, is_group, float("-inf"))
+    highest, chosen = tl.max(tops, 0), tl.load(line + tl.load(token_ids + row))
+    sums, num_higher = tl.zeros([TILE_TOKENS], tl.float32), tl.zeros([TILE_TOKENS], tl.int32)
+    for start in range(0, vocab_size, TILE_TOKENS):
+        ids = start + tl.arange(0, TILE_TOKENS)
+        values = tl.load(line + ids, ids < vocab_size, float("-inf"))
+        sums += tl.exp(values - highest)
+        num_higher += (values > chosen).to(tl.int32)
+    log_sum = tl.log(tl.sum(sums, 0))
+    tl.store(logprobs + row, chosen - highest - log_sum)
+    tl.store(ranks + row, tl.sum(num_higher, 0) + 1)
+    keys = tl.where(is_group, _order_key(tops), _MIN_INT)  # of the highest token of each group that is not taken yet
+    taken_ids = tl.full([NUM_GROUPS], -1, tl.int32)  # among tokens of this key
+    for place in range(0, tl.minimum(num_wanted, num_top)):
+        key = tl.max(keys, 0)
+        group = tl.min(tl.where(keys == key, groups, _MAX_INT), 0)
+        taken_id = tl.max(tl.where(groups == group, taken_ids, -1), 0)
+        ids = group * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
+        token_keys = _order_key(tl.load(line + ids, ids < vocab_size, float("-inf")))
+        token_keys = tl.where(ids < vocab_size, token_keys, _MIN_INT)
+        taken_id = tl.min(tl.where((token_keys == key) & (ids > taken_id), ids, _MAX_INT), 0)
+        tl.store(top_token_ids + row * num_top + place, taken_id)
+        tl.store(top_logprobs + row * num_top + place, _from_order_key(key) - highest - log_sum)
+        is_left = (token_keys < key) | ((token_keys == key) & (ids > taken_id))
+        next_key = tl.max(tl.where(is_left, token_keys, _MIN_INT), 0)
+        taken_ids = tl.where(groups == group, tl.where(next_key == key, taken_id, -1), taken_ids)
+        keys = tl.where(groups == group, next_key, keys)

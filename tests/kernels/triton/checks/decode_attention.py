@@ -1,0 +1,463 @@
+"""Checks of `kernels.triton.decode_attention` against its specification."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.triton import attention_arguments, decode_attention, split_plan, tiles
+from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
+
+E4M3 = torch.float8_e4m3fn
+NUM_LAYERS = 2
+VERSIONS = ("v1", "v2")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One comparison: a step of decoding rows, and how scores become weights.
+
+    Attributes:
+        selected_share: of each row's blocks that a KV head reads; None: there is no selection.
+        num_programs, min_chunk: of the split plan.
+        shares_prefix: whether all rows begin with the same block.
+    """
+
+    seq_lens: tuple[int, ...]
+    num_kv_heads: int = 2
+    num_groups: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    layout: str = "block_major"
+    window: int = 0
+    has_alibi: bool = False
+    softcap: float = 0.0
+    selected_share: float | None = None
+    num_programs: int = 8
+    min_chunk: int = 16
+    shares_prefix: bool = True
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of one comparison; the caches hold NaN wherever nothing is to be read."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    options: dict[str, object]  # of the kernels and the specification alike
+    selected: dict[str, Tensor]
+
+
+def make_inputs(step: Step, device: torch.device, seed: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    normal = functools.partial(torch.randn, generator=generator, device=device)
+    num_rows, num_heads = len(step.seq_lens), step.num_kv_heads * step.num_groups
+    counts = [-(-seq_len // step.block_size) for seq_len in step.seq_lens]
+    max_blocks, num_blocks = max(1, *counts), sum(counts) + 1
+    ids = torch.randperm(num_blocks, generator=generator, device=device).int()
+    block_tables = make_table(ids, counts, max_blocks + 3)
+    if step.shares_prefix:
+        block_tables[:, 0] = ids[0]
+    is_read = _what_is_read(step, max_blocks, generator, device)  # [rows, num_kv_heads, max_blocks]
+    storage = _make_storage(step, num_blocks, device)
+    key_cache, value_cache = (storage[:, -1, side] for side in range(2))
+    for row, seq_len in enumerate(step.seq_lens):
+        for head in range(step.num_kv_heads):
+            positions = torch.arange(max(0, seq_len - (step.window or seq_len)), seq_len, device=device)
+            positions = positions[is_read[row, head][positions // step.block_size]]
+            slots = block_tables[row].long()[positions // step.block_size], positions % step.block_size, head
+            key_cache[slots] = normal(len(positions), step.head_dim)
+            value_cache[slots] = normal(len(positions), step.head_dim)
+    stored = storage.to(step.cache_dtype or step.dtype)
+    options: dict[str, object] = {"scale": step.head_dim**-0.5, "window": step.window, "softcap": step.softcap}
+    if step.has_alibi:
+        options["alibi_slopes"] = torch.rand(num_heads, generator=generator, device=device)
+    if step.cache_dtype == E4M3:
+        options |= {"key_scale": 1.7, "value_scale": 0.6}
+    selected = {} if step.selected_share is None else _list_selected(is_read, generator)
+    query = normal(num_rows, num_heads + 1, step.head_dim).to(step.dtype)[:, :-1]  # as part of a wider projection
+    seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=device)
+    return Inputs(query, stored[:, -1, 0], stored[:, -1, 1], block_tables, seq_lens, options, selected)
+
+
+def make_table(ids: Tensor, counts: Sequence[int], max_blocks: int) -> Tensor:
+    """Rows of so many blocks each, one after the other; past them, what is no block."""
+    table = ids.new_full((len(counts), max_blocks), -7)
+    for row, of_row in enumerate(ids[: sum(counts)].split([*counts])):
+        table[row, : len(of_row)] = of_row
+    return table
+
+
+def _what_is_read(step: Step, max_blocks: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    draws = torch.rand(len(step.seq_lens), step.num_kv_heads, max_blocks, generator=generator, device=device)
+    return draws < (1.0 if step.selected_share is None else step.selected_share)
+
+
+def _list_selected(is_read: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """The lists in no order, and what no list may hold past their ends."""
+    order = torch.rand(is_read.shape, generator=generator, device=is_read.device).masked_fill(~is_read, 2.0).argsort(-1)
+    num_selected = is_read.sum(dim=-1)
+    is_past = torch.arange(is_read.shape[-1], device=is_read.device) >= num_selected[..., None]
+    return {"selected_blocks": order.masked_fill(is_past, 10**8).int(), "num_selected": num_selected.int()}
+
+
+def _make_storage(step: Step, num_blocks: int, device: torch.device) -> Tensor:
+    """[num_blocks, layers, keys and values, block_size, num_kv_heads, head_dim], full of NaN."""
+    if step.layout == "block_major":
+        sizes = (num_blocks, NUM_LAYERS, 2, step.block_size, step.num_kv_heads, step.head_dim)
+        return torch.full(sizes, float("nan"), device=device)
+    assert step.layout == "head_major"
+    sizes = (num_blocks, NUM_LAYERS, 2, step.num_kv_heads, step.block_size, step.head_dim)
+    return torch.full(sizes, float("nan"), device=device).transpose(3, 4)
+
+
+def run_version(version: str, step: Step, inputs: Inputs) -> Tensor:
+    caches = (inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens)
+    if version == "v1":
+        return decode_attention.paged_attention_v1(*caches, **inputs.options, **inputs.selected)
+    plan = make_plan(step, inputs.query.device)
+    plan.decide(inputs.seq_lens, step.window or split_plan.ANY_LEN)
+    return decode_attention.paged_attention_v2(*caches, plan=plan, **inputs.options, **inputs.selected)
+
+
+def make_plan(step: Step, device: torch.device) -> split_plan.SplitPlan:
+    """Whose scratch memory is full of NaN."""
+    num_heads = step.num_kv_heads * step.num_groups
+    sizes = (len(step.seq_lens), num_heads, step.num_kv_heads, step.head_dim)
+    plan = split_plan.SplitPlan.allocate(*sizes, device, num_programs=step.num_programs, min_chunk=step.min_chunk)
+    for scratch in (plan.sums, plan.highest, plan.totals):
+        scratch.fill_(float("nan"))
+    return plan
+
+
+def specify(inputs: Inputs, step: Step) -> tuple[Tensor, Tensor]:
+    """What the results should be, and how far from it they may be, [S, num_heads, head_dim] float32.
+
+    A result is rounded to its dtype, the weights to that of the products' operands, and so are queries where those are
+    float16 and the queries were not; sums are float32.
+    """
+    num_rows = len(step.seq_lens)
+    rows = (inputs.block_tables, list(step.seq_lens), [*range(num_rows + 1)])
+    query, key_cache = inputs.query.float(), inputs.key_cache.float()
+    value_cache, options = inputs.value_cache.float(), inputs.options | inputs.selected
+    expected = reference.paged_attention(query, key_cache, value_cache, *rows, **options)
+    spread = reference.paged_attention(query, key_cache, value_cache.abs(), *rows, **options)
+    operand = attention_arguments.operand(step.dtype, inputs.key_cache.dtype)
+    rounding = 0.0 if operand.name == "fp32" else {"fp16": 2.0**-10, "bf16": 2.0**-8}[operand.name]
+    limit = torch.finfo(step.dtype).eps / 2 * expected.abs() + (rounding + 64 * 2.0**-24) * spread
+    return expected, limit
+
+
+def check_decode(device: torch.device, step: Step, versions: Sequence[str] = VERSIONS, seed: int = 0) -> None:
+    """Each version against the specification."""
+    inputs = make_inputs(step, device, seed)
+    expected, limit = specify(inputs, step)
+    for version in versions:
+        compare(run_version(version, step, inputs), expected, limit, f"{version}, seed {seed}, {step}")
+
+
+def compare(actual: Tensor, expected: Tensor, limit: Tensor, case: str) -> None:
+    difference = (actual.float() - expected).abs()
+    is_off = ~(difference <= limit)  # NaN is
+    if is_off.any():
+        rows, heads, _ = is_off.nonzero(as_tuple=True)
+        raise AssertionError(
+            f"{int(is_off.sum())} of {is_off.numel()} elements are off, by at most {difference.nan_to_num(1e9).max()}, "
+            f"in rows {rows.unique().tolist()[:20]} and heads {heads.unique().tolist()[:20]}: {case}"
+        )
+
+
+# On a device
+
+
+FEATURES: dict[str, dict[str, object]] = {
+    "window": {"window": 300},
+    "alibi": {"has_alibi": True},
+    "softcap": {"softcap": 3.0},
+    "quantized": {"cache_dtype": E4M3},
+    "selected": {"selected_share": 0.4},
+}
+
+
+def device_cases() -> Iterator[DeviceCase]:
+    lens = (0, 1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 4095, 4096, 4097, 6000, 700, 0, 300, 1024, 64)
+    plain = Step(
+        lens, num_kv_heads=8, num_groups=4, head_dim=128, dtype=torch.bfloat16, num_programs=528, min_chunk=256
+    )
+    cases = {"plain": plain}
+    for size in (1, 2, 5):
+        for names in itertools.combinations(FEATURES, size):
+            changes = {key: value for name in names for key, value in FEATURES[name].items()}
+            cases[" and ".join(names)] = dataclasses.replace(plain, **changes)
+    cases["float16"] = dataclasses.replace(plain, dtype=torch.float16)
+    cases["float16, quantized"] = dataclasses.replace(plain, dtype=torch.float16, cache_dtype=E4M3)
+    cases["float32"] = dataclasses.replace(plain, dtype=torch.float32)
+    cases["float32, quantized"] = dataclasses.replace(plain, dtype=torch.float32, cache_dtype=E4M3)
+    for head_dim, num_groups, block_size in ((32, 1, 16), (64, 16, 256), (80, 7, 48), (96, 2, 32), (112, 3, 64)):
+        cases[f"head_dim {head_dim}"] = dataclasses.replace(
+            plain, head_dim=head_dim, num_groups=num_groups, block_size=block_size, layout="head_major"
+        )
+    cases["head_dim 256"] = dataclasses.replace(plain, head_dim=256, num_kv_heads=1, num_groups=8)
+    cases["one long row"] = dataclasses.replace(plain, seq_lens=(32768 + 5,))
+    cases["a long row among short ones"] = dataclasses.replace(plain, seq_lens=(*[100] * 255, 40_000))
+    for name, step in cases.items():
+        yield DeviceCase(f"decode attention, {name}", functools.partial(check_decode, step=step))
+    quantized = dataclasses.replace(plain, cache_dtype=E4M3)
+    yield DeviceCase("decode attention, large queries", functools.partial(check_large_queries, step=quantized))
+    yield DeviceCase("decode attention, replayed for other lengths", check_replay)
+
+
+def check_large_queries(device: torch.device, step: Step) -> None:
+    """Products of 8-bit floats are made of float16, which does not hold what bfloat16 queries may be."""
+    inputs = make_inputs(step, device, seed=0)
+    inputs = dataclasses.replace(
+        inputs, query=inputs.query * 2**20, options=inputs.options | {"scale": 2.0**-20 * step.head_dim**-0.5}
+    )
+    expected, limit = specify(inputs, step)
+    for version in VERSIONS:
+        compare(run_version(version, step, inputs), expected, limit, f"{version}, large queries, {step}")
+
+
+def check_replay(device: torch.device) -> None:
+    """A graph captured while all rows are padding gives the results of whatever lengths it is replayed with."""
+    step = Step((5000, 17, 0, 300), num_kv_heads=8, num_groups=4, head_dim=128, dtype=torch.bfloat16)
+    step = dataclasses.replace(step, num_programs=528, min_chunk=256)
+    inputs = make_inputs(step, device, seed=0)
+    expected, limit = specify(inputs, step)
+    plan, lens = make_plan(step, device), inputs.seq_lens.clone()
+    caches = (inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens)
+
+    def attend() -> list[Tensor]:
+        plan.decide(inputs.seq_lens)
+        options = {**inputs.options}
+        scale = options.pop("scale")
+        return [
+            decode_attention.paged_attention_v1(*caches, scale, **options),
+            decode_attention.paged_attention_v2(*caches, scale, plan, **options),
+        ]
+
+    inputs.seq_lens.zero_()
+    graph, results = _capture(attend)
+    for lens_now in (lens, torch.zeros_like(lens), lens):
+        inputs.seq_lens.copy_(lens_now)
+        graph.replay()
+    for version, actual in zip(VERSIONS, results, strict=True):
+        compare(actual, expected, limit, f"{version}, replayed, {step}")
+
+
+def _capture(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """After a run that compiles what there is to compile."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+# Timing
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows to time. Heads as in Qwen3-8B and Llama-3.1-8B."""
+
+    seq_lens: tuple[int, ...]
+    cache_dtype: torch.dtype = torch.bfloat16
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+
+    @property
+    def layer_bytes(self) -> int:
+        keys_and_values = 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * self.cache_dtype.itemsize
+        return keys_and_values + 2 * len(self.seq_lens) * self.num_heads * self.head_dim * 2  # queries and results
+
+    @property
+    def num_layers(self) -> int:
+        """That make a step of enough bytes to hide a launch and to leave nothing of a layer in the device's cache."""
+        return max(2, -(-400_000_000 // self.layer_bytes))
+
+
+BIG, MIDDLE = Goal(0.80), Goal(0.65)  # at least 100 MB of keys and values in a layer; 16 to 100 MB
+
+
+def bench_cases() -> Iterator[BenchCase]:
+    yield from _compared("64 x 4096", Load((4096,) * 64), BIG)
+    yield from _compared("32 x 1024", Load((1024,) * 32), BIG)
+    yield from _compared("256 x 1024", Load((1024,) * 256), BIG)
+    yield from _compared("4 x 1024", Load((1024,) * 4), MIDDLE)
+    yield from _compared("4 x 4096", Load((4096,) * 4), MIDDLE)
+    yield from _compared("16 x 1024", Load((1024,) * 16), MIDDLE)
+    yield _bench("decode attention, 64 x 4096, blocks of 64", Load((4096,) * 64, block_size=64), "", BIG)
+    yield _bench("decode attention, 64 x 4096, 16 heads", Load((4096,) * 64, num_heads=16), "", BIG)
+    yield _bench("decode attention, 1 x 32768 and 63 x 512", Load((32768, *[512] * 63)), "", BIG)
+    yield _bench("decode attention, 64 rows of 64 to 8128", Load(tuple(range(64, 8192, 128))), "", BIG)
+    v1 = _bench("paged_attention_v1, 1 x 32768", Load((32768,)), "v1")
+    yield v1
+    yield _bench("paged_attention_v2, 1 x 32768", Load((32768,)), "v2", Goal(0.60), Goal(5.0, v1.name))
+    for name, lens in (("64 x 4096", (4096,) * 64), ("256 x 1024", (1024,) * 256), ("1 x 32768", (32768,))):
+        other = "paged_attention_v2, 1 x 32768" if len(lens) == 1 else f"decode attention, {name}"
+        # A layer of half the bytes; `_bench` gives both cases as many layers, so that times compare as tokens do.
+        yield _bench(f"decode attention, {name}, 8-bit", Load(lens, E4M3), "", Goal(1.7, other))
+
+
+def _compared(name: str, load: Load, goal: Goal) -> Iterator[BenchCase]:
+    yield _bench(f"decode attention, {name}", load, "", goal)
+    yield BenchCase(
+        f"torch's attention on contiguous keys and values, {name}",
+        functools.partial(_make_baseline, load),
+        bytes_moved=_num_layers(load) * load.layer_bytes,
+    )
+
+
+def _bench(name: str, load: Load, version: str, *goals: Goal) -> BenchCase:
+    make = functools.partial(_make_bench, load, version)
+    return BenchCase(name, make, bytes_moved=_num_layers(load) * load.layer_bytes, goals=goals)
+
+
+def _num_layers(load: Load) -> int:
+    return dataclasses.replace(load, cache_dtype=torch.bfloat16).num_layers
+
+
+def _make_bench(load: Load, version: str, device: torch.device) -> Sequence[Callable[[], object]]:
+    """A step as a graph: the splits once, then attention in every layer."""
+    num_rows, num_layers = len(load.seq_lens), _num_layers(load)
+    max_blocks = -(-max(load.seq_lens) // load.block_size)
+    counts = [-(-seq_len // load.block_size) for seq_len in load.seq_lens]
+    block_tables = make_table(torch.randperm(sum(counts), device=device).int(), counts, max_blocks)
+    sizes = (sum(counts), num_layers, 2, load.block_size, load.num_kv_heads, load.head_dim)
+    storage = torch.empty(sizes, dtype=torch.bfloat16, device=device).normal_().to(load.cache_dtype)
+    query = torch.randn((num_rows, load.num_heads, load.head_dim), dtype=torch.bfloat16, device=device)
+    seq_lens = torch.tensor(load.seq_lens, dtype=torch.int32, device=device)
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    is_split = version == "v2" or split_plan.prefers_splits(
+        num_rows, load.num_kv_heads, sum(load.seq_lens), max(load.seq_lens), num_processors
+    )
+    sizes = (num_rows, load.num_heads, load.num_kv_heads, load.head_dim)
+    plan = split_plan.SplitPlan.allocate(*sizes, device) if is_split and version != "v1" else None
+
+    def step() -> list[Tensor]:
+        if plan is not None:
+            plan.decide(seq_lens)
+        results = []
+        for layer in range(num_layers):
+            caches = (query, storage[:, layer, 0], storage[:, layer, 1], block_tables, seq_lens, load.head_dim**-0.5)
+            if plan is None:
+                results.append(decode_attention.paged_attention_v1(*caches))
+            else:
+                results.append(decode_attention.paged_attention_v2(*caches, plan))
+        return results
+
+    return [_replay_of(step)]
+
+
+def _make_baseline(load: Load, device: torch.device) -> Sequence[Callable[[], object]]:
+    """The query heads that share a KV head as queries without a mask: what its kernel reads once, it reads once."""
+    num_rows, num_groups = len(load.seq_lens), load.num_heads // load.num_kv_heads
+    sizes = (_num_layers(load), 2, num_rows, load.num_kv_heads, load.seq_lens[0], load.head_dim)
+    storage = torch.empty(sizes, dtype=torch.bfloat16, device=device).normal_()
+    query = torch.randn((num_rows, load.num_kv_heads, num_groups, load.head_dim), dtype=torch.bfloat16, device=device)
+
+    def step() -> list[Tensor]:
+        return [torch.nn.functional.scaled_dot_product_attention(query, keys, values) for keys, values in storage]
+
+    return [_replay_of(step)]
+
+
+def _replay_of(step: Callable[[], list[Tensor]]) -> Callable[[], object]:
+    graph, results = _capture(step)
+
+    def replay() -> object:
+        graph.replay()
+        return step, results  # what the graph reads and writes lives as long as it may be called
+
+    return replay
+
+
+# Compiling
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": E4M3}
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    for version, changes in itertools.chain(
+        [(version, {}) for version in VERSIONS],
+        [
+            ("v1", {"element": "fp32", "stored": "fp32"}),
+            ("v1", {"stored": "fp8e4nv", "sparse": True}),
+            ("v1", {"head_dim": 80, "num_groups": 7, "block_size": 48, "alibi": True}),
+            ("v2", {"element": "fp16", "stored": "fp16", "head_dim": 64, "num_groups": 1}),
+            ("v2", {"stored": "fp8e4nv"}),
+            ("v2", {"element": "fp16", "stored": "fp8e4nv", "head_dim": 256, "block_size": 256}),
+            ("v2", {"softcap": True, "alibi": True, "sparse": True}),
+        ],
+    ):
+        yield _compile_case(version, **changes)
+    pointers = dict.fromkeys(("split_starts", "seq_lens", "split_rows"), "*i32")
+    numbers = dict.fromkeys(("num_rows", "max_splits", "num_shares", "max_positions"), "i32")
+    constants = {"MIN_CHUNK": 256, "ALIGNMENT": 64, "TILE": 128}
+    yield CompileCase("split plan", split_plan._plan_kernel, pointers | numbers, constants)
+    pointers = {"output": "*bf16", "split_starts": "*i32"}
+    pointers |= dict.fromkeys(("split_sums", "split_highest", "split_totals"), "*fp32")
+    numbers = {"value_scale": "fp32", "output_stride_row": "i32", "output_stride_head": "i32"}
+    constants = {"NUM_HEADS": 32, "HEAD_DIM": 80, "PADDED_DIM": 128, "TILE": 16}
+    yield CompileCase("reduction", decode_attention._reduction_kernel, pointers | numbers, constants)
+
+
+def _compile_case(
+    version: str,
+    element: str = "bf16",
+    stored: str = "bf16",
+    head_dim: int = 128,
+    num_groups: int = 4,
+    block_size: int = 16,
+    softcap: bool = False,
+    alibi: bool = False,
+    sparse: bool = False,
+) -> CompileCase:
+    given = {name: value for name, value in locals().items() if name != "version"}
+    tile = tiles.lookup(f"paged_attention_{version}", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
+    pointers = {"output": f"*{element}", "query": f"*{element}", "key_cache": f"*{stored}", "value_cache": f"*{stored}"}
+    pointers |= dict.fromkeys(("block_tables", "seq_lens"), "*i32")
+    if version == "v2":
+        pointers |= dict.fromkeys(("split_rows", "split_starts"), "*i32")
+        pointers |= dict.fromkeys(("split_sums", "split_highest", "split_totals"), "*fp32")
+    optional = {"alibi_slopes": alibi and "*fp32"}
+    optional |= dict.fromkeys(("selected_blocks", "num_selected"), sparse and "*i32")
+    pointers |= {name: kind for name, kind in optional.items() if kind}
+    strides = [f"{tensor}_stride_{dim}" for tensor in ("output", "query") for dim in ("row", "head")]
+    strides += [f"{tensor}_stride_{dim}" for tensor in ("key", "value") for dim in ("block", "position", "head")]
+    numbers = dict.fromkeys(("window", "table_stride_row", "max_selected", *strides), "i32")
+    numbers |= dict.fromkeys(("score_factor", "cap", "value_scale"), "fp32")
+    return CompileCase(
+        f"paged_attention_{version} {', '.join(f'{name} {value}' for name, value in given.items())}",
+        getattr(decode_attention, f"_paged_attention_{version}_kernel"),
+        pointers | numbers,
+        {
+            **{name: None for name, kind in optional.items() if not kind},
+            "NUM_GROUPS": num_groups,
+            "HEAD_DIM": head_dim,
+            "PADDED_DIM": 1 << (head_dim - 1).bit_length(),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": decode_attention.MIN_ROWS,
+            "BLOCK_N": tile.block_n,
+            "HAS_SOFTCAP": softcap,
+            "OPERAND": attention_arguments.operand(_DTYPES[element], _DTYPES[stored]),
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        divisible_by_16=tuple(strides),
+    )

@@ -1,0 +1,372 @@
+"""Checks of `kernels.triton.prefill_attention` against its specification.
+
+Whatever must not be read holds NaN: freed blocks, positions past a row's last, before its window, not selected.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernels import reference
+from kernels.triton import prefill_attention, tiles
+from kernels.triton.tiles import Tile
+from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
+
+E4M3 = torch.float8_e4m3fn
+# How far results of values of about 1 may be off, by what products are made of; the results' own rounding comes on top.
+TOLERANCES = {"fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7}
+POISON_BLOCK = 0
+UNREAD_ENTRY = 10**6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch. A row is (number of queries, seq_len): the queries are its last positions; a seq_len of 0 is padding.
+
+    Attributes:
+        is_shared: all rows begin with the first row's blocks, as far as they are full.
+        is_selected: each row's KV heads read random blocks, some none.
+        num_skipped: of the first rows, as those that decode: the kernel is given the others' slices.
+        query_factor: makes queries larger, and the scale of scores as much smaller.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    num_kv_heads: int = 2
+    num_groups: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    is_head_major: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    has_alibi: bool = False
+    is_selected: bool = False
+    is_shared: bool = False
+    num_skipped: int = 0
+    query_factor: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of `kernels.reference.paged_attention`, but for those that the case has."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    seq_lens: list[int]
+    query_start_loc: list[int]
+    alibi_slopes: Tensor | None
+    selected_blocks: Tensor | None
+    num_selected: Tensor | None
+
+
+def make_batch(case: Case, device: torch.device) -> Batch:
+    generator = torch.Generator(device).manual_seed(case.seed)
+    num_queries, seq_lens = [row[0] for row in case.rows], [row[1] for row in case.rows]
+    num_heads = case.num_kv_heads * case.num_groups
+    projected = torch.randn(
+        (sum(num_queries), num_heads + 2 * case.num_kv_heads, case.head_dim), generator=generator, device=device
+    )
+    selected_blocks, num_selected = _select(case, generator) if case.is_selected else (None, None)
+    block_tables = _allocate(case, generator)
+    is_read = _find_read(case, block_tables, selected_blocks, num_selected)
+    return Batch(
+        (projected * case.query_factor).to(case.dtype)[:, :num_heads],
+        *_make_caches(case, is_read, generator),
+        block_tables,
+        seq_lens,
+        [0, *itertools.accumulate(num_queries)],
+        torch.rand(num_heads, generator=generator, device=device) if case.has_alibi else None,
+        selected_blocks,
+        num_selected,
+    )
+
+
+def _num_blocks(case: Case) -> list[int]:
+    return [-(-seq_len // case.block_size) for _, seq_len in case.rows]
+
+
+def _allocate(case: Case, generator: torch.Generator) -> Tensor:
+    """Tables of blocks in no order. What is past a row's last block, or before its window, is the poisoned block."""
+    num_blocks = _num_blocks(case)
+    ids = 1 + torch.randperm(sum(num_blocks), generator=generator, device=generator.device)
+    tables = torch.full((len(num_blocks), max(num_blocks) + 1), POISON_BLOCK, device=generator.device)
+    for row, (own, (num_queries, seq_len)) in enumerate(zip(ids.split(num_blocks), case.rows, strict=True)):
+        tables[row, : num_blocks[row]] = own
+        if case.is_shared:
+            num_shared = min(seq_len, case.rows[0][1]) // case.block_size
+            tables[row, :num_shared] = tables[0, :num_shared]
+        if case.window:
+            first = max(0, seq_len - num_queries - case.window + 1)
+            tables[row, : first // case.block_size] = POISON_BLOCK
+    return tables.int()
+
+
+def _select(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    device, num_blocks = generator.device, _num_blocks(case)
+    shape = (len(case.rows), case.num_kv_heads)
+    selected = torch.full((*shape, max(num_blocks) + 1), UNREAD_ENTRY, dtype=torch.int32, device=device)
+    num_selected = torch.zeros(shape, dtype=torch.int32, device=device)
+    for row, head in itertools.product(range(shape[0]), range(shape[1])):
+        order = torch.randperm(num_blocks[row], generator=generator, device=device)
+        count = int(torch.randint(num_blocks[row] + 1, (1,), generator=generator, device=device))
+        selected[row, head, :count] = order[:count]
+        num_selected[row, head] = count
+    return selected, num_selected
+
+
+def _find_read(case: Case, tables: Tensor, selected: Tensor | None, num_selected: Tensor | None) -> Tensor:
+    """[blocks, block_size, num_kv_heads]: what any row's head may read."""
+    shape = (sum(_num_blocks(case)) + 1, case.block_size, case.num_kv_heads)
+    is_read = torch.zeros(shape, dtype=torch.bool, device=tables.device)
+    for row, (num_queries, seq_len) in enumerate(case.rows):
+        first = max(0, seq_len - num_queries - case.window + 1) if case.window else 0
+        positions = torch.arange(first, seq_len, device=tables.device)
+        for head in range(case.num_kv_heads):
+            here = positions
+            if selected is not None and num_selected is not None:
+                here = here[torch.isin(here // case.block_size, selected[row, head, : num_selected[row, head]])]
+            is_read[tables[row].long()[here // case.block_size], here % case.block_size, head] = True
+    return is_read
+
+
+def _make_caches(case: Case, is_read: Tensor, generator: torch.Generator) -> list[Tensor]:
+    """Views of the second of three layers of an allocation."""
+    num_blocks, *inner = is_read.shape
+    if case.is_head_major:
+        inner, is_read = inner[::-1], is_read.transpose(1, 2)
+    content = torch.randn((2, num_blocks, *inner, case.head_dim), generator=generator, device=is_read.device)
+    content[:, ~is_read] = float("nan")
+    dtype = case.cache_dtype or case.dtype
+    storage = torch.full((num_blocks, 3, 2, *inner, case.head_dim), float("nan"), device=is_read.device).to(dtype)
+    storage[:, 1] = content.transpose(0, 1).to(dtype)
+    return [part.transpose(1, 2) if case.is_head_major else part for part in storage[:, 1].unbind(1)]
+
+
+def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = None) -> None:
+    """With a tile other than the table's, if one is given."""
+    batch = make_batch(case, device)
+    scales = (0.5, 1.7) if case.cache_dtype == E4M3 else (1.0, 1.0)
+    scale = case.head_dim**-0.5 / case.query_factor
+    expected = reference.paged_attention(
+        *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc),
+        *(scale, case.window, batch.alibi_slopes, case.softcap, *scales, batch.selected_blocks, batch.num_selected),
+    )
+    skipped = case.num_skipped
+    start = batch.query_start_loc[skipped]
+    integers = {"dtype": torch.int32, "device": device}
+    output = torch.full_like(expected, 123.0)
+    with contextlib.nullcontext() if tile is None else tiles.forced("paged_prefill", tile):
+        returned = prefill_attention.paged_prefill(
+            *(batch.query[start:], batch.key_cache, batch.value_cache, batch.block_tables[skipped:]),
+            torch.tensor(batch.seq_lens[skipped:], **integers),
+            torch.tensor(batch.query_start_loc, **integers)[skipped:],
+            *(scale, case.window, batch.alibi_slopes, case.softcap, *scales),
+            None if batch.selected_blocks is None else batch.selected_blocks[skipped:],
+            None if batch.num_selected is None else batch.num_selected[skipped:],
+            output[start:],
+        )
+    assert returned.data_ptr() == output[start:].data_ptr()
+    assert (output[:start] == 123.0).all(), f"rows of others were written: {case}"
+    absolute = TOLERANCES[prefill_attention.operand(batch.query.dtype, batch.key_cache.dtype).name]
+    difference = (output[start:].float() - expected[start:].float()).abs()
+    # One unit in the last place; false for NaN.
+    is_close = difference <= absolute + torch.finfo(case.dtype).eps * expected[start:].float().abs()
+    assert is_close.all(), (
+        f"{int((~is_close).sum())} of {is_close.numel()} elements differ, by {difference.max()} at most: {case}, {tile}"
+    )
+
+
+_CHUNKS = ((512, 512), (1000, 1000), (300, 4000), (1, 777), (17, 4096), (2048, 2048), (1, 0), (64, 8192))
+_REAL = Case(_CHUNKS, torch.bfloat16, None, 8, 4, 128)
+
+
+def device_cases() -> Iterator[DeviceCase]:
+    features: dict[str, dict[str, object]] = {
+        "plain": {},
+        "e4m3": {"cache_dtype": E4M3},
+        "window": {"window": 1000},
+        "small window": {"window": 5},
+        "softcap": {"softcap": 30.0},
+        "alibi": {"has_alibi": True},
+        "selected": {"is_selected": True},
+        "shared": {"is_shared": True},
+        "head-major": {"is_head_major": True},
+        "mixed batch": {"num_skipped": 3},
+        "all": {"cache_dtype": E4M3, "window": 1000, "softcap": 30.0, "has_alibi": True, "is_selected": True},
+    }
+    for name, changes in features.items():
+        yield _device_case(f"bfloat16 {name}", replace(_REAL, **changes))
+    for dtype in (torch.float16, torch.float32):
+        yield _device_case(f"{dtype}", replace(_REAL, dtype=dtype))
+        yield _device_case(f"{dtype} e4m3", replace(_REAL, dtype=dtype, cache_dtype=E4M3))
+    for head_dim, cache_dtype in ((32, None), (64, E4M3), (80, None), (96, E4M3), (112, None), (256, None), (256, E4M3)):
+        case = replace(_REAL, head_dim=head_dim, cache_dtype=cache_dtype, window=300, softcap=20.0)
+        yield _device_case(f"head_dim {head_dim} {cache_dtype or 'unquantized'}", case)
+    for num_groups, block_size in ((1, 16), (2, 32), (3, 48), (5, 64), (7, 128), (8, 240), (16, 256)):
+        case = replace(_REAL, num_groups=num_groups, block_size=block_size, num_kv_heads=2)
+        yield _device_case(f"{num_groups} groups, blocks of {block_size}", case)
+
+
+def _device_case(name: str, case: Case) -> DeviceCase:
+    return DeviceCase(f"paged_prefill {name}", functools.partial(check_paged_prefill, case=case))
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Rows of the same size, with 32 query heads on 8 of 128."""
+
+    num_rows: int
+    num_queries: int
+    seq_len: int
+    cache_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def flops(self) -> int:
+        """Of two products, for what each query sees."""
+        seen = self.num_queries * self.seq_len - self.num_queries * (self.num_queries - 1) // 2
+        return 4 * self.num_rows * seen * 32 * 128
+
+
+_LOADS = {
+    "8 x 2048": _Load(8, 2048, 2048),
+    "1 x 16384": _Load(1, 16384, 16384),
+    "4 chunks of 2048 at 16384": _Load(4, 2048, 16384),
+    "8 x 2048 e4m3": _Load(8, 2048, 2048, E4M3),
+}
+
+
+def bench_cases() -> Iterator[BenchCase]:
+    for name, load in _LOADS.items():
+        baselines = []
+        if load.cache_dtype == torch.bfloat16:
+            baselines = [f"{kind}, contiguous, {name}" for kind in ("torch varlen flash", "torch sdpa flash")]
+            yield BenchCase(baselines[0], functools.partial(_make_varlen, load), flops=load.flops)
+            if load.num_queries == load.seq_len:
+                yield BenchCase(baselines[1], functools.partial(_make_sdpa, load), flops=load.flops)
+        has_goal = name == "8 x 2048"
+        yield BenchCase(
+            f"paged_prefill {name}",
+            functools.partial(_make_paged, load),
+            flops=load.flops,
+            goals=tuple(Goal(0.8, baseline) for baseline in baselines) if has_goal else (),
+        )
+
+
+def _make_paged(load: _Load, device: torch.device) -> Sequence[Callable[[], object]]:
+    blocks_per_row = load.seq_len // 16
+    num_blocks = load.num_rows * blocks_per_row
+    integers = {"dtype": torch.int32, "device": device}
+    runs: list[Callable[[], object]] = []
+    for _ in range(2):
+        query = torch.randn((load.num_rows * load.num_queries, 32, 128), device=device).bfloat16()
+        storage = torch.randn((num_blocks, 2, 16, 8, 128), device=device).to(load.cache_dtype)
+        tables = torch.randperm(num_blocks, device=device).view(load.num_rows, blocks_per_row).int()
+        seq_lens = torch.full((load.num_rows,), load.seq_len, **integers)
+        starts = load.num_queries * torch.arange(load.num_rows + 1, **integers)
+        arguments = (query, storage[:, 0], storage[:, 1], tables, seq_lens, starts, 128**-0.5)
+        runs.append(functools.partial(prefill_attention.paged_prefill, *arguments, output=torch.empty_like(query)))
+    return runs
+
+
+def _make_sdpa(load: _Load, device: torch.device) -> Sequence[Callable[[], object]]:
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    runs: list[Callable[[], object]] = []
+    for _ in range(2):
+        heads = torch.randn((load.num_rows, load.seq_len, 48, 128), device=device).bfloat16()
+        query, key, value = (part.contiguous().transpose(1, 2) for part in heads.split([32, 8, 8], dim=2))
+        runs.append(functools.partial(run, query, key, value))
+    return runs
+
+
+def _make_varlen(load: _Load, device: torch.device) -> Sequence[Callable[[], object]]:
+    steps = torch.arange(load.num_rows + 1, dtype=torch.int32, device=device)
+    runs: list[Callable[[], object]] = []
+    for _ in range(2):
+        query = torch.randn((load.num_rows * load.num_queries, 32, 128), device=device).bfloat16()
+        key, value = torch.randn((2, load.num_rows * load.seq_len, 8, 128), device=device).bfloat16()
+        starts = (load.num_queries * steps, load.seq_len * steps, load.num_queries, load.seq_len)
+        flash = torch.ops.aten._flash_attention_forward
+        runs.append(functools.partial(flash, query, key, value, *starts, 0.0, True, False, scale=128**-0.5))
+    return runs
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """The main variants, and each option that changes the code."""
+    plain = {"element": "bf16", "stored": "bf16", "head_dim": 128, "num_groups": 4, "block_size": 16}
+    for changes in (
+        {},
+        {"element": "fp16", "stored": "fp16", "head_dim": 80, "num_groups": 7, "block_size": 48},
+        {"element": "fp32", "stored": "fp32", "head_dim": 64},
+        {"stored": "fp8e4nv"},
+        {"head_dim": 256, "num_groups": 2, "block_size": 256},
+        {"softcap": True, "window": True, "alibi": True},
+        {"selected": True, "window": True, "stored": "fp8e4nv"},
+    ):
+        name = ", ".join(f"{option} {value}" for option, value in changes.items()) or "plain"
+        yield _compile_case(f"paged_prefill {name}", **(plain | changes))
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8e4nv": E4M3}
+
+
+def _compile_case(
+    name: str,
+    element: str,
+    stored: str,
+    head_dim: int,
+    num_groups: int,
+    block_size: int,
+    window: bool = False,
+    softcap: bool = False,
+    alibi: bool = False,
+    selected: bool = False,
+) -> CompileCase:
+    tile = tiles.lookup("paged_prefill", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
+    pointers = {"output": f"*{element}", "query": f"*{element}", "key_cache": f"*{stored}", "value_cache": f"*{stored}"}
+    pointers |= dict.fromkeys(("block_tables", "seq_lens", "query_start_loc"), "*i32")
+    absent: dict[str, object] = {}
+    if alibi:
+        pointers["alibi_slopes"] = "*fp32"
+    else:
+        absent["alibi_slopes"] = None
+    if selected:
+        pointers |= dict.fromkeys(("selected_blocks", "num_selected"), "*i32")
+    else:
+        absent |= {"selected_blocks": None, "num_selected": None}
+    strides = [f"{tensor}_stride_{dim}" for tensor in ("output", "query") for dim in ("token", "head")]
+    strides += [f"{tensor}_stride_{dim}" for tensor in ("key", "value") for dim in ("block", "position", "head")]
+    numbers = dict.fromkeys(("num_rows", "window", "table_stride_row", "max_selected", *strides), "i32")
+    numbers |= dict.fromkeys(("score_factor", "cap", "value_scale"), "fp32")
+    return CompileCase(
+        name,
+        prefill_attention._paged_prefill_kernel,
+        pointers | numbers,
+        {
+            **absent,
+            "NUM_GROUPS": num_groups,
+            "HEAD_DIM": head_dim,
+            "PADDED_DIM": 1 << (head_dim - 1).bit_length(),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "HAS_WINDOW": window,
+            "HAS_SOFTCAP": softcap,
+            "OPERAND": prefill_attention.operand(_DTYPES[element], _DTYPES[stored]),
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        divisible_by_16=(*pointers, *strides),
+    )

@@ -1,0 +1,331 @@
+"""Checks of `kernels.triton.sampler` against its specification, and what it is timed on."""
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import sampling
+from kernels.sampling import SampledTokens, SamplingColumns
+from kernels.triton import sampler
+from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
+
+MAX_GAP = 1e-5  # between two scores or log-probabilities whose order rounding may change
+MAX_LOGPROBS = 5
+PADDING = 5  # of a row, with what is never read or written
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one row asks for, and its tokens so far."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    num_logprobs: int = -1
+    token_ids: tuple[int, ...] = (1, 2, 2, 3, 3, 3)
+    num_prompt_tokens: int = 2
+    seed: int = 0
+    sample_index: int = 0
+
+    @property
+    def has_penalty(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+# Values of each field that matter, the first being what asks for nothing.
+LEVELS: dict[str, tuple[object, ...]] = {
+    "temperature": (1.0, 0.0, 1.7, 0.3),
+    "top_k": (0, 1, 7, 40),
+    "top_p": (1.0, 0.2, 0.9),
+    "min_p": (0.0, 0.05),
+    "repetition_penalty": (1.0, 1.8, 0.6),
+    "presence_penalty": (0.0, 1.5),
+    "frequency_penalty": (0.0, -0.7),
+    "bias": ((), ((0, 4.0), (9, -2.5)), ((5, float("inf")), (6, float("-inf")))),
+    "stop_token_ids": ((), (2, 7, 2**30)),
+    "min_tokens": (0, 4, 5),
+    "num_logprobs": (-1, 0, MAX_LOGPROBS),
+}
+
+
+def single_rows() -> list[Row]:
+    """Each value of each field alone."""
+    return [Row(**{name: value}, seed=7) for name, values in LEVELS.items() for value in values[1:]]
+
+
+def paired_rows(seed: int) -> list[Row]:
+    """Rows among which every two values of two fields stand together in one."""
+    generator = random.Random(seed)
+    fields = list(LEVELS)
+    missing = {
+        ((first, i), (second, j))
+        for first, second in itertools.combinations(fields, 2)
+        for i in range(len(LEVELS[first]))
+        for j in range(len(LEVELS[second]))
+    }
+    rows = []
+    while missing:
+        tried = [{name: generator.randrange(len(LEVELS[name])) for name in fields} for _ in range(50)]
+        tried.append({**tried[0], **dict(min(missing))})
+        covered = [set(itertools.combinations(choice.items(), 2)) & missing for choice in tried]
+        best = max(range(len(tried)), key=lambda i: len(covered[i]))
+        missing -= covered[best]
+        values = {name: LEVELS[name][i] for name, i in tried[best].items()}
+        rows.append(Row(**values, seed=generator.getrandbits(64), sample_index=generator.randrange(9)))
+    return rows
+
+
+def make_columns(rows: Sequence[Row], device: torch.device) -> SamplingColumns:
+    def floats(name: str) -> Tensor:
+        return torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32, device=device)
+
+    def integers(numbers: Sequence[object]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    def padded(lists: Sequence[Sequence[object]], vacant: object) -> list[list[object]]:
+        width = max(map(len, lists))
+        return [[*entries, *[vacant] * (width - len(entries))] for entries in lists]
+
+    has_bias, has_stops = any(row.bias for row in rows), any(row.stop_token_ids for row in rows)
+    values = padded([[value for _, value in row.bias] for row in rows], 9.9)
+    return SamplingColumns(
+        temperature=floats("temperature"),
+        top_k=integers([row.top_k for row in rows]),
+        top_p=floats("top_p"),
+        min_p=floats("min_p"),
+        repetition_penalty=floats("repetition_penalty"),
+        presence_penalty=floats("presence_penalty"),
+        frequency_penalty=floats("frequency_penalty"),
+        seeds=torch.tensor([row.seed - (row.seed >> 63 << 64) for row in rows], dtype=torch.int64, device=device),
+        sample_indexes=integers([row.sample_index for row in rows]),
+        num_tokens=integers([len(row.token_ids) for row in rows]),
+        slots=integers([len(rows) - i if row.has_penalty else -1 for i, row in enumerate(rows)]),
+        num_logprobs=integers([row.num_logprobs for row in rows]),
+        bias_token_ids=integers(padded([[i for i, _ in row.bias] for row in rows], -1)) if has_bias else None,
+        bias_values=torch.tensor(values, dtype=torch.float32, device=device) if has_bias else None,
+        stop_token_ids=integers(padded([row.stop_token_ids for row in rows], -1)) if has_stops else None,
+        min_num_tokens=integers([row.num_prompt_tokens + row.min_tokens for row in rows]) if has_stops else None,
+    )
+
+
+def make_counts(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Tensor:
+    """A line per row in no order and one that belongs to none, as a part of wider lines full of what is never read."""
+    counts = torch.full((len(rows) + 1, vocab_size + 3), 2**30, dtype=torch.int32, device=device)[:, :vocab_size]
+    columns = make_columns(rows, device)
+    penalized = [i for i, row in enumerate(rows) if row.has_penalty]
+    if penalized:
+        tokens = [rows[i].token_ids for i in penalized]
+        starts = [0, *itertools.accumulate(map(len, tokens))]
+        lengths = torch.tensor([rows[i].num_prompt_tokens for i in penalized], device=device)
+        flat = torch.tensor([token for ids in tokens for token in ids], device=device)
+        sampling.count_tokens(counts, columns.slots[penalized], flat, torch.tensor(starts, device=device), lengths)
+    return counts
+
+
+def random_logits(seed: int, num_rows: int, vocab_size: int, deviation: float, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn((num_rows, vocab_size), generator=generator, device=device) * deviation
+
+
+def check_rows(
+    device: torch.device,
+    rows: Sequence[Row],
+    vocab_size: int,
+    *,
+    deviation: float = 3.0,
+    is_tied: bool = False,
+    seed: int,
+) -> None:
+    """Rows of random logits; where `is_tied`, rounded to bfloat16, so that many are equal."""
+    logits = random_logits(seed, len(rows), vocab_size, deviation, device)
+    check_sample(logits.bfloat16().float() if is_tied else logits, rows, f"vocabulary {vocab_size}, seed {seed}")
+
+
+def check_sample(logits: Tensor, rows: Sequence[Row], case: str) -> SampledTokens:
+    """Compares what rows of some logits draw, count and report; returns it."""
+    columns = make_columns(rows, logits.device)
+    max_logprobs = max(row.num_logprobs for row in rows)
+    reported = None if max_logprobs < 0 else max_logprobs
+    counts = make_counts(rows, logits.shape[1], logits.device) if any(row.has_penalty for row in rows) else None
+    expected_logits, expected_counts = logits.clone(), None if counts is None else counts.clone()
+    expected = sampling.sample(expected_logits, columns, expected_counts, reported)
+    # The rows of a wider matrix, as a product with a padded vocabulary leaves them.
+    wide = torch.cat((logits, torch.full((len(logits), PADDING), torch.nan, device=logits.device)), dim=1)
+    actual = sampler.sample(wide[:, :-PADDING], columns, counts, reported)
+    assert wide[:, -PADDING:].isnan().all(), f"something was written behind a row: {case}"
+    assert torch.equal(actual.is_nan, expected.is_nan), f"{actual.is_nan} is NaN, not {expected.is_nan}: {case}"
+    for i in (actual.token_ids != expected.token_ids).nonzero().flatten().tolist():
+        gap = _score_gap(expected_logits[i], columns, i, int(actual.token_ids[i]), int(expected.token_ids[i]))
+        assert gap < MAX_GAP, f"row {i} drew {actual.token_ids[i]}, not {expected.token_ids[i]}: {rows[i]}, {case}"
+    drew_equal = actual.token_ids == expected.token_ids
+    if counts is not None and expected_counts is not None and drew_equal.all():
+        assert torch.equal(counts, expected_counts), f"tokens were counted otherwise: {case}"
+    for i, row in enumerate(rows):
+        if row.num_logprobs >= 0 and not expected.is_nan[i] and drew_equal[i]:
+            _check_logprobs(
+                actual, expected, expected_logits[i], i, min(row.num_logprobs, logits.shape[1]), f"{row}, {case}"
+            )
+    return actual
+
+
+def _score_gap(logits: Tensor, columns: SamplingColumns, row: int, actual: int, expected: int) -> float:
+    """How far the scores of two tokens lie apart; infinite for one that the filters drop."""
+    if columns.temperature[row] == 0:
+        return float(logits[expected] - logits[actual])
+    scaled = (logits - logits.max()) / columns.temperature[row]
+    noise = sampling.gumbel_noise(columns.seeds[row], columns.sample_indexes[row], columns.num_tokens[row], len(logits))
+    threshold = sampling.lowest_kept(scaled, int(columns.top_k[row]), float(columns.top_p[row]), columns.min_p[row])
+    scores = (scaled.double() + noise).masked_fill(scaled < threshold, -torch.inf)
+    return float(scores[expected] - scores[actual])
+
+
+def _check_logprobs(
+    actual: SampledTokens, expected: SampledTokens, logits: Tensor, row: int, num_top: int, case: str
+) -> None:
+    assert torch.allclose(actual.logprobs[row], expected.logprobs[row], rtol=1e-5, atol=MAX_GAP, equal_nan=True), case
+    assert actual.ranks[row] == expected.ranks[row], f"rank {actual.ranks[row]}, not {expected.ranks[row]}: {case}"
+    values, expected_values = actual.top_logprobs[row, :num_top], expected.top_logprobs[row, :num_top]
+    assert torch.allclose(values, expected_values, rtol=1e-5, atol=MAX_GAP), f"{values}, not {expected_values}: {case}"
+    ids, expected_ids = actual.top_token_ids[row, :num_top].long(), expected.top_token_ids[row, :num_top].long()
+    assert len(ids.unique()) == num_top, f"{ids} names a token twice: {case}"
+    is_other = ids != expected_ids
+    gaps = (logits[ids] - logits[expected_ids])[is_other].abs()
+    assert (gaps < MAX_GAP).all(), f"{ids}, not {expected_ids}: {case}"
+    assert (gaps > 0).all(), f"{ids}, not {expected_ids}, the lowest of equals first: {case}"
+
+
+def check_count_tokens(
+    device: torch.device, num_sequences: int, max_tokens: int, vocab_size: int, *, seed: int
+) -> None:
+    generator = random.Random(seed)
+    lengths = [generator.randint(1, max_tokens) for _ in range(num_sequences)]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
+    token_ids = torch.tensor([generator.randrange(vocab_size) for _ in range(sum(lengths))], device=device)
+    num_prompt_tokens = torch.tensor([generator.randint(0, length) for length in lengths], device=device)
+    slots = torch.tensor(generator.sample(range(num_sequences + 2), num_sequences), device=device)
+    expected = torch.full((num_sequences + 2, vocab_size), -7, dtype=torch.int32, device=device)
+    actual = expected.clone()
+    sampling.count_tokens(expected, slots, token_ids, starts, num_prompt_tokens)
+    sampler.count_tokens(actual, slots.int(), token_ids.int(), starts, num_prompt_tokens)
+    assert torch.equal(actual, expected), f"{num_sequences} sequences were counted otherwise, seed {seed}"
+
+
+def device_cases() -> Iterator[DeviceCase]:
+    for seed in range(3):
+        rows = [dataclasses.replace(row, num_prompt_tokens=2) for row in (*single_rows(), *paired_rows(seed))]
+        for vocab_size, deviation, is_tied in ((151_936, 3.0, False), (128_256, 1.0, True), (50_257, 6.0, False)):
+            yield DeviceCase(
+                f"sampler: {len(rows)} kinds of rows, vocabulary {vocab_size}, deviation {deviation}, seed {seed}",
+                functools.partial(
+                    check_rows, rows=rows, vocab_size=vocab_size, deviation=deviation, is_tied=is_tied, seed=seed
+                ),
+            )
+    common = {"plain": Row(), "top_k": Row(top_k=50, top_p=0.95), "top_p": Row(top_p=0.95), "min_p": Row(min_p=0.02)}
+    for (name, row), num_rows in itertools.product(common.items(), (1, 7, 256, 1024)):
+        rows = [dataclasses.replace(row, seed=2**63 + 977 * i, sample_index=i) for i in range(num_rows)]
+        for deviation in (0.5, 3.0):
+            yield DeviceCase(
+                f"sampler: {num_rows} rows with {name}, deviation {deviation}",
+                functools.partial(check_rows, rows=rows, vocab_size=151_936, deviation=deviation, seed=num_rows),
+            )
+    yield DeviceCase(
+        "count_tokens",
+        functools.partial(check_count_tokens, num_sequences=40, max_tokens=9000, vocab_size=50_257, seed=1),
+    )
+
+
+NUM_BENCH_ROWS, BENCH_VOCAB_SIZE, BENCH_DEVIATION = 256, 151_936, 3.0
+BENCH_ROWS = {
+    "greedy": Row(temperature=0.0),
+    "temperature": Row(),
+    "top-k 50, top-p 0.95": Row(temperature=0.8, top_k=50, top_p=0.95),
+    "top-p 0.95": Row(temperature=0.8, top_p=0.95),
+    "min-p 0.05": Row(temperature=0.8, min_p=0.05),
+}
+BENCH_ROWS_WITHOUT_GOAL = {
+    "top-p 0.95 at temperature 1.5": Row(temperature=1.5, top_p=0.95),
+    "penalties": Row(presence_penalty=0.1, frequency_penalty=0.1),
+    "5 log-probabilities": Row(num_logprobs=MAX_LOGPROBS),
+}
+
+
+def bench_cases() -> Iterator[BenchCase]:
+    """Twice the time that reading the logits once takes is half of the copy bandwidth."""
+    bytes_moved = NUM_BENCH_ROWS * BENCH_VOCAB_SIZE * 4
+    for rows, goals in ((BENCH_ROWS, (Goal(0.5),)), (BENCH_ROWS_WITHOUT_GOAL, ())):
+        for name, row in rows.items():
+            make = functools.partial(_make_bench, row)
+            yield BenchCase(f"sampler: {NUM_BENCH_ROWS} rows, {name}", make, bytes_moved=bytes_moved, goals=goals)
+    name = f"sampler of plain torch: {NUM_BENCH_ROWS} rows, top-p 0.95"
+    yield BenchCase(name, _make_torch_bench, bytes_moved=bytes_moved)
+
+
+def _make_bench(row: Row, device: torch.device) -> Sequence[Callable[[], object]]:
+    rows = [dataclasses.replace(row, seed=i * 2**33 + i) for i in range(NUM_BENCH_ROWS)]
+    columns = make_columns(rows, device)
+    counts = make_counts(rows, BENCH_VOCAB_SIZE, device) if row.has_penalty else None
+    reported = None if row.num_logprobs < 0 else row.num_logprobs
+    return [functools.partial(sampler.sample, logits, columns, counts, reported) for logits in _bench_logits(device)]
+
+
+def _bench_logits(device: torch.device) -> list[Tensor]:
+    return [random_logits(seed, NUM_BENCH_ROWS, BENCH_VOCAB_SIZE, BENCH_DEVIATION, device) for seed in range(3)]
+
+
+def _make_torch_bench(device: torch.device) -> Sequence[Callable[[], object]]:
+    def draw(logits: Tensor) -> Tensor:
+        values, ids = (logits / 0.8).sort(dim=1, descending=True)
+        probabilities = values.softmax(1)
+        kept = probabilities.masked_fill(probabilities.cumsum(1) - probabilities >= 0.95, 0.0)
+        return ids.gather(1, (kept / torch.empty_like(kept).exponential_()).argmax(1, keepdim=True))
+
+    return [functools.partial(draw, logits) for logits in _bench_logits(device)]
+
+
+_SIGNATURE = {
+    **dict.fromkeys(("logits", "group_highest", "group_masses", "chunk_values", "logprobs", "top_logprobs"), "*fp32"),
+    **dict.fromkeys(("repetition_penalties", "presence_penalties", "frequency_penalties", "bias_values"), "*fp32"),
+    **dict.fromkeys(("temperatures", "top_ps", "min_ps"), "*fp32"),
+    **dict.fromkeys(("token_counts", "slots", "top_ks", "sample_indexes", "num_tokens", "chunk_ids"), "*i32"),
+    **dict.fromkeys(("selected", "num_logprobs", "ranks", "top_token_ids", "min_num_tokens"), "*i32"),
+    **dict.fromkeys(("bias_token_ids", "stop_token_ids", "start_loc", "num_prompt_tokens"), "*i32"),
+    **dict.fromkeys(("seeds", "token_ids"), "*i64"),
+    **dict.fromkeys(("logits_stride", "counts_stride", "vocab_size", "num_groups", "num_chunks"), "i32"),
+    **dict.fromkeys(("chunk_tiles", "num_top", "max_biases", "max_stops"), "i32"),
+    "is_nan": "*i1",
+}
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    tile = {"GROUP_SIZE": sampler.GROUP_SIZE, "TILE_TOKENS": sampler.TILE_TOKENS}
+    scan = {"TILE_GROUPS": sampler.TILE_GROUPS, "GROUP_SIZE": sampler.GROUP_SIZE}
+    none = {"HAS_COUNTS": False, "token_counts": None}
+    choose = {**tile, "NUM_CHUNKS": 8, "NUM_EDGES": sampler.NUM_EDGES}
+    no_bias = {"bias_token_ids": None, "bias_values": None, "MAX_BIASES": 0, "MAX_STOPS": 4}
+    no_stops = {"stop_token_ids": None, "min_num_tokens": None, "MAX_STOPS": 0}
+    for name, kernel, constexprs, num_warps in (
+        ("scan", sampler._scan_kernel, {**scan, **none}, 8),
+        ("scan with penalties", sampler._scan_kernel, {**scan, "HAS_COUNTS": True}, 8),
+        ("choose", sampler._choose_kernel, {**choose, "HAS_COUNTS": True}, 8),
+        ("log-probabilities", sampler._logprobs_kernel, {**tile, "NUM_GROUPS": 4096}, 8),
+        ("stop tokens", sampler._edit_kernel, no_bias, 1),
+        ("biases", sampler._edit_kernel, {**no_stops, "MAX_BIASES": 512}, 1),
+        ("count_tokens", sampler._count_kernel, {"TILE_SIZE": 256}, 2),
+    ):
+        names = [name for name in kernel.arg_names if name not in constexprs]
+        signature = {name: _SIGNATURE[name] for name in names}
+        divisible = tuple(name for name in ("logits_stride", "vocab_size") if name in names)
+        yield CompileCase(f"sampler: {name}", kernel, signature, constexprs, num_warps, 3, divisible)

@@ -1,0 +1,284 @@
+"""`kernels.triton.decode_attention` and `split_plan` against their specification."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+
+from kernels.triton import decode_attention, split_plan, tiles
+from tests.kernels.triton.checks.decode_attention import (
+    E4M3,
+    VERSIONS,
+    Step,
+    check_decode,
+    check_large_queries,
+    compare,
+    make_inputs,
+    make_plan,
+    run_version,
+    specify,
+)
+
+FEATURES = {
+    "window": {"window": 18},
+    "alibi": {"has_alibi": True},
+    "softcap": {"softcap": 1.5},
+    "quantized": {"cache_dtype": E4M3},
+    "selected": {"selected_share": 0.5},
+}
+PAIRS = [*itertools.combinations(FEATURES, 1), *itertools.combinations(FEATURES, 2), tuple(FEATURES)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+STEP = Step((33, 0, 17), num_kv_heads=2, num_groups=2)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles():
+    """Several of them in a short row, and rows that end within one."""
+    tile = tiles.Tile(block_n=16, num_warps=4, num_stages=2)
+    with tiles.forced("paged_attention_v1", tile), tiles.forced("paged_attention_v2", tile):
+        yield
+
+
+def features(names):
+    return {key: value for name in names for key, value in FEATURES[name].items()}
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_features_alone_in_pairs_and_together(device, names):
+    check_decode(device, dataclasses.replace(STEP, **features(names)))
+
+
+@pytest.mark.parametrize("names", [(), *PAIRS[: len(FEATURES)], tuple(FEATURES)], ids="-".join)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_features_in_half_precision(device, dtype, names):
+    step = dataclasses.replace(STEP, seq_lens=(21, 0), num_kv_heads=1, dtype=dtype, **features(names))
+    check_decode(device, step)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48])
+@pytest.mark.parametrize("window", [0, 1, 16, 17])
+def test_lengths_on_every_edge(device, block_size, window):
+    """Of a tile, of a block, and of a split; two rows begin with the same block."""
+    lens = {1, 2, 15, 16, 17, block_size - 1, block_size, block_size + 1}
+    step = Step((*sorted(lens), 0), num_kv_heads=1, num_groups=1, block_size=block_size, window=window)
+    check_decode(device, step, seed=block_size + window)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 16])
+@pytest.mark.parametrize("layout", ["block_major", "head_major"])
+def test_group_ratios(device, num_groups, layout):
+    check_decode(device, Step((20, 5), num_kv_heads=2, num_groups=num_groups, layout=layout))
+
+
+@pytest.mark.parametrize("cache_dtype", [None, E4M3], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
+def test_head_dimensions(device, head_dim, cache_dtype):
+    step = Step((18,), num_kv_heads=1, head_dim=head_dim, dtype=torch.float16, cache_dtype=cache_dtype)
+    check_decode(device, step, seed=head_dim)
+
+
+@pytest.mark.parametrize("block_n", [32, 64])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_tiles_beside_blocks(device, block_n, block_size):
+    """A tile may hold several blocks, and a block several tiles."""
+    step = Step((70, 9), num_kv_heads=1, block_size=block_size, selected_share=0.7)
+    tile = tiles.Tile(block_n, 4, 2)
+    with tiles.forced("paged_attention_v1", tile), tiles.forced("paged_attention_v2", tile):
+        check_decode(device, step, seed=block_n)
+        check_decode(device, dataclasses.replace(step, selected_share=None, window=30), seed=block_n)
+
+
+@pytest.mark.parametrize("selected_share", [0.0, 0.2])
+def test_splits_without_a_position(device, selected_share):
+    """Rows are cut by their lengths; of the few blocks that are selected, some have nothing to read."""
+    step = Step((70, 80), num_kv_heads=2, num_groups=1, selected_share=selected_share, num_programs=16)
+    inputs, plan = make_inputs(step, device, seed=3), make_plan(step, device)
+    plan.decide(inputs.seq_lens)
+    assert (plan.split_starts.diff()[:, None] > inputs.selected["num_selected"]).any(dim=1).all()
+    check_decode(device, step, ["v2"], seed=3)
+
+
+def test_more_splits_than_the_reduction_adds_up_at_once(device):
+    """Scores rise with the position, so that the highest one is found late."""
+    step = Step((330,), num_kv_heads=1, num_groups=2, num_programs=32, has_alibi=True)
+    inputs, plan = make_inputs(step, device, seed=0), make_plan(step, device)
+    plan.decide(inputs.seq_lens)
+    assert plan.split_starts[1] > decode_attention.REDUCTION_TILE
+    check_decode(device, step, ["v2"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_padding_rows_alone_give_zeros(device, version):
+    step = Step((0, 0, 0), num_kv_heads=1)
+    inputs = make_inputs(step, device, seed=0)
+    inputs.block_tables.fill_(-1)
+    assert run_version(version, step, inputs).eq(0).all()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_step_without_rows(device, version):
+    inputs = make_inputs(STEP, device, seed=0)
+    rows = {name: getattr(inputs, name)[:0] for name in ("query", "block_tables", "seq_lens")}
+    empty = dataclasses.replace(inputs, **rows)
+    assert run_version(version, dataclasses.replace(STEP, seq_lens=()), empty).shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_bad_numbers_that_are_read_are_not_hidden(device, version):
+    step = Step((40, 40), num_kv_heads=2, num_groups=2, shares_prefix=False)
+    inputs = make_inputs(step, device, seed=0)
+    expected, limit = specify(inputs, step)
+    inputs.value_cache[inputs.block_tables[1, 1].item(), 3, 1] = float("nan")
+    actual = run_version(version, step, inputs)
+    assert actual[1, 2:].isnan().all()
+    actual[1, 2:], expected[1, 2:] = 0.0, 0.0
+    compare(actual, expected, limit, version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_large_scores_under_a_cap_stay_finite(device, version):
+    step = Step((20,), num_kv_heads=1, softcap=0.5)
+    inputs = make_inputs(step, device, seed=0)
+    inputs = dataclasses.replace(inputs, query=inputs.query * 1e4)
+    expected, limit = specify(inputs, step)
+    compare(run_version(version, step, inputs), expected, limit, version)
+
+
+def test_queries_beyond_float16(device):
+    check_large_queries(device, Step((20,), num_kv_heads=1, dtype=torch.bfloat16, cache_dtype=E4M3))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_results_go_where_they_are_wanted(device, version):
+    """The decoding rows of a mixed batch write to the first rows of its output."""
+    step = Step((20, 5), num_kv_heads=2)
+    inputs = make_inputs(step, device, seed=0)
+    expected, limit = specify(inputs, step)
+    wide = torch.full((3, 2, 4, 32), 7.0, device=device)
+    inputs = dataclasses.replace(inputs, options=inputs.options | {"output": wide[:2, 1]})
+    actual = run_version(version, step, inputs)
+    assert actual.data_ptr() == wide[:, 1].data_ptr()
+    compare(wide[:2, 1], expected, limit, version)
+    assert wide[:, 0].eq(7).all()
+    assert wide[2].eq(7).all()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_block_beyond_32_bits_of_elements_is_found(device, tmp_path, version):
+    distance, storage = 2**30 + 64, None
+    if device.type == "cuda":
+        storage = torch.empty(2 * distance + 512, dtype=torch.int8, device=device)
+    else:  # of which only what is touched takes memory
+        storage = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2 * distance + 512, dtype=torch.int8)
+    caches = storage.view(E4M3).as_strided((3, 16, 1, 32), (distance, 32, 32, 1))
+    step = Step((16,), num_kv_heads=1, cache_dtype=E4M3, shares_prefix=False)
+    inputs = make_inputs(step, device, seed=0)
+    caches[2] = inputs.value_cache[inputs.block_tables[0, 0].item()]
+    table = torch.full_like(inputs.block_tables, 2)
+    inputs = dataclasses.replace(inputs, key_cache=caches, value_cache=caches, block_tables=table)
+    expected, limit = specify(inputs, step)
+    compare(run_version(version, step, inputs), expected, limit, version)
+
+
+# Split plans
+
+
+def spelled_out(seq_lens, max_positions, num_shares, min_chunk):
+    lens = [min(seq_len, max_positions) for seq_len in seq_lens]
+    chunk = max(-(-sum(lens) // num_shares), min_chunk)
+    alignment = min(64, min_chunk)
+    chunk = -(-chunk // alignment) * alignment
+    counts = [-(-seq_len // chunk) for seq_len in lens]
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    return [0, *itertools.accumulate(counts)], rows
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_are_as_spelled_out(device, seed):
+    draw = random.Random(seed)
+    num_rows = draw.choice([1, 2, 7, 127, 128, 129, 300])
+    seq_lens = [draw.choice([0, 1, draw.randrange(100), draw.randrange(40_000)]) for _ in range(num_rows)]
+    min_chunk, num_programs = draw.choice([16, 256]), draw.choice([8, 64, 528])
+    max_positions = draw.choice([split_plan.ANY_LEN, 1000])
+    plan = split_plan.SplitPlan.allocate(num_rows, 16, 8, 32, device, num_programs, min_chunk)
+    plan.decide(torch.tensor(seq_lens, dtype=torch.int32, device=device), max_positions)
+    starts, rows = spelled_out(seq_lens, max_positions, plan.num_shares, min_chunk)
+    padding = [-1] * (len(plan.split_rows) - len(rows))
+    assert plan.split_starts.tolist() == starts, f"seed {seed}"
+    assert plan.split_rows.tolist() == rows + padding, f"seed {seed}"
+
+
+def test_splits_are_even_whatever_the_mixture(device):
+    plan = split_plan.SplitPlan.allocate(256, 32, 8, 128, device, num_programs=528)
+    seq_lens = torch.full((256,), 100, dtype=torch.int32, device=device)
+    seq_lens[77] = 40_000
+    plan.decide(seq_lens)
+    starts = plan.split_starts.tolist()
+    assert starts[78] - starts[77] == -(-40_000 // 1024)  # a 66th of everything, in steps of 64
+    assert starts[-1] - 256 + 1 == starts[78] - starts[77]
+
+
+def test_when_splits_are_preferred():
+    prefers = split_plan.prefers_splits
+    assert prefers(1, 8, 32_768, 32_768, 132)
+    assert prefers(32, 8, 32 * 2048, 2048, 132)
+    assert not prefers(64, 8, 64 * 2048, 2048, 132)
+    assert prefers(64, 8, 63 * 600 + 32_768, 32_768, 132)
+    assert not prefers(1, 8, 512, 512, 132)
+    assert not prefers(0, 8, 0, 0, 132)
+
+
+# Refusals
+
+
+def refusals():
+    integers = {"dtype": torch.int32}
+    yield "queries are \\[3, 4, 16\\]", {"query": torch.zeros(3, 4, 16)}
+    yield "queries are \\[3, 3, 32\\]", {"query": torch.zeros(3, 3, 32)}
+    yield "34 query heads share a KV head", {"query": torch.zeros(3, 68, 32)}
+    yield "queries hold torch.float16 and the caches torch.float32", {"query": torch.zeros(3, 4, 32).half()}
+    yield "of queries and output has strides 3 and 1", {"query": torch.zeros(3, 4, 32, 3)[..., 0]}
+    yield "the output is \\[3, 4, 32\\] torch.float16", {"output": torch.zeros(3, 4, 32).half()}
+    yield "make both \\[num_blocks", {"value_cache": torch.zeros(2, 16, 2, 64)}
+    yield "block_tables are \\[2, 9\\]", {"block_tables": torch.zeros(2, 9, **integers)}
+    yield "seq_lens are \\[3\\] torch.int64", {"seq_lens": torch.zeros(3, dtype=torch.int64)}
+    yield "one of selected_blocks and num_selected", {"num_selected": torch.zeros(3, 2, **integers)}
+    selected = torch.zeros(3, 2, 5, **integers)
+    yield "num_selected are \\[3\\]", {"selected_blocks": selected, "num_selected": selected[:, 0, 0].contiguous()}
+    yield "alibi_slopes are \\[2\\] torch.float32; make them \\[4\\]", {"alibi_slopes": torch.zeros(2)}
+    yield "scale is 0.0", {"scale": 0.0}
+    yield "window is -1", {"window": -1}
+    yield "scales are for caches of", {"key_scale": 2.0}
+
+
+@pytest.mark.parametrize(("text", "changes"), [*refusals()], ids=lambda case: case if isinstance(case, str) else "")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_refuses(version, text, changes):
+    inputs = make_inputs(STEP, torch.device("cpu"), seed=0)
+    names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
+    arguments = {name: getattr(inputs, name) for name in names} | inputs.options | changes
+    if version == "v2":
+        arguments["plan"] = make_plan(STEP, torch.device("cpu"))
+    with pytest.raises(ValueError, match=text):
+        getattr(decode_attention, f"paged_attention_{version}")(**arguments)
+
+
+def test_a_plan_refuses_other_rows():
+    cpu = torch.device("cpu")
+    inputs, plan = make_inputs(STEP, cpu, seed=0), make_plan(dataclasses.replace(STEP, num_groups=1), cpu)
+    with pytest.raises(ValueError, match=r"the plan is for \[3, 2, 32\]"):
+        decode_attention.paged_attention_v2(
+            *(inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens, 1.0, plan)
+        )
+    with pytest.raises(ValueError, match=r"make them \[3\] torch\.int32"):
+        plan.decide(inputs.seq_lens[:2])
+    with pytest.raises(ValueError, match="max_positions is 0"):
+        plan.decide(inputs.seq_lens, 0)
+
+
+@pytest.mark.parametrize(("num_programs", "min_chunk"), [(0, 16), (-1, 16), (4, 0), (4, 40)])
+def test_a_plan_refuses_bad_numbers(num_programs, min_chunk):
+    with pytest.raises(ValueError, match=r"make it (at least 1|a multiple of 16)"):
+        split_plan.SplitPlan.allocate(1, 1, 1, 32, torch.device("cpu"), num_programs, min_chunk)

@@ -1,0 +1,99 @@
+"""The steps between matrix products against the reference, in all dtypes."""
+
+import pytest
+import torch
+
+from kernels.triton import fused
+from tests.kernels.triton.checks import fused as checks
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@every_dtype
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (1, 64), (7, 100), (3, 1024), (2, 2050)])
+def test_norms(device, dtype, num_tokens, size):
+    checks.check_norms(device, dtype, num_tokens, size, seed=size)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # exp(200), whose inverse is 0
+@every_dtype
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 27), (3, 1024), (2, 1536)])
+def test_silu_mul(device, dtype, num_tokens, size):
+    checks.check_silu_mul(device, dtype, num_tokens, size, seed=size)
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "normalized"),
+    [(1, 1, 32, ""), (6, 2, 80, "q"), (16, 1, 128, "k"), (3, 3, 256, "qk")],
+)
+def test_norm_rope(device, dtype, num_heads, num_kv_heads, head_dim, normalized):
+    checks.check_norm_rope(device, dtype, 2, num_heads, num_kv_heads, head_dim, normalized, seed=head_dim)
+
+
+@every_dtype
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "normalized"),
+    [(1, 1, 32, 16, "q"), (6, 2, 80, 48, "qk"), (16, 1, 128, 16, ""), (3, 3, 256, 256, "k")],
+)
+def test_norm_rope_and_cache(device, dtype, is_quantized, num_heads, num_kv_heads, head_dim, block_size, normalized):
+    cache_dtype = torch.float8_e4m3fn if is_quantized else dtype
+    shape = (2, num_heads, num_kv_heads, head_dim, block_size)
+    checks.check_norm_rope_and_cache(device, dtype, cache_dtype, *shape, head_dim + num_heads, normalized)
+
+
+def test_what_8_bit_floats_cannot_hold_is_saturated_and_nan_stays(device):
+    heads = torch.zeros(1, 3, 32, device=device)
+    heads[0, 2, :4] = torch.tensor([1000.0, -1000.0, float("nan"), 3.0])
+    angles = torch.ones(1, 32, device=device), torch.zeros(1, 32, device=device)
+    cache = torch.zeros(2, 1, 16, 1, 32, device=device).to(torch.float8_e4m3fn)
+    slots = torch.tensor([3], device=device)
+    fused.norm_rope_and_cache(heads, 1, None, None, 1e-6, *angles, *cache, slots, 1.0, 2.0)
+    held = cache[1, 0, 3, 0, :4].float().cpu()
+    torch.testing.assert_close(held, torch.tensor([448.0, -448.0, float("nan"), 1.5]), rtol=0, atol=0, equal_nan=True)
+
+
+def test_no_tokens_are_no_error(device):
+    nothing, weight = torch.empty(0, 64, device=device), torch.ones(64, device=device)
+    assert fused.rms_norm(nothing, weight, 1e-6).shape == fused.add_rms_norm(nothing, nothing, weight, 1e-6).shape
+    assert fused.silu_mul(nothing).shape == (0, 32)
+    heads, angles = torch.empty(0, 4, 32, device=device), torch.empty(0, 32, device=device)
+    assert fused.norm_rope(heads, 2, None, None, 1e-6, angles, angles)[0].shape == (0, 2, 32)
+
+
+def test_bad_arguments_are_refused(device):
+    x, weight = torch.ones(2, 64, device=device), torch.ones(64, device=device)
+    with pytest.raises(ValueError, match=r"x is torch.float64 \[2, 64\]"):
+        fused.rms_norm(x.double(), weight.double(), 1e-6)
+    with pytest.raises(ValueError, match="elements of a row of x are 2 apart"):
+        fused.rms_norm(x[:, ::2], weight[:32], 1e-6)
+    with pytest.raises(ValueError, match=r"weight is torch.float32 \[63\]; it must be torch.float32 \[64\]"):
+        fused.rms_norm(x, weight[1:], 1e-6)
+    with pytest.raises(ValueError, match=r"update is torch.float32 \[1, 64\]"):
+        fused.add_rms_norm(x, x[:1], weight, 1e-6)
+    with pytest.raises(ValueError, match="rows of 65537; 1 to 65536"):
+        fused.rms_norm(torch.ones(1, 65537, device=device), torch.ones(65537, device=device), 1e-6)
+    with pytest.raises(ValueError, match="gate_up has rows of 63"):
+        fused.silu_mul(x[:, :63])
+
+
+def test_bad_heads_are_refused(device):
+    heads, angles = torch.ones(2, 6, 32, device=device), torch.ones(2, 32, device=device)
+    cache, slots = torch.ones(2, 4, 16, 2, 32, device=device), torch.tensor([0, 1], device=device)
+    norms = (None, None, 1e-6)
+    with pytest.raises(ValueError, match="6 heads with 3 queries"):
+        fused.norm_rope(heads, 3, *norms, angles, angles)
+    with pytest.raises(ValueError, match="6 heads with 6 queries"):
+        fused.norm_rope(heads, 6, *norms, angles, angles)
+    with pytest.raises(ValueError, match="multiple of 8 from 32 to 256"):
+        fused.norm_rope(heads[..., :30], 2, *norms, angles[:, :30], angles[:, :30])
+    with pytest.raises(ValueError, match=r"sin is torch.float32 \[1, 32\]; it must be torch.float32 \[2, 32\]"):
+        fused.norm_rope(heads, 2, *norms, angles, angles[:1])
+    with pytest.raises(ValueError, match=r"for these heads they must hold torch.float32"):
+        fused.norm_rope_and_cache(heads, 4, *norms, angles, angles, *cache, slots)
+    with pytest.raises(ValueError, match=r"slots are torch.int64 \[1\]"):
+        fused.norm_rope_and_cache(heads, 2, *norms, angles, angles, *cache, slots[:1])
+    with pytest.raises(ValueError, match=r"scales are for caches of torch.float8_e4m3fn"):
+        fused.norm_rope_and_cache(heads, 2, *norms, angles, angles, *cache, slots, 0.5)

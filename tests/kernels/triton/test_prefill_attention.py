@@ -1,0 +1,168 @@
+"""`kernels.triton.prefill_attention` against its specification: every feature alone and in pairs, and every edge."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import triton.language as tl
+
+from kernels.triton import prefill_attention
+from kernels.triton.tiles import Tile
+from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_prefill, make_batch
+
+TILE = Tile(block_n=16, num_warps=4, num_stages=2, block_m=16)
+# Chunks past a prefix that ends inside a block, in one tile of queries and in two, and padding.
+CASE = Case(((3, 22), (9, 17), (1, 0)), num_kv_heads=2, num_groups=2)
+FEATURES = {
+    "float16": {"dtype": torch.float16},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "8-bit": {"cache_dtype": E4M3},
+    "head_dim 80": {"head_dim": 80},
+    "3 groups": {"num_groups": 3},
+    "blocks of 48": {"block_size": 48},
+    "head-major": {"is_head_major": True},
+    "window": {"window": 6},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"has_alibi": True},
+    "selected": {"is_selected": True},
+    "shared": {"is_shared": True},
+}
+PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if pair != ("float16", "bfloat16")]
+
+
+def test_plain(device):
+    check_paged_prefill(device, CASE, TILE)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature(device, feature):
+    check_paged_prefill(device, replace(CASE, **FEATURES[feature]), TILE)
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_every_pair_of_features(device, one, other):
+    case = replace(CASE, **FEATURES[one], **FEATURES[other], seed=PAIRS.index((one, other)))
+    check_paged_prefill(device, case, TILE)
+
+
+def test_all_features_at_once(device):
+    changes = {name: value for feature in FEATURES.values() for name, value in feature.items()}
+    check_paged_prefill(device, replace(CASE, **changes), TILE)
+
+
+@pytest.mark.parametrize("window", [0, 1, 16, 17])
+@pytest.mark.parametrize("prefix", [0, 15, 16, 17, 32])
+def test_every_edge_of_a_block(device, prefix, window):
+    rows = tuple((num_queries, prefix + num_queries) for num_queries in (1, 15, 16, 17))
+    case = Case(rows, num_kv_heads=1, num_groups=1, window=window, seed=prefix)
+    check_paged_prefill(device, case, TILE)
+
+
+@pytest.mark.parametrize("tile", [Tile(32, 4, 2, 16), Tile(16, 4, 2, 64), Tile(64, 4, 2, 32), None], ids=str)
+@pytest.mark.parametrize("window", [0, 21])
+def test_every_tile(device, tile, window):
+    check_paged_prefill(device, Case(((40, 90), (33, 33)), num_kv_heads=1, num_groups=3, window=window), tile)
+
+
+@pytest.mark.parametrize("num_groups", [1, 4, 5, 7, 8, 16])
+def test_every_number_of_groups(device, num_groups):
+    check_paged_prefill(device, Case(((6, 20), (3, 3)), num_kv_heads=1, num_groups=num_groups, has_alibi=True), TILE)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 112, 128, 256])
+def test_every_head_dim(device, head_dim):
+    check_paged_prefill(device, Case(((9, 20),), num_kv_heads=1, head_dim=head_dim, softcap=4.0), TILE)
+
+
+@pytest.mark.parametrize("block_size", [32, 128, 240, 256])
+@pytest.mark.parametrize("is_selected", [False, True])
+def test_every_block_size(device, block_size, is_selected):
+    rows = ((7, block_size + 3), (2, block_size))
+    case = Case(rows, num_kv_heads=1, block_size=block_size, is_selected=is_selected, seed=block_size)
+    check_paged_prefill(device, case, replace(TILE, block_n=64))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_selected_blocks(device, seed):
+    check_paged_prefill(device, replace(CASE, rows=((9, 70), (4, 35)), is_selected=True, window=40, seed=seed), TILE)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
+def test_bfloat16_queries_as_float16_operands(device, monkeypatch, factor):
+    """As on a device with 8-bit caches, though queries may be of a size that float16 does not hold."""
+    monkeypatch.setattr(prefill_attention, "operand", lambda *_: tl.float16)
+    case = Case(((9, 20), (2, 17)), torch.bfloat16, E4M3, query_factor=factor)
+    check_paged_prefill(device, case, TILE)
+
+
+def test_rows_of_a_mixed_batch(device):
+    """The first two rows are another launch's."""
+    rows = ((1, 30), (1, 17), (12, 20), (9, 9), (1, 0))
+    for changes in ({}, {"is_selected": True}):
+        check_paged_prefill(device, replace(CASE, rows=rows, num_skipped=2, **changes), TILE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 9])
+def test_every_number_of_rows(device, num_rows):
+    """Among them rows without queries and padding: the tiles of each must be found."""
+    rows = tuple(itertools.islice(itertools.cycle([(3, 5), (0, 7), (20, 20), (1, 0), (8, 8)]), num_rows))
+    check_paged_prefill(device, Case(rows, num_kv_heads=1), TILE)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # to infinity, where tanh is 1
+def test_large_scores_do_not_overflow(device):
+    batch = make_batch(CASE, device)
+    integers = {"device": device, "dtype": torch.int32}
+    output = prefill_attention.paged_prefill(
+        *(batch.query * 1e3, batch.key_cache, batch.value_cache, batch.block_tables),
+        *(torch.tensor(batch.seq_lens, **integers), torch.tensor(batch.query_start_loc, **integers), 1.0),
+        softcap=30.0,
+    )
+    assert output.isfinite().all()
+
+
+def test_no_rows_write_nothing(device):
+    batch = make_batch(CASE, device)
+    output = torch.full_like(batch.query, 7.0)
+    none, starts = torch.zeros(0, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    prefill_attention.paged_prefill(
+        *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables[:0], none, starts, 1.0), output=output
+    )
+    assert (output == 7.0).all()
+
+
+def refusals():
+    batch = make_batch(CASE, torch.device("cpu"))
+    seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
+    good = {
+        **{"query": batch.query, "key_cache": batch.key_cache, "value_cache": batch.value_cache, "scale": 1.0},
+        **{"block_tables": batch.block_tables, "seq_lens": seq_lens},
+        "query_start_loc": torch.tensor(batch.query_start_loc, dtype=torch.int32),
+    }
+    query, cache = batch.query, batch.key_cache
+    yield r"take \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[:, :3]}
+    yield r"take \[tokens, a multiple of 2 heads, 32\]", good | {"query": query[..., :16]}
+    yield "34 query heads share a KV head; it must be 1 to 16", good | {"query": query.repeat(1, 17, 1)}
+    yield "queries hold torch.float16 and the caches torch.float32", good | {"query": query.half()}
+    yield "queries hold torch.float64", good | {"query": query.double()}
+    yield "make it dense", good | {"query": query.mT.contiguous().mT}
+    yield "the output is", good | {"output": query[:3]}
+    yield "the caches are", good | {"value_cache": cache[:2]}
+    yield "scales are for caches of torch.float8_e4m3fn", good | {"key_scale": 2.0}
+    yield r"block_tables are .* torch.int64", good | {"block_tables": batch.block_tables.long()}
+    yield r"seq_lens are \[3\] torch.int64", good | {"seq_lens": seq_lens.long()}
+    yield r"query_start_loc are \[3\] .* make them \[4\]", good | {"query_start_loc": seq_lens}
+    yield "one of selected_blocks and num_selected is given", good | {"num_selected": batch.block_tables[:, :2]}
+    wrong = {"selected_blocks": batch.block_tables, "num_selected": batch.block_tables}
+    yield r"selected_blocks are \[3, 3\]", good | wrong
+    yield r"alibi_slopes are \[3\] torch.float32", good | {"alibi_slopes": torch.ones(3)}
+    yield "scale is 0.0; it must be greater than 0", good | {"scale": 0.0}
+    yield "window is -1 and softcap 0.0; neither", good | {"window": -1}
+    yield "window is 0 and softcap -1.0; neither", good | {"softcap": -1.0}
+
+
+@pytest.mark.parametrize(("text", "arguments"), [*refusals()], ids=lambda case: case if isinstance(case, str) else "")
+def test_refuses(text, arguments):
+    with pytest.raises(ValueError, match=text):
+        prefill_attention.paged_prefill(**arguments)

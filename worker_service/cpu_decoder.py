@@ -1,0 +1,66 @@
+"""A decoder whose layers are computed in one call of the C kernels: no Python, and no threads sent home, in between."""
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import CpuKernels, DecoderStack, LayerWeights, PackedLinear
+from worker_service.attention import AttentionBackend
+from worker_service.attention.cpu_attention import CpuAttend, CpuAttention
+from worker_service.models.decoder import Decoder, DecoderLayer
+from worker_service.models.linear import Linear
+from worker_service.models.model import Attend, Model
+from worker_service.operations import CpuOperations, CpuProduct
+
+
+def fused(model: Model, dtype: torch.dtype, backend: AttentionBackend) -> Model:
+    """The model as a `CpuDecoder` where the kernels compute all of it, else as it is."""
+    if dtype != torch.float32 or not isinstance(model, Decoder) or not isinstance(backend, CpuAttention):
+        return model
+    operations = model.operations
+    return CpuDecoder(model, operations.kernels) if isinstance(operations, CpuOperations) else model
+
+
+class CpuDecoder:
+    """Computes what the `Decoder` does that it is made of, in float32, over a cache of float32."""
+
+    def __init__(self, decoder: Decoder, kernels: CpuKernels) -> None:
+        self.config = decoder.config
+        self._decoder = decoder
+        layers = [_layer_weights(layer) for layer in decoder.layers if isinstance(layer, DecoderLayer)]
+        self._stack = DecoderStack(
+            kernels, layers, decoder.norm.weight.data, self.config.norm_eps, self.config.num_heads
+        )
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See `Model.forward`. `attend` is one that `CpuAttention` prepared."""
+        assert isinstance(attend, CpuAttend)
+        x = self._decoder.embedding(token_ids)
+        cos, sin = self._decoder.rope(positions)
+        return self._stack.forward(x, cos, sin, attend.rows, attend.scorings, attend.kv_cache)
+
+    def times(self) -> dict[str, int]:
+        """See `Model.times`."""
+        return self._stack.times()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See `Model.compute_logits`."""
+        return self._decoder.compute_logits(hidden)
+
+
+def _layer_weights(layer: DecoderLayer) -> LayerWeights:
+    attention, mlp = layer.attention, layer.mlp
+    return LayerWeights(
+        attention_norm=layer.attention_norm.weight.data,
+        query_norm=attention.query_norm.weight,
+        key_norm=attention.key_norm.weight,
+        qkv=_packed(attention.qkv),
+        output=_packed(attention.output),
+        mlp_norm=layer.mlp_norm.weight.data,
+        gate_up=_packed(mlp.gate_up),
+        down=_packed(mlp.down),
+    )
+
+
+def _packed(linear: Linear) -> PackedLinear:
+    assert isinstance(linear.product, CpuProduct)
+    return linear.product.packed
