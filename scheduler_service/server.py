@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from scheduler_service.activity import Activity
-from scheduler_service.config import SchedulerConfig
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
@@ -25,14 +25,15 @@ from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.step_loop import StepLoop
+from scheduler_service.stream import Outlet
 from scheduler_service.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 EXIT_ERROR = 1
 EXIT_FENCED = 3
-_CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
-_SERVER_OPTIONS = (
+CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
+SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 4 * 1024 * 1024),
     ("grpc.http2.max_ping_strikes", 0),
@@ -108,7 +109,7 @@ class _Service:
         )
         self._activity = Activity(self._step_loop.stats, time.monotonic)
         info = ServerInfo(
-            version=_version(),
+            version=version(),
             served_model_name=config.served_model_name or model.name,
             instance_id=secrets.token_hex(8),
             chat_template=model.chat_template,
@@ -117,6 +118,7 @@ class _Service:
             max_num_batched_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
             max_pending_calls=config.max_waiting_requests,
+            model_digest=model.digest,
         )
         self._channel = _worker_channel(config)
         self._worker_link = WorkerLink(
@@ -128,18 +130,19 @@ class _Service:
             on_plan_sent=self._metrics.plan_sent,
             on_worker_hangs=on_worker_hangs,
         )
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
-        servicer = SchedulerServicer(
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._servicer = SchedulerServicer(
             self._step_loop,
             model,
             self._tokenizer,
             info,
             DetachedRequests(retention=config.detached_retention, max_ended=config.max_detached_requests),
             lambda: self._activity.generation_throughput,
+            Outlet,
         )
-        servicer.add_to(self._server)
+        self._servicer.add_to(self._server)
         self._health = Health(self._server)
-        self._url = f"grpc://{config.host}:{_bind(self._server, config)}"
+        self._url = f"grpc://{config.host}:{bind(self._server, config)}"
         if self._recorder is not None:
             self._recorder.open()
         self._metrics_server = None
@@ -169,8 +172,9 @@ class _Service:
             return 0
         finally:
             self._step_loop.end_all("the server has shut down; send the request to another one")
-            await self._server.stop(0 if stop_now.is_set() else _CLOSE_TIMEOUT)
-            await _cancel([stopping, *parts])
+            self._servicer.close()
+            await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
+            await cancel([stopping, *parts])
             await self._channel.close()
             if self._metrics_server is not None:
                 self._metrics_server.close()
@@ -185,6 +189,7 @@ class _Service:
             await self._availability_changed.wait()
             self._availability_changed.clear()
             is_serving = self._step_loop.is_serving
+            self._servicer.announce()
             await self._health.set_readiness(is_serving)
             if is_serving and not has_served:
                 has_served = True
@@ -195,7 +200,7 @@ class _Service:
         logger.info("draining, for at most %g s", self._config.drain_timeout)
         ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (self._step_loop.drain(), stop_now.wait())]
         await asyncio.wait(ends, timeout=self._config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(ends)
+        await cancel(ends)
 
     def _failed(self, part: asyncio.Task[Any]) -> int:
         """A part of the service ended, which none does by itself."""
@@ -207,7 +212,7 @@ class _Service:
         return EXIT_ERROR
 
 
-async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+async def cancel(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -240,20 +245,20 @@ def _scheduler_arguments(config: SchedulerConfig, max_model_len: int) -> Schedul
     )
 
 
-def _version() -> str:
+def version() -> str:
     try:
         return metadata.version("pagewire")
     except metadata.PackageNotFoundError:
         return "source"
 
 
-def _bind(server: grpc.aio.Server, config: SchedulerConfig) -> int:
+def bind(server: grpc.aio.Server, config: SchedulerConfig | FrontEndConfig) -> int:
     """The port that was bound. Raises OSError."""
     address = f"{config.host}:{config.port}"
     try:
         if config.tls_cert is None or config.tls_key is None:
             return server.add_insecure_port(address)
-        client_ca = _read(config.tls_client_ca)
+        client_ca = read_pem(config.tls_client_ca)
         credentials = grpc.ssl_server_credentials(
             [(Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())],
             root_certificates=client_ca,
@@ -268,9 +273,9 @@ def _worker_channel(config: SchedulerConfig) -> grpc.aio.Channel:
     if config.worker_tls_ca is None:
         return grpc.aio.insecure_channel(config.worker, options=CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(
-        root_certificates=_read(config.worker_tls_ca),
-        private_key=_read(config.worker_tls_key),
-        certificate_chain=_read(config.worker_tls_cert),
+        root_certificates=read_pem(config.worker_tls_ca),
+        private_key=read_pem(config.worker_tls_key),
+        certificate_chain=read_pem(config.worker_tls_cert),
     )
     options = CHANNEL_OPTIONS
     if config.worker_tls_name is not None:
@@ -278,5 +283,5 @@ def _worker_channel(config: SchedulerConfig) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(config.worker, credentials, options=options)
 
 
-def _read(path: str | None) -> bytes | None:
+def read_pem(path: str | None) -> bytes | None:
     return None if path is None else Path(path).read_bytes()

@@ -596,7 +596,7 @@ class Scheduler:
             yield group_rows[0].group, group_rows
 
     def _draft_tokens(self, epoch: Epoch) -> int:
-        """The token budget of the next step: where rows decode, prompts take no more than they may be slowed down by."""
+        """The token budget of the next step: where rows decode, prompts slow them down by no more than they may."""
         if self._max_decode_slowdown is None or not len(epoch.decoding):
             return self.num_step_tokens
         max_prompt_tokens = epoch.cost.max_prompt_tokens(self._max_decode_slowdown)

@@ -1,7 +1,7 @@
 """The way of a GenerateRequest into the scheduler: checked, tokenized, admitted."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -19,8 +19,8 @@ _ADMISSION_CODES = {
 }
 
 
-class StepLoop(Protocol):
-    """Where requests go."""
+class Availability(Protocol):
+    """What a request is held against before it is queued."""
 
     @property
     def unavailable_reason(self) -> str: ...
@@ -32,7 +32,10 @@ class StepLoop(Protocol):
 
     async def wait_for_first_worker(self) -> None: ...
 
-    def submit(self, request: Request, deliver: Callable[[Delta], None]) -> list[int]: ...
+
+# Queues a request: what takes its deltas, what takes the error if it is refused later, an outlet for plain tokens and
+# the label of its first sample there. The ids of its sequences. Raises AdmissionError, RpcError.
+Submit = Callable[[Request, Callable[[Delta], None], Callable[[RpcError], None], Any, int], list[int]]
 
 
 class Tokenizer(Protocol):
@@ -52,7 +55,8 @@ class Tokenizer(Protocol):
 class Intake:
     def __init__(
         self,
-        step_loop: StepLoop,
+        step_loop: Availability,
+        submit: Submit,
         model: ServedModel,
         tokenizer: Tokenizer | None,
         *,
@@ -61,6 +65,7 @@ class Intake:
     ) -> None:
         """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name."""
         self._step_loop = step_loop
+        self._submit = submit
         self._model = model
         self._tokenizer = tokenizer
         self._max_pending_calls = max_pending_calls
@@ -88,13 +93,15 @@ class Intake:
             self._num_pending -= 1
         return resolve_request(message, prompt_token_ids, self._model, self._step_loop.max_sequence_tokens, deadline)
 
-    def transcripts(self, message: scheduler_pb2.GenerateRequest, request: Request) -> list[Transcript]:
-        """One for each sample."""
+    def transcripts(
+        self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
+    ) -> list[Transcript]:
+        """One for each sample. Without text there is nothing to watch for stop texts in either."""
         options = text_options(message)
         transcripts = []
         for _ in range(request.n):
             decoder = None
-            if self._tokenizer is not None:
+            if with_text and self._tokenizer is not None:
                 decoder = self._tokenizer.text_decoder(
                     request.prompt_token_ids,
                     stop=options.stop,
@@ -105,8 +112,8 @@ class Intake:
             transcripts.append(Transcript(decoder, keep_stop_token_text=options.include_stop_text))
         return transcripts
 
-    def submit(self, request: Request, delivery: Delivery) -> None:
-        """Queue a request whose output goes this way. Raises RpcError."""
+    def submit(self, request: Request, delivery: Delivery, outlet: Any = None, label: int = 0) -> None:
+        """Queue a request whose output goes this way, or waits in an outlet of the step loop's. Raises RpcError."""
         self._check_available()
         if self._is_taken(request.tenant, request.request_id):
             raise RpcError(
@@ -115,7 +122,7 @@ class Intake:
                 "request_id",
             )
         try:
-            delivery.sequence_ids = self._step_loop.submit(request, delivery.deliver)
+            delivery.sequence_ids = self._submit(request, delivery.deliver, delivery.fail, outlet, label)
         except AdmissionError as error:
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
 
