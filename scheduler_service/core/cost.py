@@ -1,5 +1,5 @@
-"""What things cost, in seconds as measured: a swap's bytes against a recomputation's tokens, a prompt's tokens for those who
-decode beside it."""
+"""What things cost, in seconds as measured: a swap's bytes against a recomputation's tokens, and a prompt's tokens to
+those who decode beside it."""
 
 from collections import deque
 from enum import Enum
