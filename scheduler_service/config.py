@@ -46,6 +46,10 @@ class SchedulerConfig:
     tls_cert: str | None = _option(None, "certificate chain of the public port, PEM file")
     tls_key: str | None = _option(None, "private key of the public port, PEM file")
     tls_client_ca: str | None = _option(None, "clients must present a certificate of this authority, PEM file")
+    health_host: str = _option("127.0.0.1", "address to bind for --health-port")
+    health_port: int = _option(
+        0, "port of a plaintext health service, for probes that know no certificates; 0 is off, --port answers too"
+    )
     worker_tls_ca: str | None = _option(None, "the worker must present a certificate of this authority, PEM file")
     worker_tls_cert: str | None = _option(None, "certificate chain shown to the worker, PEM file")
     worker_tls_key: str | None = _option(None, "private key of that certificate, PEM file")
@@ -65,7 +69,7 @@ class SchedulerConfig:
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices is not None and value not in choices:
                 raise ValueError(f"{_flag(option.name)} is {value!r}, but must be one of {', '.join(choices)}")
-        for name in ("port", "metrics_port"):
+        for name in ("port", "metrics_port", "health_port"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 raise ValueError(f"{_flag(name)} is {value}, but must be 0 to 65535")

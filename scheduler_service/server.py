@@ -20,6 +20,7 @@ from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.recording import Recorder, SchedulerArguments
 from scheduler_service.recording_scheduler import RecordingScheduler
+from scheduler_service.rpc.credentials import server_credentials
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
@@ -107,17 +108,7 @@ class _Service:
             on_availability_changed=self._availability_changed.set,
         )
         self._activity = Activity(self._step_loop.stats, time.monotonic)
-        info = ServerInfo(
-            version=_version(),
-            served_model_name=config.served_model_name or model.name,
-            instance_id=secrets.token_hex(8),
-            chat_template=model.chat_template,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            pipeline_depth=config.pipeline_depth,
-            max_pending_calls=config.max_waiting_requests,
-        )
+        info = _server_info(config, model, max_model_len)
         self._channel = _worker_channel(config)
         self._worker_link = WorkerLink(
             self._channel,
@@ -140,6 +131,7 @@ class _Service:
         servicer.add_to(self._server)
         self._health = Health(self._server)
         self._url = f"grpc://{config.host}:{_bind(self._server, config)}"
+        self._probed_server = _probed_server(config, self._health)
         if self._recorder is not None:
             self._recorder.open()
         self._metrics_server = None
@@ -151,6 +143,7 @@ class _Service:
         await self._health.set_liveness()
         await self._health.set_readiness(False)
         await self._server.start()
+        await self._probed_server.start()
         parts: list[asyncio.Task[Any]] = [
             asyncio.create_task(part)
             for part in (
@@ -170,6 +163,7 @@ class _Service:
         finally:
             self._step_loop.end_all("the server has shut down; send the request to another one")
             await self._server.stop(0 if stop_now.is_set() else _CLOSE_TIMEOUT)
+            await self._probed_server.stop(0)
             await _cancel([stopping, *parts])
             await self._channel.close()
             if self._metrics_server is not None:
@@ -239,6 +233,20 @@ def _scheduler_arguments(config: SchedulerConfig, max_model_len: int) -> Schedul
     )
 
 
+def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> ServerInfo:
+    return ServerInfo(
+        version=_version(),
+        served_model_name=config.served_model_name or model.name,
+        instance_id=secrets.token_hex(8),
+        chat_template=model.chat_template,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        pipeline_depth=config.pipeline_depth,
+        max_pending_calls=config.max_waiting_requests,
+    )
+
+
 def _version() -> str:
     try:
         return metadata.version("pagewire")
@@ -248,19 +256,30 @@ def _version() -> str:
 
 def _bind(server: grpc.aio.Server, config: SchedulerConfig) -> int:
     """The port that was bound. Raises OSError."""
-    address = f"{config.host}:{config.port}"
+    credentials = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+    return _listen(server, f"{config.host}:{config.port}", credentials, "--port or --host")
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None, flags: str) -> int:
+    """The port that was bound; `flags` are those that choose it. Raises OSError."""
     try:
-        if config.tls_cert is None or config.tls_key is None:
+        if credentials is None:
             return server.add_insecure_port(address)
-        client_ca = _read(config.tls_client_ca)
-        credentials = grpc.ssl_server_credentials(
-            [(Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())],
-            root_certificates=client_ca,
-            require_client_auth=client_ca is not None,
-        )
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise OSError(f"cannot bind {address}: it may be taken; choose another --port or --host") from error
+        raise OSError(f"cannot bind {address}: it may be taken; choose another {flags}") from error
+
+
+def _probed_server(config: SchedulerConfig, health: Health) -> grpc.aio.Server:
+    """Answers probes that know no certificates, where that is asked for. Raises OSError."""
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    if config.health_port:
+        health.add_to(server)
+        address = f"{config.health_host}:{config.health_port}"
+        _listen(server, address, None, "--health-port or --health-host")
+    return server
 
 
 def _worker_channel(config: SchedulerConfig) -> grpc.aio.Channel:
