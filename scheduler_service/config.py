@@ -46,6 +46,7 @@ class SchedulerConfig:
     tls_cert: str | None = _option(None, "certificate chain of the public port, PEM file")
     tls_key: str | None = _option(None, "private key of the public port, PEM file")
     tls_client_ca: str | None = _option(None, "clients must present a certificate of this authority, PEM file")
+    tenants: str | None = _option(None, "YAML file of tenants, their API keys, certificates and quotas; see the README")
     health_host: str = _option("127.0.0.1", "address to bind for --health-port")
     health_port: int = _option(
         0, "port of a plaintext health service, for probes that know no certificates; 0 is off, --port answers too"

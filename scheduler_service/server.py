@@ -20,10 +20,13 @@ from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.recording import Recorder, SchedulerArguments
 from scheduler_service.recording_scheduler import RecordingScheduler
+from scheduler_service.rpc.authentication import Authentication
 from scheduler_service.rpc.credentials import server_credentials
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
+from scheduler_service.rpc.quota import Quotas
 from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
+from scheduler_service.rpc.tenant_file import TenantFile
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.step_loop import StepLoop
 from scheduler_service.tokenizer import Tokenizer
@@ -119,7 +122,10 @@ class _Service:
             on_plan_sent=self._metrics.plan_sent,
             on_worker_hangs=on_worker_hangs,
         )
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        tenants = TenantFile(config.tenants) if config.tenants else None
+        self._server = grpc.aio.server(
+            options=_SERVER_OPTIONS, interceptors=[Authentication(tenants)] if tenants is not None else []
+        )
         servicer = SchedulerServicer(
             self._step_loop,
             model,
@@ -127,6 +133,7 @@ class _Service:
             info,
             DetachedRequests(retention=config.detached_retention, max_ended=config.max_detached_requests),
             lambda: self._activity.generation_throughput,
+            Quotas(tenants.quota) if tenants is not None else None,
         )
         servicer.add_to(self._server)
         self._health = Health(self._server)

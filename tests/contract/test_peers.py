@@ -135,13 +135,21 @@ async def scheduler(site: Site, checkpoint: Path, **options: object) -> AsyncIte
         yield stack.url.removeprefix("grpc://")
 
 
-async def test_scheduler_refuses_bad_peers_and_takes_the_good_one(site: Site, checkpoint: Path) -> None:
-    async with scheduler(site, checkpoint) as target:
+async def test_scheduler_refuses_six_bad_peers_and_takes_the_good_one(site: Site, checkpoint: Path) -> None:
+    tenants = site.folder / "tenants.yaml"
+    tenants.write_text(f"tenants: {{tester: {{certificates: [{CLIENT_NAME}]}}}}")
+    async with scheduler(site, checkpoint, tenants=str(tenants)) as target:
         codes = await answers_to_bad_peers(site, target, ask_scheduler)
-        # Without --tenants, any name that the authority signed is a client's.
-        assert {name for name, code in codes.items() if code in REFUSED} == {*BAD_PEERS, "plaintext"} - {"wrong name"}
+        assert {name for name, code in codes.items() if code in REFUSED} == {*BAD_PEERS, "plaintext"}, codes
+        assert codes["wrong name"] is grpc.StatusCode.UNAUTHENTICATED
         async with channel(target, site.authority.cert, site.client) as peer:
             assert (await ask_scheduler(peer)).served_model_name
+
+
+async def test_without_tenants_any_name_of_the_authority_is_served(site: Site, checkpoint: Path) -> None:
+    anybody = site.authority.issue("anybody.test")
+    async with scheduler(site, checkpoint) as target, channel(target, site.authority.cert, anybody) as peer:
+        assert (await ask_scheduler(peer)).served_model_name
 
 
 async def test_clients_refuse_a_server_of_another_name_or_authority(site: Site, checkpoint: Path) -> None:
