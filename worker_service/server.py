@@ -46,10 +46,16 @@ def serve(config: WorkerConfig) -> int:
         _exit_with_parent(int(parent))
     try:
         config.validate()
-        return asyncio.run(_Server(config).run())
+        server = _Server(config)
+        status = asyncio.run(server.run())
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return 1
+    if server.is_computing:
+        # It was told to stop while it loaded. A thread in the middle of that would crash as the interpreter ends.
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 def limit_spinning(environ: MutableMapping[str, str]) -> None:
@@ -67,6 +73,11 @@ class _Server:
         self._config = config
         self._stop = asyncio.Event()
         self._engine = Engine(self._load)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the engine's thread is still there."""
+        return self._engine.is_running
 
     async def run(self) -> int:
         """Raises ValueError or OSError for what a person can put right: flags, files, the port."""
