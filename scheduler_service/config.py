@@ -39,6 +39,10 @@ class SchedulerConfig:
     kv_events_buffer: int = _option(10_000, "batches of KV events that subscribers may fall behind")
     enable_prefix_caching: bool = _option(True, "reuse the KV cache of equal prefixes")
     record: str | None = _option(None, "file for all events and plans, for `pagewire replay`; it holds every prompt")
+    log_requests: bool = _option(False, "log a line for every sample that ends, not only for those that fail")
+    otlp_traces_endpoint: str | None = _option(
+        None, "collector of traces, http://HOST:PORT for OTLP over gRPC; needs the extra tracing"
+    )
     metrics_host: str = _option("127.0.0.1", "address to bind for /metrics")
     metrics_port: int | None = _option(
         None, "port of /metrics over HTTP; 0 is off; if unset 9090, or a free one (logged) where that is taken"
@@ -74,6 +78,11 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 raise ValueError(f"{_flag(name)} is {value}, but must be 0 to 65535")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint is {endpoint!r}, but must be http://HOST:PORT or https://HOST:PORT"
+            )
         host, _, port = self.worker.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"--worker is {self.worker!r}, but must be HOST:PORT")

@@ -8,28 +8,35 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
 from scheduler_service.activity import Activity
 from scheduler_service.config import SchedulerConfig
+from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.recording import Recorder, SchedulerArguments
 from scheduler_service.recording_scheduler import RecordingScheduler
+from scheduler_service.request_log import RequestLog
 from scheduler_service.rpc.authentication import Authentication
 from scheduler_service.rpc.credentials import server_credentials
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
+from scheduler_service.rpc.interception import Enter, Interception
 from scheduler_service.rpc.quota import Quotas
 from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
 from scheduler_service.rpc.tenant_file import TenantFile
+from scheduler_service.rpc.trace_context import note_trace_context, trace_context_of_call
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.step_loop import StepLoop
 from scheduler_service.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from scheduler_service.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -103,15 +110,19 @@ class _Service:
         arguments = _scheduler_arguments(config, max_model_len)
         self._recorder = Recorder(config.record, arguments) if config.record else None
         scheduler = arguments.build()
+        info = _server_info(config, model, max_model_len)
+        self._tracing = _tracing(config, info)
+        on_submitted, on_sequence_ended = _request_observers(config, self._tracing)
         self._step_loop = StepLoop(
             RecordingScheduler(scheduler, self._recorder) if self._recorder else scheduler,
             self._metrics,
             worker_timeout=config.worker_timeout,
             kv_event_log=KvEventLog(config.kv_events_buffer),
             on_availability_changed=self._availability_changed.set,
+            on_submitted=on_submitted,
+            on_sequence_ended=on_sequence_ended,
         )
         self._activity = Activity(self._step_loop.stats, time.monotonic)
-        info = _server_info(config, model, max_model_len)
         self._channel = _worker_channel(config)
         self._worker_link = WorkerLink(
             self._channel,
@@ -123,9 +134,7 @@ class _Service:
             on_worker_hangs=on_worker_hangs,
         )
         tenants = TenantFile(config.tenants) if config.tenants else None
-        self._server = grpc.aio.server(
-            options=_SERVER_OPTIONS, interceptors=[Authentication(tenants)] if tenants is not None else []
-        )
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=_interceptors(tenants, self._tracing))
         servicer = SchedulerServicer(
             self._step_loop,
             model,
@@ -141,10 +150,14 @@ class _Service:
         self._probed_server = _probed_server(config, self._health)
         if self._recorder is not None:
             self._recorder.open()
-        self._metrics_server = None
-        if config.metrics_port != 0:
-            collector = MetricsCollector(self._metrics, self._step_loop.stats, info.served_model_name)
-            self._metrics_server = MetricsServer(collector, config.metrics_host, config.metrics_port)
+        self._metrics_server = self._serve_metrics(info.served_model_name)
+
+    def _serve_metrics(self, model_name: str) -> MetricsServer | None:
+        """Raises OSError."""
+        if self._config.metrics_port == 0:
+            return None
+        collector = MetricsCollector(self._metrics, self._step_loop.stats, model_name)
+        return MetricsServer(collector, self._config.metrics_host, self._config.metrics_port)
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         await self._health.set_liveness()
@@ -179,6 +192,8 @@ class _Service:
                 self._tokenizer.close()
             if self._recorder is not None:
                 self._recorder.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def _report_readiness(self, ready: Callable[[str], None]) -> None:
         has_served = False
@@ -238,6 +253,49 @@ def _scheduler_arguments(config: SchedulerConfig, max_model_len: int) -> Schedul
         policy=config.policy,
         preemption=config.preemption,
     )
+
+
+def _tracing(config: SchedulerConfig, info: ServerInfo) -> "Tracing | None":
+    """Raises ValueError if it is asked for but not installed."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from scheduler_service.tracing import Tracing
+    except ImportError as error:
+        raise ValueError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}); pip install 'pagewire[tracing]'"
+        ) from error
+    return Tracing(
+        config.otlp_traces_endpoint,
+        model_name=info.served_model_name,
+        version=info.version,
+        read_context=trace_context_of_call,
+    )
+
+
+def _request_observers(
+    config: SchedulerConfig, tracing: "Tracing | None"
+) -> tuple[Callable[[Request], None], Callable[[Request, SequenceEnd, float], None]]:
+    """What hears of every request, and of every sample's end."""
+    log = RequestLog(logs_all=config.log_requests)
+    if tracing is None:
+        return lambda request: None, log.ended
+
+    def ended(request: Request, end: SequenceEnd, now: float) -> None:
+        log.ended(request, end, now)
+        tracing.sequence_ended(request, end, now)
+
+    return tracing.submitted, ended
+
+
+def _interceptors(tenants: TenantFile | None, tracing: "Tracing | None") -> list[grpc.aio.ServerInterceptor]:
+    """Nothing stands before a call that nobody asked for."""
+    enters: list[Enter] = []
+    if tenants is not None:
+        enters.append(Authentication(tenants).enter)
+    if tracing is not None:
+        enters.append(note_trace_context)
+    return [Interception(enters)] if enters else []
 
 
 def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> ServerInfo:

@@ -1,21 +1,18 @@
-"""Who calls: an interceptor tells it from the API key or the certificate, and whoever serves the call may ask.
+"""Who calls: told from the API key or the certificate before a call is served, for whoever serves it to ask.
 
 Without tenants nobody is told apart: a request's own field names its tenant.
 """
 
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 import grpc.aio
 
 from scheduler_service.rpc.status import RpcError, abort
 
-# What says nothing about anybody's requests, and what probes ask, is answered to everyone.
-_OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 _BEARER = "bearer "
 
 
@@ -66,39 +63,12 @@ def check_operator(what: str) -> None:
         raise RpcError(grpc.StatusCode.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
 
 
-class Authentication(grpc.aio.ServerInterceptor):
+class Authentication:
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(_OPEN_SERVICES):
-            return handler
-        return self._guarded(handler)
-
-    def _guarded(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        make, serve = _parts(handler)
-        settings = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-
-        async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._enter(context)
-            return await serve(request, context)
-
-        async def guarded_generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            await self._enter(context)
-            async for response in serve(request, context):
-                yield response
-
-        return make(guarded_generator if inspect.isasyncgenfunction(serve) else guarded, **settings)
-
-    async def _enter(self, context: grpc.aio.ServicerContext) -> None:
+    async def enter(self, context: grpc.aio.ServicerContext) -> None:
+        """To be run before every call. Ends those of strangers."""
         try:
             tenant = self._identify(dict(context.invocation_metadata() or ()), context.auth_context())
         except RpcError as error:
@@ -122,14 +92,3 @@ class Authentication(grpc.aio.ServerInterceptor):
                 "certificate that the server knows",
             )
         return tenant
-
-
-def _parts(handler: grpc.RpcMethodHandler) -> tuple[Callable[..., grpc.RpcMethodHandler], Callable[..., Any]]:
-    """What makes a handler of this kind, and its behavior."""
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler, handler.stream_stream
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler, handler.stream_unary
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler, handler.unary_stream
-    return grpc.unary_unary_rpc_method_handler, handler.unary_unary

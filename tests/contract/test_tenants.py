@@ -13,6 +13,8 @@ import grpc.aio
 import pytest
 import yaml
 
+from pagewire import Client, SamplingParams, command
+from pagewire.errors import PagewireError
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
@@ -97,6 +99,40 @@ async def test_only_known_callers_are_served(checkpoint: Path, tenants: Path) ->
         assert len(result.token_ids[0]) == 2
         lower_case = (("authorization", f"bearer {KEYS['acme']}"),)
         assert await code_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=lower_case)) is None
+
+
+async def test_our_client_and_command_send_a_key(
+    checkpoint: Path, tenants: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def complete(url: str) -> str:
+        with Client(url, api_key=KEYS["acme"]) as client:
+            return client.complete("once", SamplingParams(max_tokens=3, seed=1)).outputs[0].text
+
+    def run_command(url: str) -> int:
+        return command.main(["complete", "--url", url, "--max-tokens", "3", "--seed", "1", "once"])
+
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        text = await asyncio.to_thread(complete, stack.url)
+        async with Client(stack.url, api_key=KEYS["globex"]) as client:
+            completion = await client.acomplete("once", SamplingParams(max_tokens=3, seed=1))
+            assert completion.outputs[0].text == text
+            assert (await client.server_info()).has_tokenizer
+        async with Client(stack.url) as client:
+            with pytest.raises(PagewireError) as error:
+                await client.server_info()
+            assert error.value.code is grpc.StatusCode.UNAUTHENTICATED
+        monkeypatch.setenv("PAGEWIRE_API_KEY", KEYS["acme"])
+        assert await asyncio.to_thread(run_command, stack.url) == 0
+        assert text in capsys.readouterr().out
+        monkeypatch.setenv("PAGEWIRE_API_KEY", "nobody's")
+        assert await asyncio.to_thread(run_command, stack.url) == 1
+        assert "UNAUTHENTICATED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", " x", "ü", "a\nb"])
+def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key"):
+        Client("127.0.0.1:1", api_key=key)
 
 
 async def test_errors_and_logs_hold_no_key(checkpoint: Path, tenants: Path, caplog: pytest.LogCaptureFixture) -> None:
