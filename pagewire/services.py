@@ -1,4 +1,4 @@
-"""The verbs that run services: serve, scheduler, worker. Services are imported only when one of them runs."""
+"""The verbs that run services: serve, scheduler, frontend, worker. Services are imported only when one of them runs."""
 
 import argparse
 import asyncio
@@ -16,7 +16,14 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 # The supervisor connects the two on loopback: these have no meaning for `serve`.
-LINK_OPTIONS = ("worker", "worker_tls_ca", "worker_tls_cert", "worker_tls_key", "worker_tls_name")
+LINK_OPTIONS = (
+    "worker",
+    "worker_tls_ca",
+    "worker_tls_cert",
+    "worker_tls_key",
+    "worker_tls_name",
+    "tls_client_names",
+)
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -29,7 +36,7 @@ def serve(arguments: Sequence[str]) -> int:
     parser = _parser("serve", description, known, positional="model")
     resolved = _resolve(parser, known, arguments)
     worker_port = free_port(LOOPBACK)
-    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None}
+    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0}
     worker_config = _build(parser, resolved, WorkerConfig, host=LOOPBACK, port=worker_port, **link)
     scheduler_config = _build(parser, resolved, SchedulerConfig, worker=f"{LOOPBACK}:{worker_port}")
     log_config = _start_logging(known, resolved)
@@ -48,6 +55,16 @@ def scheduler(arguments: Sequence[str]) -> int:
     from scheduler_service import server
 
     return server.serve(config)
+
+
+def frontend(arguments: Sequence[str]) -> int:
+    """Runs a front end of a scheduler that is elsewhere."""
+    from scheduler_service.config import FrontEndConfig
+
+    config = _service_config("frontend", "Run a front end.", FrontEndConfig, arguments)
+    from scheduler_service import front_end
+
+    return front_end.serve(config)
 
 
 def worker(arguments: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.kv_event_log import KvEventBatch, KvEventLog
-from scheduler_service.stream import Deliver, FanOut, TokenStream
+from scheduler_service.stream import Deliver, FanOut, Outlet, TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,12 @@ class StepLoop:
         fan_out: FanOut | None = None,
         kv_event_log: KvEventLog | None = None,
         on_availability_changed: Callable[[], None] = lambda: None,
+        on_submitted: Callable[[Request], None] = lambda request: None,
+        on_sequence_ended: Callable[[Request, SequenceEnd, float], None] = lambda request, end, now: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_submitted` gets every request that was taken, in the task of its caller; `on_sequence_ended` the end of
+        every sample, with its request and the time."""
         self._scheduler = scheduler
         self._observer = observer
         self._worker_timeout = worker_timeout
@@ -125,6 +129,8 @@ class StepLoop:
         self._kv_event_log = kv_event_log or KvEventLog(max_batches=10_000)
         self._kv_event_log_grew = asyncio.Event()  # a new one for each batch
         self._on_availability_changed = on_availability_changed
+        self._on_submitted = on_submitted
+        self._on_sequence_ended = on_sequence_ended
         self._clock = clock
         self._streams: dict[int, TokenStream] = {}
         self._inbox: deque[StepResult | int] = deque()  # results, and steps up to which all moves are done
@@ -136,6 +142,7 @@ class StepLoop:
         self._timer: asyncio.TimerHandle | None = None
         self._has_timed_out = False
         self._is_draining = False
+        self._has_ended = False
         self._epoch_is_fruitless = False  # it has a plan, but no token yet
         self._num_fruitless_epochs = 0
         self._num_unchecked_steps = 0
@@ -145,9 +152,10 @@ class StepLoop:
 
     # Requests
 
-    def submit(self, request: Request, deliver: Deliver) -> list[int]:
+    def submit(self, request: Request, deliver: Deliver, outlet: Outlet | None = None, label: int = 0) -> list[int]:
         """Queue a request; the ids of its sequences. `deliver` gets their deltas, never before this returns.
 
+        With an outlet, they wait there instead under labels from `label` on, until their reader takes them.
         Raises UnavailableError, AdmissionError.
         """
         if self.unavailable_reason:
@@ -155,7 +163,8 @@ class StepLoop:
         now = self._clock()
         sequence_ids = self._scheduler.add(request, now)
         for index, sequence_id in enumerate(sequence_ids):
-            self._streams[sequence_id] = TokenStream(request, index, deliver, now)
+            self._streams[sequence_id] = TokenStream(request, index, deliver, now, outlet, label + index)
+        self._on_submitted(request)
         self._idle.clear()
         self._wake.set()
         return sequence_ids
@@ -229,8 +238,9 @@ class StepLoop:
         await self._idle.wait()
 
     def end_all(self, message: str) -> None:
-        """End every request with NO_WORKER and this message."""
-        self._is_draining = True
+        """End every request with NO_WORKER and this message, and whoever waits for news of the cache."""
+        self._is_draining = self._has_ended = True
+        self._kv_event_log_grew.set()
         if self._link is not None:
             self._link.close(message)
             self._leave_epoch()
@@ -296,10 +306,10 @@ class StepLoop:
         """The smallest and the greatest number that `next_kv_events` takes."""
         return self._kv_event_log.first_start, self._kv_event_log.last_sequence_number
 
-    async def next_kv_events(self, sequence_number: int) -> KvEventBatch:
-        """The batch after this one, as soon as there is one. Raises LookupError if it is no longer held, or if this one
-        has not been yet."""
-        while (batch := self._kv_event_log.after(sequence_number)) is None:
+    async def next_kv_events(self, sequence_number: int) -> KvEventBatch | None:
+        """The batch after this one, as soon as there is one; None when there will be none any more. Raises LookupError
+        if it is no longer held, or if this one has not been yet."""
+        while (batch := self._kv_event_log.after(sequence_number)) is None and not self._has_ended:
             await self._kv_event_log_grew.wait()
         return batch
 
@@ -382,6 +392,7 @@ class StepLoop:
             stream.finish(end)
             self._fan_out.enqueue(stream)
             self._observer.sequence_ended(end, now)
+            self._on_sequence_ended(stream.request, end, now)
         if not self._streams:
             self._idle.set()
 

@@ -1,14 +1,17 @@
 """The way of a GenerateRequest into the scheduler: checked, tokenized, admitted."""
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
+from scheduler_service.rpc.authentication import tenant_of_call
 from scheduler_service.rpc.delivery import Delivery, Delta
 from scheduler_service.rpc.generate_request import ServedModel, check_before_tokenizing, resolve_request, text_options
+from scheduler_service.rpc.quota import Claim, Quotas
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.transcript import Decoder, Transcript
 
@@ -19,8 +22,8 @@ _ADMISSION_CODES = {
 }
 
 
-class StepLoop(Protocol):
-    """Where requests go."""
+class Availability(Protocol):
+    """What a request is held against before it is queued."""
 
     @property
     def unavailable_reason(self) -> str: ...
@@ -32,7 +35,10 @@ class StepLoop(Protocol):
 
     async def wait_for_first_worker(self) -> None: ...
 
-    def submit(self, request: Request, deliver: Callable[[Delta], None]) -> list[int]: ...
+
+# Queues a request: what takes its deltas, what takes the error if it is refused later, an outlet for plain tokens and
+# the label of its first sample there. The ids of its sequences. Raises AdmissionError, RpcError.
+Submit = Callable[[Request, Callable[[Delta], None], Callable[[RpcError], None], Any, int], list[int]]
 
 
 class Tokenizer(Protocol):
@@ -52,24 +58,30 @@ class Tokenizer(Protocol):
 class Intake:
     def __init__(
         self,
-        step_loop: StepLoop,
+        step_loop: Availability,
+        submit: Submit,
         model: ServedModel,
         tokenizer: Tokenizer | None,
         *,
         max_pending_calls: int,
         is_taken: Callable[[str, str], bool],
+        quotas: Quotas | None = None,
     ) -> None:
-        """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name."""
+        """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name. Without
+        `quotas` tenants are held to none."""
         self._step_loop = step_loop
+        self._submit = submit
         self._model = model
         self._tokenizer = tokenizer
         self._max_pending_calls = max_pending_calls
         self._is_taken = is_taken
+        self._quotas = quotas
         self._num_pending = 0  # calls whose request is not in the scheduler yet
 
     async def resolve(self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None) -> Request:
         """The request in full, which must be done within so many seconds. Raises RpcError."""
         deadline = None if time_remaining is None else self._step_loop.now() + time_remaining
+        message.tenant = tenant_of_call(message.tenant)
         check_before_tokenizing(message, self._model)
         self._check_available()
         if self._num_pending >= self._max_pending_calls:
@@ -77,24 +89,30 @@ class Intake:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self._num_pending} calls wait to be queued, the limit is {self._max_pending_calls}; try again later",
             )
+        with contextlib.nullcontext() if self._quotas is None else self._quotas.pending(message.tenant):
+            prompt_token_ids = await self._tokenize(message)
+        return resolve_request(message, prompt_token_ids, self._model, self._step_loop.max_sequence_tokens, deadline)
+
+    async def _tokenize(self, message: scheduler_pb2.GenerateRequest) -> list[int]:
+        """The tokens of the prompt, once it is known what fits."""
         self._num_pending += 1
         try:
             await self._step_loop.wait_for_first_worker()
             if message.WhichOneof("prompt") == "text" and self._tokenizer is not None:
-                prompt_token_ids = await self._tokenizer.encode(message.text)
-            else:
-                prompt_token_ids = list(message.token_ids.ids)
+                return await self._tokenizer.encode(message.text)
+            return list(message.token_ids.ids)
         finally:
             self._num_pending -= 1
-        return resolve_request(message, prompt_token_ids, self._model, self._step_loop.max_sequence_tokens, deadline)
 
-    def transcripts(self, message: scheduler_pb2.GenerateRequest, request: Request) -> list[Transcript]:
-        """One for each sample."""
+    def transcripts(
+        self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
+    ) -> list[Transcript]:
+        """One for each sample. Without text there is nothing to watch for stop texts in either."""
         options = text_options(message)
         transcripts = []
         for _ in range(request.n):
             decoder = None
-            if self._tokenizer is not None:
+            if with_text and self._tokenizer is not None:
                 decoder = self._tokenizer.text_decoder(
                     request.prompt_token_ids,
                     stop=options.stop,
@@ -105,8 +123,8 @@ class Intake:
             transcripts.append(Transcript(decoder, keep_stop_token_text=options.include_stop_text))
         return transcripts
 
-    def submit(self, request: Request, delivery: Delivery) -> None:
-        """Queue a request whose output goes this way. Raises RpcError."""
+    def submit(self, request: Request, delivery: Delivery, outlet: Any = None, label: int = 0) -> None:
+        """Queue a request whose output goes this way, or waits in an outlet of the step loop's. Raises RpcError."""
         self._check_available()
         if self._is_taken(request.tenant, request.request_id):
             raise RpcError(
@@ -114,12 +132,27 @@ class Intake:
                 f"the result of a detached request {request.request_id!r} is kept; choose another request_id",
                 "request_id",
             )
+        claim = None if self._quotas is None else self._quotas.claim(request)
+        deliver: Callable[[Delta], None] = delivery.deliver
+        if claim is not None:
+            # What a claim counts must pass through here, so no outlet takes tokens past it.
+            deliver, outlet = _deliver_and_count(delivery, claim), None
         try:
-            delivery.sequence_ids = self._step_loop.submit(request, delivery.deliver)
+            delivery.sequence_ids = self._submit(request, deliver, delivery.fail, outlet, label)
         except AdmissionError as error:
+            if claim is not None:
+                claim.release()
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
 
     def _check_available(self) -> None:
         reason = self._step_loop.unavailable_reason
         if reason:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, reason)
+
+
+def _deliver_and_count(delivery: Delivery, claim: Claim) -> Callable[[Delta], None]:
+    def deliver(delta: Delta) -> None:
+        claim.take_news(delta)
+        delivery.deliver(delta)
+
+    return deliver

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -102,6 +103,7 @@ class System:
             assert end.sequence_id not in self.ends, "S6: two ends"
             self.ends[end.sequence_id] = end.reason
             self.ended[end.sequence_id] = end
+            assert list(end.pauses) == sorted(end.pauses)
             assert end.num_output_tokens == len(self.tokens[end.sequence_id]) or end.reason is EndReason.STOP
 
     def add_beams(
@@ -306,6 +308,32 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding_rows():
     assert system.tokens[long] == system.expected(long)
 
 
+def test_prompts_slow_decoding_rows_down_by_no_more_than_told():
+    """A worker that computes 1,000 prompt tokens a second and decodes in 20 ms may take 20 along to double that."""
+    system = System(budget=64, num_blocks=128, depth=1, max_decode_slowdown=2.0)
+    num_prompt_tokens = []
+
+    def step():
+        system.plan()
+        [dispatch] = system.scheduler._epoch.unacknowledged
+        num_prompt_tokens.append(dispatch.num_prompt_tokens)
+        seconds = dispatch.num_prompt_tokens / 1000 or 0.02
+        system.results.append(replace(system.results.popleft(), duration_us=int(seconds * 1e6)))
+        system.complete()
+
+    system.join()
+    system.add(prompt_of(150), 60)
+    for _ in range(5):
+        step()
+    assert num_prompt_tokens == [64, 64, 22, 0, 0]
+    (second,) = system.add(prompt_of(100, 1), 4)
+    while not system.tokens[second]:
+        step()
+    assert num_prompt_tokens[5:] == [20, 20, 20, 20, 20]
+    system.run()
+    system.assert_exact()
+
+
 def test_budget_below_the_number_of_sequences_serves_all():
     system = System(budget=3, max_num_seqs=8)
     for i in range(8):
@@ -382,7 +410,10 @@ def test_pressure_preempts_the_last_and_loses_nothing():
     system.join()
     system.run()
     system.assert_exact()
-    assert system.scheduler.stats().num_preemptions > 0
+    num_preemptions = system.scheduler.stats().num_preemptions
+    assert num_preemptions > 0
+    pauses = [end.pauses for end in system.ended.values()]
+    assert sum(len(times) for times in pauses) == 2 * num_preemptions, "each began and ended"
 
 
 def test_priority_then_arrival():

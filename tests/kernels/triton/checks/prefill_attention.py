@@ -209,10 +209,10 @@ def device_cases() -> Iterator[DeviceCase]:
     for dtype in (torch.float16, torch.float32):
         yield _device_case(f"{dtype}", replace(_REAL, dtype=dtype))
         yield _device_case(f"{dtype} e4m3", replace(_REAL, dtype=dtype, cache_dtype=E4M3))
-    for head_dim in (32, 64, 80, 96, 112, 256):
-        for cache_dtype in (None, E4M3):
-            case = replace(_REAL, head_dim=head_dim, cache_dtype=cache_dtype, window=300, softcap=20.0)
-            yield _device_case(f"head_dim {head_dim} {cache_dtype}", case)
+    caches_of = {32: (None,), 64: (E4M3,), 80: (None,), 96: (E4M3,), 112: (None,), 256: (None, E4M3)}
+    for head_dim, cache_dtype in ((dim, dtype) for dim, dtypes in caches_of.items() for dtype in dtypes):
+        case = replace(_REAL, head_dim=head_dim, cache_dtype=cache_dtype, window=300, softcap=20.0)
+        yield _device_case(f"head_dim {head_dim} {cache_dtype or 'unquantized'}", case)
     for num_groups, block_size in ((1, 16), (2, 32), (3, 48), (5, 64), (7, 128), (8, 240), (16, 256)):
         case = replace(_REAL, num_groups=num_groups, block_size=block_size, num_kv_heads=2)
         yield _device_case(f"{num_groups} groups, blocks of {block_size}", case)
