@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from pagewire import Client, SamplingParams, Unavailable
 from tests.system import oracle
-from tests.system.services import Service, System, running
+from tests.system.forked import running
+from tests.system.services import Service, System
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 PROMPT = "Once upon a time"

@@ -150,17 +150,22 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", WINDOWS)
-async def test_sliding_windows_under_pressure_are_what_transformers_generates(tmp_path, name, mode):
-    """Prompts shorter and far longer than the window, in chunks, preempted. The short ones fit together, but not with
-    what they grow to."""
-    family, overrides, num_device_blocks = WINDOWS[name]
-    path = make_checkpoint(tmp_path / "model", family, seed=9, **overrides)
+@pytest.fixture(scope="module", params=WINDOWS)
+def windowed(request, tmp_path_factory):
+    """A checkpoint, its number of blocks, prompts, and the greedy tokens of each."""
+    family, overrides, num_device_blocks = WINDOWS[request.param]
+    path = make_checkpoint(tmp_path_factory.mktemp("windows") / "model", family, seed=9, **overrides)
     prompts = oracle.random_prompts(5, VOCAB_SIZE, (1, 20, 47, 48, 49, 90, 130, 200, 260, 310, 3, 5, 8, 9, 11, 2, 7, 6))
     prompts.append(prompts[9][:180] + prompts[1])
     model = oracle.load(path)
-    expected = [oracle.greedy(model, prompt, 60) for prompt in prompts]
+    return path, num_device_blocks, prompts, [oracle.greedy(model, prompt, 60) for prompt in prompts]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_sliding_windows_under_pressure_are_what_transformers_generates(windowed, mode):
+    """Prompts shorter and far longer than the window, in chunks, preempted. The short ones fit together, but not with
+    what they grow to."""
+    path, num_device_blocks, prompts, expected = windowed
     sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     worker = ["--dtype", "float32", "--block-size", 8, "--num-device-blocks", num_device_blocks]
     worker += ["--num-host-blocks", 200]
