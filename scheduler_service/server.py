@@ -22,7 +22,8 @@ from scheduler_service.recording import Recorder, SchedulerArguments
 from scheduler_service.recording_scheduler import RecordingScheduler
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
-from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
+from scheduler_service.rpc.intake import Intake
+from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME, SchedulerServicer, ServerInfo
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.step_loop import StepLoop
 from scheduler_service.tokenizer import Tokenizer
@@ -138,7 +139,8 @@ class _Service:
             lambda: self._activity.generation_throughput,
         )
         servicer.add_to(self._server)
-        self._health = Health(self._server)
+        service_names = [SERVICE_NAME, *self._add_vllm(servicer.intake, model, info)]
+        self._health = Health(self._server, service_names)
         self._url = f"grpc://{config.host}:{_bind(self._server, config)}"
         if self._recorder is not None:
             self._recorder.open()
@@ -146,6 +148,17 @@ class _Service:
         if config.metrics_port != 0:
             collector = MetricsCollector(self._metrics, self._step_loop.stats, info.served_model_name)
             self._metrics_server = MetricsServer(collector, config.metrics_host, config.metrics_port)
+
+    def _add_vllm(self, intake: Intake, model: ModelInfo, info: ServerInfo) -> list[str]:
+        """Serve VllmEngine too; its name. Without its stubs everything else is served."""
+        try:
+            from scheduler_service.rpc.vllm import servicer
+        except (ImportError, RuntimeError) as error:  # the stubs refuse an older grpcio with a RuntimeError
+            logger.warning("VllmEngine is not served, gateways will not find this server: %s", error)
+            return []
+        vllm = servicer.VllmServicer(self._step_loop, intake, model, info, lambda: self._activity.generation_throughput)
+        vllm.add_to(self._server)
+        return [servicer.SERVICE_NAME]
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         await self._health.set_liveness()

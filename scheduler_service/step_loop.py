@@ -60,6 +60,8 @@ class Scheduler(Protocol):
 
     def worker_timed_out(self, now: float) -> TokenOutputs: ...
 
+    def flush_cache(self, now: float) -> None: ...
+
     def stats(self) -> SchedulerStats: ...
 
     def report(self, tenant: str, request_id: str) -> RequestReport: ...
@@ -284,7 +286,22 @@ class StepLoop:
         """Before it, nobody knows what fits. Returns too when requests have become unavailable meanwhile."""
         await self._settled.wait()
 
-    # Events of the prefix cache
+    # The prefix cache
+
+    async def flush_cache(self, patience: float) -> bool:
+        """Forget all cached content as soon as there are no requests; False if there are some all the time.
+
+        `patience` in seconds; 0 does not wait.
+        """
+        try:
+            async with asyncio.timeout(patience):
+                while self._streams:
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        self._scheduler.flush_cache(self._clock())
+        self._take_kv_events()
+        return True
 
     def kv_snapshot(self) -> KvEventBatch:
         """What is cached now, under the number of the last batch."""

@@ -67,8 +67,17 @@ class Intake:
         self._is_taken = is_taken
         self._num_pending = 0  # calls whose request is not in the scheduler yet
 
-    async def resolve(self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None) -> Request:
-        """The request in full, which must be done within so many seconds. Raises RpcError."""
+    async def resolve(
+        self,
+        message: scheduler_pb2.GenerateRequest,
+        time_remaining: float | None,
+        *,
+        clamps_max_tokens: bool = False,
+    ) -> Request:
+        """The request in full, which must be done within so many seconds. Raises RpcError.
+
+        `clamps_max_tokens`: more tokens than can fit are as many as fit, instead of an error.
+        """
         deadline = None if time_remaining is None else self._step_loop.now() + time_remaining
         check_before_tokenizing(message, self._model)
         self._check_available()
@@ -86,15 +95,21 @@ class Intake:
                 prompt_token_ids = list(message.token_ids.ids)
         finally:
             self._num_pending -= 1
-        return resolve_request(message, prompt_token_ids, self._model, self._step_loop.max_sequence_tokens, deadline)
+        max_sequence_tokens = self._step_loop.max_sequence_tokens
+        if clamps_max_tokens and message.sampling.HasField("max_tokens"):
+            num_free = max(1, max_sequence_tokens - len(prompt_token_ids))
+            message.sampling.max_tokens = min(message.sampling.max_tokens, num_free)
+        return resolve_request(message, prompt_token_ids, self._model, max_sequence_tokens, deadline)
 
-    def transcripts(self, message: scheduler_pb2.GenerateRequest, request: Request) -> list[Transcript]:
-        """One for each sample."""
+    def transcripts(
+        self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
+    ) -> list[Transcript]:
+        """One for each sample. Without text there is nothing to watch for stop texts in either."""
         options = text_options(message)
         transcripts = []
         for _ in range(request.n):
             decoder = None
-            if self._tokenizer is not None:
+            if with_text and self._tokenizer is not None:
                 decoder = self._tokenizer.text_decoder(
                     request.prompt_token_ids,
                     stop=options.stop,
