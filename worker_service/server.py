@@ -43,7 +43,7 @@ def serve(config: WorkerConfig) -> int:
     """Serve until SIGTERM or SIGINT; a second one exits at once. Returns the process's exit status."""
     parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
     if parent:
-        _exit_with_parent(int(parent))
+        exit_with_parent(int(parent))
     try:
         config.validate()
         return asyncio.run(_Server(config).run())
@@ -217,7 +217,7 @@ def _progress_log() -> Callable[[int, int], None]:
     return report
 
 
-def _exit_with_parent(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent, a process id, ends, however that ends. Linux only."""
     if sys.platform != "linux":
         logger.warning("PAGEWIRE_EXIT_WITH_PARENT works on Linux only: this process may outlive its parent")
