@@ -23,6 +23,7 @@ from scheduler_service.recording_scheduler import RecordingScheduler
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.intake import Intake
+from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME, SchedulerServicer, ServerInfo
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.step_loop import StepLoop
@@ -129,7 +130,7 @@ class _Service:
             on_plan_sent=self._metrics.plan_sent,
             on_worker_hangs=on_worker_hangs,
         )
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[MalformedRequests()], options=_SERVER_OPTIONS)
         servicer = SchedulerServicer(
             self._step_loop,
             model,
