@@ -27,11 +27,13 @@ _LEVELS = {Tier.DEVICE: 0, Tier.HOST: 1}
 class KvEventFeed:
     """For one subscriber."""
 
-    def __init__(self, source: KvEventSource, first_number: int, read_load: Callable[[], Load]) -> None:
-        """`first_number` is the server's: the sequence number of what happened before its first event."""
+    def __init__(self, source: KvEventSource, first_number: int, read_load: Callable[[], Load], tenant: str) -> None:
+        """`first_number` is the server's: the sequence number of what happened before its first event. `tenant` is
+        whose requests the subscriber sends."""
         self._source = source
         self._first_number = first_number
         self._read_load = read_load
+        self._tenant = tenant
         self._num_records = 0
         self._num_events = 0
         self._last_load: Load | None = None
@@ -64,9 +66,12 @@ class KvEventFeed:
         first_start, last_start = self._source.kv_event_starts
         return first_start <= number <= last_start
 
+    def _is_theirs(self, event: KvEvent) -> bool:
+        return isinstance(event, CacheCleared) or (event.tenant == self._tenant and not event.cache_salt)
+
     def _live(self, happened: KvEventBatch) -> common_pb2.KvEventBatch:
         batch = self._batch(happened.sequence_number)
-        for event in _encode([event for event in happened.events if _is_ours(event)]):
+        for event in _encode([event for event in happened.events if self._is_theirs(event)]):
             self._num_events += 1
             event.event_id = self._num_events
             batch.events.append(event)
@@ -74,7 +79,7 @@ class KvEventFeed:
         return batch
 
     def _snapshot(self, snapshot: KvEventBatch) -> Iterator[common_pb2.KvEventBatch]:
-        blocks = [event for event in snapshot.events if _is_ours(event)]
+        blocks = [event for event in snapshot.events if self._is_theirs(event)]
         starts = range(0, max(1, len(blocks)), _MAX_CHUNK_BLOCKS)
         for index, start in enumerate(starts):
             batch = self._batch(snapshot.sequence_number - len(starts) + 1 + index)
@@ -104,10 +109,6 @@ class KvEventFeed:
         self._num_records += 1
         batch.load.sample = self._num_records
         self._sent_at = time.monotonic()
-
-
-def _is_ours(event: KvEvent) -> bool:
-    return isinstance(event, CacheCleared) or not (event.tenant or event.cache_salt)
 
 
 def _encode(events: Sequence[KvEvent]) -> Iterator[common_pb2.KvCacheEvent]:

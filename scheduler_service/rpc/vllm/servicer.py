@@ -176,7 +176,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> None:
         # The gateway takes the subscription for made when the headers come.
         await context.send_initial_metadata(())
-        feed = KvEventFeed(self._step_loop, self._first_event_number, self._load)
+        feed = KvEventFeed(self._step_loop, self._first_event_number, self._load, _TENANT)
         await _write_all(feed.batches(request), context)
 
     async def FlushCache(
