@@ -2,11 +2,11 @@
 
     python -m bench.gateway
 
-Latency: one replica of the bundled model and smg before it, all processes. In turns, prompts of one kind are sent to the
-gateway's /v1/completions, and to VllmEngine's Generate on the scheduler's port; both connections stay open. Conversations:
-two replicas; each conversation's turns are its story so far and a new sentence. They are held through the policies
-`cache_aware` and `round_robin` of the gateway, with empty caches each time; what was cached is told by the replicas'
-counters. Raw numbers go to bench/results/gateway.json.
+Latency: one replica of the bundled model and smg before it, all processes. In turns, prompts of one kind are sent to
+the gateway's /v1/completions, and to VllmEngine's Generate on the scheduler's port; both connections stay open.
+Conversations: two replicas; each conversation's turns are its story so far and a new sentence. They are held through
+the policies `cache_aware` and `round_robin` of the gateway, with empty caches each time; what was cached is told by the
+replicas' counters. Raw numbers go to bench/results/gateway.json.
 """
 
 import argparse
