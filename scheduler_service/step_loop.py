@@ -144,6 +144,7 @@ class StepLoop:
         self.epoch = 0
         self.capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
         self.num_worker_losses = 0
+        self.missing_reason = ""  # why there is no worker, as far as is known
 
     # Requests
 
@@ -185,6 +186,7 @@ class StepLoop:
         self._has_timed_out = False
         self._link, self.capacity, self.epoch = link, capacity, epoch
         self._epoch_is_fruitless = False
+        self.missing_reason = ""
         self._observer.worker_changed(capacity, epoch)
         self._publish(self._scheduler.worker_joined(capacity, epoch, self._clock()))
         self._settled.set()
@@ -206,6 +208,10 @@ class StepLoop:
             self._empty_inbox()
         if self._link is not None:
             self._end_epoch(reason)
+
+    def worker_missing(self, reason: str) -> None:
+        """The worker does not begin an epoch."""
+        self.missing_reason = reason
 
     # Running
 

@@ -102,9 +102,23 @@ class _Server:
         from worker_service.loader import load_worker
 
         try:
-            return load_worker(self._config, worker_id=uuid.uuid4().hex, report=_progress_log())
+            return load_worker(self._config, worker_id=uuid.uuid4().hex, report=self._progress())
         except CheckpointError as error:
             raise ValueError(f"--model {self._config.model}: {error}") from error
+
+    def _progress(self) -> Callable[[int, int], None]:
+        """A callback that logs a line for every 10 % of the checkpoint that has loaded, and tells the engine."""
+        told = 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal told
+            self._engine.load_percent = 100 * done // max(total, 1)
+            tenths = self._engine.load_percent // 10
+            if tenths > told:
+                told = tenths
+                logger.info("loading: %d %%", 10 * tenths)
+
+        return report
 
     async def _until_loaded(self) -> bool:
         """False if told to stop before. Raises what loading raised."""
@@ -201,20 +215,6 @@ def _credentials(config: WorkerConfig) -> grpc.ServerCredentials | None:
 
 def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _progress_log() -> Callable[[int, int], None]:
-    """A callback that logs a line for every 10 % of the checkpoint that has loaded."""
-    told = 0
-
-    def report(done: int, total: int) -> None:
-        nonlocal told
-        tenths = 10 * done // max(total, 1)
-        if tenths > told:
-            told = tenths
-            logger.info("loading: %d %%", 10 * tenths)
-
-    return report
 
 
 def exit_with_parent(parent: int) -> None:

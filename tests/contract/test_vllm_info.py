@@ -31,8 +31,18 @@ async def health_of(stub: vllm_engine_pb2_grpc.VllmEngineStub) -> vllm_engine_pb
     return await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest())
 
 
+class LoadingWorker(FakeWorker):
+    is_loading = False
+
+    async def Execute(self, requests: object, context: grpc.aio.ServicerContext) -> None:
+        if self.is_loading:
+            await context.read()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model: 40 %")
+        await super().Execute(requests, context)
+
+
 async def test_it_is_unavailable_until_a_worker_has_joined(checkpoint: Path) -> None:
-    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    worker = LoadingWorker(read_model_info(str(checkpoint)).digest)
     worker.port = free_port()
     port = free_port()
     config = SchedulerConfig(model=str(checkpoint), worker=f"127.0.0.1:{worker.port}", port=port, metrics_port=0)
@@ -43,8 +53,14 @@ async def test_it_is_unavailable_until_a_worker_has_joined(checkpoint: Path) -> 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), wait_for_ready=True)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert caught.value.details().startswith("loading: no worker has joined yet")
+        assert caught.value.details().startswith("loading: no worker has joined yet; 0 s since the start")
+        worker.is_loading = True
         await worker.start()
+        async with asyncio.timeout(10):
+            while "still loading its model: 40 %" not in caught.value.details():
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await health_of(stub)
+        worker.is_loading = False
         await asyncio.wait_for(ready.wait(), 20)
         assert (await health_of(stub)).healthy
         stop.set()

@@ -48,6 +48,9 @@ class StepLoop(KvEventSource, SequenceStopper, Protocol):
     def unavailable_reason(self) -> str: ...
 
     @property
+    def missing_reason(self) -> str: ...
+
+    @property
     def capacity(self) -> WorkerCapacity | None: ...
 
     @property
@@ -127,8 +130,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
         reason = self._step_loop.unavailable_reason
         if self._step_loop.capacity is None:
-            seconds = time.monotonic() - self._started_at
-            message = reason or f"loading: no worker has joined yet, {seconds:.0f} s after the start"
+            why = self._step_loop.missing_reason or "no worker has joined yet"
+            message = reason or f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
             await abort(context, RpcError(grpc.StatusCode.UNAVAILABLE, message))
         message = reason or "the worker is lost again and again before it has made a token; see the server's log"
         return vllm_engine_pb2.HealthCheckResponse(healthy=False, message=message)
