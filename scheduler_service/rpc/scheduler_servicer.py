@@ -83,9 +83,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._info = info
         self._detached = detached
         self._generation_throughput = generation_throughput
-        self.intake = intake.Intake(
+        self._intake = intake.Intake(
             step_loop, model, tokenizer, max_pending_calls=info.max_pending_calls, is_taken=detached.has
         )
+
+    @property
+    def intake(self) -> intake.Intake:
+        """For other services of the same server: its limits hold for all of them together."""
+        return self._intake
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
@@ -181,28 +186,28 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return response
 
     async def _generate(self, message: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        request = await self.intake.resolve(message, context.time_remaining())
+        request = await self._intake.resolve(message, context.time_remaining())
         with_logprobs = request.sampling.num_logprobs is not None
         samples = [
             Sample(request.request_id, index, transcript, with_logprobs=with_logprobs)
-            for index, transcript in enumerate(self.intake.transcripts(message, request))
+            for index, transcript in enumerate(self._intake.transcripts(message, request))
         ]
         call = Call(samples, self._step_loop)
-        self.intake.submit(request, call.delivery)
+        self._intake.submit(request, call.delivery)
         try:
             await _write_all(call.responses(), context)
         finally:
             self._step_loop.cancel(call.delivery.sequence_ids)
 
     async def _submit(self, message: scheduler_pb2.GenerateRequest) -> str:
-        request = await self.intake.resolve(message, None)
+        request = await self._intake.resolve(message, None)
         with_logprobs = request.sampling.num_logprobs is not None
         histories = [
             History(request.request_id, index, transcript, with_logprobs=with_logprobs)
-            for index, transcript in enumerate(self.intake.transcripts(message, request))
+            for index, transcript in enumerate(self._intake.transcripts(message, request))
         ]
         detached = DetachedRequest(request.tenant, request.request_id, histories, self._step_loop)
-        self.intake.submit(request, detached.delivery)
+        self._intake.submit(request, detached.delivery)
         self._detached.add(detached)
         return request.request_id
 
