@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 READY_PREFIX = "ready on "
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Below the ports that Linux gives to outgoing connections: nobody takes the port while the worker restarts, and a
 # client that dials it meanwhile cannot connect to itself.
 WORKER_PORTS = range(20_000, 32_768)
@@ -132,7 +134,7 @@ class Supervisor:
         """Reads the child's standard output to its end."""
         assert process.stdout is not None
         async for line in process.stdout:
-            text = line.decode(errors="replace").rstrip()
+            text = _COLOURS.sub("", line.decode(errors="replace")).rstrip()
             if text.startswith(READY_PREFIX):
                 ready.set()
                 self._on_ready(text.removeprefix(READY_PREFIX))

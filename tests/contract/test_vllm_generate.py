@@ -276,6 +276,16 @@ async def test_a_client_that_goes_away_frees_its_blocks(checkpoint: Path, stream
         assert loads.num_generation_tokens < 2 * 240
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_fails_ends_with_its_status(checkpoint: Path, stream: bool) -> None:
+    """The fake worker has no good logits after its last token."""
+    async with serve(checkpoint) as stack:
+        error = await error_of(stack, request([*PROMPT, VOCAB_SIZE - 1], stream=stream, max_tokens=5, n=2))
+        assert error is not None
+        assert error.code() is grpc.StatusCode.INTERNAL
+        await stack.until_idle()
+
+
 async def test_a_lost_worker_costs_no_token(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         stack.worker.step_seconds = 0.005

@@ -30,6 +30,7 @@ from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.load import Load, scheduler_load
 from scheduler_service.rpc.vllm.model import DescribedModel, model_info, server_info
 from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
+from scheduler_service.rpc.vllm.unread_call import UnreadCall
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 _TENANT = ""
@@ -212,7 +213,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             Sample(request.request_id, index, transcript, with_logprobs=request.sampling.num_logprobs is not None)
             for index, transcript in enumerate(self._intake.transcripts(translated, request, with_text=with_text))
         ]
-        call = Call(samples, self._step_loop)
+        call = Call(samples, self._step_loop) if message.stream else UnreadCall(samples, self._step_loop)
         translator = ResponseTranslator(message, request.prompt_token_ids, len(samples))
         self._intake.submit(request, call.delivery)
         try:
