@@ -34,8 +34,8 @@ FLAGS = (
 class Replica:
     """A `pagewire serve` that can be killed and started again at its port."""
 
-    def __init__(self, model: Path) -> None:
-        self._flags = [model, "--port", free_port(), *FLAGS]
+    def __init__(self, model: Path, *flags: object) -> None:
+        self._flags = [model, "--port", free_port(), *FLAGS, *flags]
         self._channel: grpc.Channel | None = None
         self.start()
 
@@ -73,6 +73,7 @@ class Replica:
 class Fleet:
     gateway: Gateway
     replicas: list[Replica]
+    own_port: int  # of the gateway that the first replica runs for itself
 
     def busy(self) -> Replica:
         """The one that runs the only request there is, once it has made a token of it."""
@@ -100,17 +101,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """While the gateway starts, the model's files are gone: as in a cluster, it has to ask a replica for them."""
     model = tmp_path_factory.mktemp("models") / MODEL
     shutil.copytree(Path("models") / MODEL, model)
-    replicas = [Replica(model) for _ in range(2)]
+    own_port = free_port()
+    replicas = [Replica(model, "--gateway", "--gateway-port", own_port), Replica(model)]
     try:
         for replica in replicas:
             replica.wait_until_ready()
             assert replica.tokenizer_bytes() > 10_000
+        assert replicas[0].service.next_line() == ready_line(own_port)
         hidden = model.rename(model.with_name("hidden"))
         gateway = Gateway([replica.address for replica in replicas], "--policy=cache_aware")
         try:
             gateway.wait_until_ready()
             hidden.rename(model)
-            yield Fleet(gateway, replicas)
+            yield Fleet(gateway, replicas, own_port)
         finally:
             gateway.stop()
     finally:
@@ -122,6 +125,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def gateway(fleet: Fleet) -> Gateway:
     fleet.wait_until_idle()
     return fleet.gateway
+
+
+def ready_line(port: int) -> str:
+    return f"ready on http://127.0.0.1:{port}"
 
 
 def direct(fleet: Fleet, prompt: str, max_tokens: int) -> str:
@@ -222,6 +229,18 @@ def test_bad_requests_are_the_clients_fault(gateway: Gateway) -> None:
     assert too_many.status == 200, "as many as fit"
 
 
+def test_one_command_serves_the_api(fleet: Fleet) -> None:
+    """`pagewire serve --gateway`, which starts a gateway that died again."""
+    service, port = fleet.replicas[0].service, fleet.own_port
+    ask = {"model": MODEL, "prompt": "Once", "temperature": 0, "max_tokens": 8}
+    story = post(port, "/v1/completions", ask)
+    assert (story.status, story.text) == (200, " upon a time, there was a little")
+    (gateway,) = [pid for pid in children_of(service.pid) if "gateway_process" in command_line(pid)]
+    os.kill(gateway, signal.SIGKILL)
+    assert service.next_line() == ready_line(port)
+    assert post(port, "/v1/completions", ask).text == story.text
+
+
 LONG = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "seed": 1}
 
 
@@ -253,7 +272,9 @@ def test_full_queues_are_429(fleet: Fleet, gateway: Gateway) -> None:
     message = scheduler_pb2.GenerateRequest(
         text=PROMPT, sampling={"n": MAX_NUM_SEQS, "max_tokens": 1900, "ignore_eos": True}
     )
-    calls = [replica.stub.Generate(message) for replica in fleet.replicas for _ in range(2)]
+    calls = [replica.stub.Generate(message) for replica in fleet.replicas]
+    wait_until(lambda: all(replica.loads().num_running == MAX_NUM_SEQS for replica in fleet.replicas))
+    calls += [replica.stub.Generate(message) for replica in fleet.replicas]
     wait_until(lambda: all(replica.loads().num_waiting == MAX_NUM_SEQS for replica in fleet.replicas))
     answer = gateway.post("/v1/completions", **LONG)
     assert answer.status == 429, answer
@@ -321,36 +342,15 @@ def test_a_replica_that_dies_ends_its_streams_and_comes_back(fleet: Fleet, gatew
 
 
 def test_without_replicas_it_is_503(fleet: Fleet, gateway: Gateway) -> None:
+    children = [pid for replica in fleet.replicas for pid in children_of(replica.service.pid)]
+    assert len(children) == 3, "two workers and a gateway"
     for replica in fleet.replicas:
         replica.service.send_signal(signal.SIGTERM)
     for replica in fleet.replicas:
         replica.stop()
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     answer = gateway.post("/v1/completions", **LONG)
     assert answer.status == 503, answer
-
-
-def test_one_command_serves_the_api() -> None:
-    port = free_port()
-    flags = ["--gateway", "--gateway-port", port, "--port", 0, "--metrics-port", 0, "--log-level", "error"]
-    service = Service("serve", [Path("models") / MODEL, "--num-device-blocks", 128, "--num-threads", 1, *flags])
-    try:
-        service.wait_until_ready()
-        url = f"ready on http://127.0.0.1:{port}"
-        assert service.next_line() == url
-        ask = {"model": MODEL, "prompt": "Once", "temperature": 0, "max_tokens": 8}
-        story = post(port, "/v1/completions", ask)
-        assert (story.status, story.text) == (200, " upon a time, there was a little")
-        (gateway,) = [pid for pid in children_of(service.pid) if "gateway_process" in command_line(pid)]
-        os.kill(gateway, signal.SIGKILL)
-        assert service.next_line() == url, "it is started again"
-        assert post(port, "/v1/completions", ask).text == story.text
-        children = children_of(service.pid)
-        assert len(children) == 2
-    finally:
-        assert service.stop() == 0
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
-    with pytest.raises(ConnectionRefusedError):
-        post(port, "/v1/completions", ask)
 
 
 def children_of(pid: int) -> list[int]:
