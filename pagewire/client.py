@@ -12,6 +12,7 @@ import grpc.aio
 
 from pagewire import wire
 from pagewire.attachment import Attachment
+from pagewire.authorized_channel import AuthorizedChannel
 from pagewire.completion import Completion, CompletionBuilder, Output, Result
 from pagewire.sampling import SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
@@ -36,7 +37,8 @@ class Client:
 
     `url` is "host:port", "grpc://host:port", "grpcs://host:port" (TLS) or a gRPC target such as "dns:///name:port".
     TLS is used with "grpcs://" or any of the PEM files `tls_ca` (who signs the server; default: the system's),
-    `tls_cert` and `tls_key` (this client, for mutual TLS). ValueError for a url or a set of files that cannot be.
+    `tls_cert` and `tls_key` (this client, for mutual TLS). `api_key` says whose requests these are, where the server
+    has tenants; without TLS others can read it. ValueError for a url, a key or a set of files that cannot be.
 
     Asynchronous, inside `async with`: `generate`, `acomplete`, `submit`, `attach`, `result`, `abort`, `get_request`,
     `blocks`, `server_info`, `loads`.
@@ -45,11 +47,22 @@ class Client:
     """
 
     def __init__(
-        self, url: str, *, tls_ca: str | None = None, tls_cert: str | None = None, tls_key: str | None = None
+        self,
+        url: str,
+        *,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        api_key: str | None = None,
     ) -> None:
         if (tls_cert is None) != (tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both or neither")
+        if api_key is not None and not (
+            api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
+        ):
+            raise ValueError("api_key must be printable ASCII without spaces around it, and not empty")
         self.url = url
+        self._api_key = api_key
         self._target = _target(url)
         self._credentials: grpc.ChannelCredentials | None = None
         if url.startswith("grpcs://") or tls_ca or tls_cert:
@@ -268,8 +281,10 @@ class Client:
     def _open(self, insecure_channel: Any, secure_channel: Any) -> Any:
         options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0 if LOOPBACK.match(self._target) else 1)]
         if self._credentials is None:
-            return insecure_channel(self._target, options=options)
-        return secure_channel(self._target, self._credentials, options=options)
+            channel = insecure_channel(self._target, options=options)
+        else:
+            channel = secure_channel(self._target, self._credentials, options=options)
+        return channel if self._api_key is None else AuthorizedChannel(channel, self._api_key)
 
     def _async_stub(self) -> pb_grpc.SchedulerServiceStub:
         if self._async_channel is None:

@@ -8,6 +8,8 @@ from pagewire.options import Parser
 
 DEFAULT_URL = "127.0.0.1:50051"
 URL_VARIABLE = "PAGEWIRE_URL"
+# No flag: the arguments of a process are seen by everybody on its machine.
+API_KEY_VARIABLE = "PAGEWIRE_API_KEY"
 
 
 def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None) -> None:
@@ -22,12 +24,13 @@ def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None
     parser.add_argument("--tls-ca", metavar="FILE", help="PEM file of who signs the server's certificate; turns TLS on")
     parser.add_argument("--tls-cert", metavar="FILE", help="PEM file of this client's certificate, for mutual TLS")
     parser.add_argument("--tls-key", metavar="FILE", help="PEM file of this client's private key, for mutual TLS")
+    parser.epilog = f"An API key, where the server asks for one, is taken from the variable {API_KEY_VARIABLE}."
 
 
 def client(parser: Parser, arguments: argparse.Namespace) -> Client:
     """A client as the flags say; ends the command for flags that cannot be."""
     tls = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
     try:
-        return Client(arguments.url, **tls)
+        return Client(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -20,7 +20,14 @@ GatewayFactory = Callable[[str], Supervisor]
 
 LOOPBACK = "127.0.0.1"
 # The supervisor connects the two on loopback: these have no meaning for `serve`.
-LINK_OPTIONS = ("worker", "worker_tls_ca", "worker_tls_cert", "worker_tls_key", "worker_tls_name")
+LINK_OPTIONS = (
+    "worker",
+    "worker_tls_ca",
+    "worker_tls_cert",
+    "worker_tls_key",
+    "worker_tls_name",
+    "tls_client_names",
+)
 
 
 def serve(arguments: Sequence[str]) -> int:
@@ -33,7 +40,7 @@ def serve(arguments: Sequence[str]) -> int:
     parser = _parser("serve", description, known, positional="model")
     resolved = _resolve(parser, known, arguments)
     worker_port = free_port(LOOPBACK)
-    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None}
+    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0}
     worker_config = _build(parser, resolved, WorkerConfig, host=LOOPBACK, port=worker_port, **link)
     scheduler_config = _build(parser, resolved, SchedulerConfig, worker=f"{LOOPBACK}:{worker_port}")
     gateway_config = _build(parser, resolved, GatewayConfig)

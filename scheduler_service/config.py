@@ -39,6 +39,10 @@ class SchedulerConfig:
     kv_events_buffer: int = _option(10_000, "batches of KV events that subscribers may fall behind")
     enable_prefix_caching: bool = _option(True, "reuse the KV cache of equal prefixes")
     record: str | None = _option(None, "file for all events and plans, for `pagewire replay`; it holds every prompt")
+    log_requests: bool = _option(False, "log a line for every sample that ends, not only for those that fail")
+    otlp_traces_endpoint: str | None = _option(
+        None, "collector of traces, http://HOST:PORT for OTLP over gRPC; needs the extra tracing"
+    )
     metrics_host: str = _option("127.0.0.1", "address to bind for /metrics")
     metrics_port: int | None = _option(
         None, "port of /metrics over HTTP; 0 is off; if unset 9090, or a free one (logged) where that is taken"
@@ -46,6 +50,11 @@ class SchedulerConfig:
     tls_cert: str | None = _option(None, "certificate chain of the public port, PEM file")
     tls_key: str | None = _option(None, "private key of the public port, PEM file")
     tls_client_ca: str | None = _option(None, "clients must present a certificate of this authority, PEM file")
+    tenants: str | None = _option(None, "YAML file of tenants, their API keys, certificates and quotas; see the README")
+    health_host: str = _option("127.0.0.1", "address to bind for --health-port")
+    health_port: int = _option(
+        0, "port of a plaintext health service, for probes that know no certificates; 0 is off, --port answers too"
+    )
     worker_tls_ca: str | None = _option(None, "the worker must present a certificate of this authority, PEM file")
     worker_tls_cert: str | None = _option(None, "certificate chain shown to the worker, PEM file")
     worker_tls_key: str | None = _option(None, "private key of that certificate, PEM file")
@@ -65,10 +74,15 @@ class SchedulerConfig:
             value, choices = getattr(self, option.name), option.metadata["choices"]
             if choices is not None and value not in choices:
                 raise ValueError(f"{_flag(option.name)} is {value!r}, but must be one of {', '.join(choices)}")
-        for name in ("port", "metrics_port"):
+        for name in ("port", "metrics_port", "health_port"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 raise ValueError(f"{_flag(name)} is {value}, but must be 0 to 65535")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint is {endpoint!r}, but must be http://HOST:PORT or https://HOST:PORT"
+            )
         host, _, port = self.worker.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"--worker is {self.worker!r}, but must be HOST:PORT")

@@ -8,26 +8,37 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
 from scheduler_service.activity import Activity
 from scheduler_service.config import SchedulerConfig
+from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.recording import Recorder, SchedulerArguments
 from scheduler_service.recording_scheduler import RecordingScheduler
+from scheduler_service.request_log import RequestLog
+from scheduler_service.rpc.authentication import Authentication
+from scheduler_service.rpc.credentials import server_credentials
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.intake import Intake
+from scheduler_service.rpc.interception import Enter, Interception
 from scheduler_service.rpc.malformed import MalformedRequests
+from scheduler_service.rpc.quota import Quotas
 from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME, SchedulerServicer, ServerInfo
+from scheduler_service.rpc.tenant_file import TenantFile
+from scheduler_service.rpc.trace_context import note_trace_context, trace_context_of_call
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.step_loop import StepLoop
 from scheduler_service.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from scheduler_service.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -101,25 +112,19 @@ class _Service:
         arguments = _scheduler_arguments(config, max_model_len)
         self._recorder = Recorder(config.record, arguments) if config.record else None
         scheduler = arguments.build()
+        info = _server_info(config, model, max_model_len)
+        self._tracing = _tracing(config, info)
+        on_submitted, on_sequence_ended = _request_observers(config, self._tracing)
         self._step_loop = StepLoop(
             RecordingScheduler(scheduler, self._recorder) if self._recorder else scheduler,
             self._metrics,
             worker_timeout=config.worker_timeout,
             kv_event_log=KvEventLog(config.kv_events_buffer),
             on_availability_changed=self._availability_changed.set,
+            on_submitted=on_submitted,
+            on_sequence_ended=on_sequence_ended,
         )
         self._activity = Activity(self._step_loop.stats, time.monotonic)
-        info = ServerInfo(
-            version=_version(),
-            served_model_name=config.served_model_name or model.name,
-            instance_id=secrets.token_hex(8),
-            chat_template=model.chat_template,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            pipeline_depth=config.pipeline_depth,
-            max_pending_calls=config.max_waiting_requests,
-        )
         self._channel = _worker_channel(config)
         self._worker_link = WorkerLink(
             self._channel,
@@ -130,7 +135,8 @@ class _Service:
             on_plan_sent=self._metrics.plan_sent,
             on_worker_hangs=on_worker_hangs,
         )
-        self._server = grpc.aio.server(interceptors=[MalformedRequests()], options=_SERVER_OPTIONS)
+        tenants = TenantFile(config.tenants) if config.tenants else None
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=_interceptors(tenants, self._tracing))
         servicer = SchedulerServicer(
             self._step_loop,
             model,
@@ -138,17 +144,23 @@ class _Service:
             info,
             DetachedRequests(retention=config.detached_retention, max_ended=config.max_detached_requests),
             lambda: self._activity.generation_throughput,
+            Quotas(tenants.quota) if tenants is not None else None,
         )
         servicer.add_to(self._server)
         service_names = [SERVICE_NAME, *self._add_vllm(servicer.intake, model, info)]
         self._health = Health(self._server, service_names)
         self._url = f"grpc://{config.host}:{_bind(self._server, config)}"
+        self._probed_server = _probed_server(config, self._health)
         if self._recorder is not None:
             self._recorder.open()
-        self._metrics_server = None
-        if config.metrics_port != 0:
-            collector = MetricsCollector(self._metrics, self._step_loop.stats, info.served_model_name)
-            self._metrics_server = MetricsServer(collector, config.metrics_host, config.metrics_port)
+        self._metrics_server = self._serve_metrics(info.served_model_name)
+
+    def _serve_metrics(self, model_name: str) -> MetricsServer | None:
+        """Raises OSError."""
+        if self._config.metrics_port == 0:
+            return None
+        collector = MetricsCollector(self._metrics, self._step_loop.stats, model_name)
+        return MetricsServer(collector, self._config.metrics_host, self._config.metrics_port)
 
     def _add_vllm(self, intake: Intake, model: ModelInfo, info: ServerInfo) -> list[str]:
         """Serve VllmEngine too; its name. Without its stubs everything else is served."""
@@ -165,6 +177,7 @@ class _Service:
         await self._health.set_liveness()
         await self._health.set_readiness(False)
         await self._server.start()
+        await self._probed_server.start()
         parts: list[asyncio.Task[Any]] = [
             asyncio.create_task(part)
             for part in (
@@ -184,6 +197,7 @@ class _Service:
         finally:
             self._step_loop.end_all("the server has shut down; send the request to another one")
             await self._server.stop(0 if stop_now.is_set() else _CLOSE_TIMEOUT)
+            await self._probed_server.stop(0)
             await _cancel([stopping, *parts])
             await self._channel.close()
             if self._metrics_server is not None:
@@ -192,6 +206,8 @@ class _Service:
                 self._tokenizer.close()
             if self._recorder is not None:
                 self._recorder.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def _report_readiness(self, ready: Callable[[str], None]) -> None:
         has_served = False
@@ -253,6 +269,63 @@ def _scheduler_arguments(config: SchedulerConfig, max_model_len: int) -> Schedul
     )
 
 
+def _tracing(config: SchedulerConfig, info: ServerInfo) -> "Tracing | None":
+    """Raises ValueError if it is asked for but not installed."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from scheduler_service.tracing import Tracing
+    except ImportError as error:
+        raise ValueError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}); pip install 'pagewire[tracing]'"
+        ) from error
+    return Tracing(
+        config.otlp_traces_endpoint,
+        model_name=info.served_model_name,
+        version=info.version,
+        read_context=trace_context_of_call,
+    )
+
+
+def _request_observers(
+    config: SchedulerConfig, tracing: "Tracing | None"
+) -> tuple[Callable[[Request], None], Callable[[Request, SequenceEnd, float], None]]:
+    """What hears of every request, and of every sample's end."""
+    log = RequestLog(logs_all=config.log_requests)
+    if tracing is None:
+        return lambda request: None, log.ended
+
+    def ended(request: Request, end: SequenceEnd, now: float) -> None:
+        log.ended(request, end, now)
+        tracing.sequence_ended(request, end, now)
+
+    return tracing.submitted, ended
+
+
+def _interceptors(tenants: TenantFile | None, tracing: "Tracing | None") -> list[grpc.aio.ServerInterceptor]:
+    """What stands before a call: who calls comes first, then whether it can be read."""
+    enters: list[Enter] = []
+    if tenants is not None:
+        enters.append(Authentication(tenants).enter)
+    if tracing is not None:
+        enters.append(note_trace_context)
+    return [Interception(enters), MalformedRequests()] if enters else [MalformedRequests()]
+
+
+def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> ServerInfo:
+    return ServerInfo(
+        version=_version(),
+        served_model_name=config.served_model_name or model.name,
+        instance_id=secrets.token_hex(8),
+        chat_template=model.chat_template,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        pipeline_depth=config.pipeline_depth,
+        max_pending_calls=config.max_waiting_requests,
+    )
+
+
 def _version() -> str:
     try:
         return metadata.version("pagewire")
@@ -262,19 +335,30 @@ def _version() -> str:
 
 def _bind(server: grpc.aio.Server, config: SchedulerConfig) -> int:
     """The port that was bound. Raises OSError."""
-    address = f"{config.host}:{config.port}"
+    credentials = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+    return _listen(server, f"{config.host}:{config.port}", credentials, "--port or --host")
+
+
+def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None, flags: str) -> int:
+    """The port that was bound; `flags` are those that choose it. Raises OSError."""
     try:
-        if config.tls_cert is None or config.tls_key is None:
+        if credentials is None:
             return server.add_insecure_port(address)
-        client_ca = _read(config.tls_client_ca)
-        credentials = grpc.ssl_server_credentials(
-            [(Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())],
-            root_certificates=client_ca,
-            require_client_auth=client_ca is not None,
-        )
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise OSError(f"cannot bind {address}: it may be taken; choose another --port or --host") from error
+        raise OSError(f"cannot bind {address}: it may be taken; choose another {flags}") from error
+
+
+def _probed_server(config: SchedulerConfig, health: Health) -> grpc.aio.Server:
+    """Answers probes that know no certificates, where that is asked for. Raises OSError."""
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    if config.health_port:
+        health.add_to(server)
+        address = f"{config.health_host}:{config.health_port}"
+        _listen(server, address, None, "--health-port or --health-host")
+    return server
 
 
 def _worker_channel(config: SchedulerConfig) -> grpc.aio.Channel:

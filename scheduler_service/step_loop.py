@@ -118,8 +118,12 @@ class StepLoop:
         fan_out: FanOut | None = None,
         kv_event_log: KvEventLog | None = None,
         on_availability_changed: Callable[[], None] = lambda: None,
+        on_submitted: Callable[[Request], None] = lambda request: None,
+        on_sequence_ended: Callable[[Request, SequenceEnd, float], None] = lambda request, end, now: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_submitted` gets every request that was taken, in the task of its caller; `on_sequence_ended` the end of
+        every sample, with its request and the time."""
         self._scheduler = scheduler
         self._observer = observer
         self._worker_timeout = worker_timeout
@@ -127,6 +131,8 @@ class StepLoop:
         self._kv_event_log = kv_event_log or KvEventLog(max_batches=10_000)
         self._kv_event_log_grew = asyncio.Event()  # a new one for each batch
         self._on_availability_changed = on_availability_changed
+        self._on_submitted = on_submitted
+        self._on_sequence_ended = on_sequence_ended
         self._clock = clock
         self._streams: dict[int, TokenStream] = {}
         self._inbox: deque[StepResult | int] = deque()  # results, and steps up to which all moves are done
@@ -138,6 +144,7 @@ class StepLoop:
         self._timer: asyncio.TimerHandle | None = None
         self._has_timed_out = False
         self._is_draining = False
+        self._has_ended = False
         self._epoch_is_fruitless = False  # it has a plan, but no token yet
         self._num_fruitless_epochs = 0
         self._num_unchecked_steps = 0
@@ -159,6 +166,7 @@ class StepLoop:
         sequence_ids = self._scheduler.add(request, now)
         for index, sequence_id in enumerate(sequence_ids):
             self._streams[sequence_id] = TokenStream(request, index, deliver, now)
+        self._on_submitted(request)
         self._idle.clear()
         self._wake.set()
         return sequence_ids
@@ -237,8 +245,9 @@ class StepLoop:
         await self._idle.wait()
 
     def end_all(self, message: str) -> None:
-        """End every request with NO_WORKER and this message."""
-        self._is_draining = True
+        """End every request with NO_WORKER and this message, and whoever waits for news of the cache."""
+        self._is_draining = self._has_ended = True
+        self._kv_event_log_grew.set()
         if self._link is not None:
             self._link.close(message)
             self._leave_epoch()
@@ -319,10 +328,10 @@ class StepLoop:
         """The smallest and the greatest number that `next_kv_events` takes."""
         return self._kv_event_log.first_start, self._kv_event_log.last_sequence_number
 
-    async def next_kv_events(self, sequence_number: int) -> KvEventBatch:
-        """The batch after this one, as soon as there is one. Raises LookupError if it is no longer held, or if this one
-        has not been yet."""
-        while (batch := self._kv_event_log.after(sequence_number)) is None:
+    async def next_kv_events(self, sequence_number: int) -> KvEventBatch | None:
+        """The batch after this one, as soon as there is one; None when there will be none any more. Raises LookupError
+        if it is no longer held, or if this one has not been yet."""
+        while (batch := self._kv_event_log.after(sequence_number)) is None and not self._has_ended:
             await self._kv_event_log_grew.wait()
         return batch
 
@@ -405,6 +414,7 @@ class StepLoop:
             stream.finish(end)
             self._fan_out.enqueue(stream)
             self._observer.sequence_ended(end, now)
+            self._on_sequence_ended(stream.request, end, now)
         if not self._streams:
             self._idle.set()
 

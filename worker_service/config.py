@@ -48,12 +48,21 @@ class WorkerConfig:
     tls_cert: str | None = _option(None, "file with the server's certificate chain, PEM; turns TLS on")
     tls_key: str | None = _option(None, "file with the server's private key, PEM")
     tls_client_ca: str | None = _option(None, "file with the CA that clients' certificates must come from, PEM")
+    tls_client_names: str | None = _option(
+        None,
+        "names that clients' certificates may bear, separated by commas; by default --tls-client-ca alone decides",
+    )
+    health_host: str = _option("127.0.0.1", "address to listen on at --health-port")
+    health_port: int = _option(
+        0, "port of a plaintext health service, for probes that know no certificates; 0 is off, --port answers too"
+    )
 
     def validate(self) -> None:
         """Raises ValueError that names the flag, its value and what it may be."""
         if not self.model:
             raise ValueError("--model is empty; give a checkpoint directory")
         _check_range("--port", self.port, 0, 65535)
+        _check_range("--health-port", self.health_port, 0, 65535)
         _check_choice("--device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _check_choice("--attention-backend", self.attention_backend, ("auto", "cpu", "torch"))
@@ -83,6 +92,8 @@ class WorkerConfig:
             raise ValueError("--tls-cert and --tls-key belong together; give both or neither")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+        if self.tls_client_names and not self.tls_client_ca:
+            raise ValueError("--tls-client-names needs --tls-client-ca")
 
 
 def parse_memory(flag: str, text: str) -> int:

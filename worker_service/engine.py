@@ -82,6 +82,11 @@ class Engine:
         """What the worker says of itself, once it is loaded."""
         return self._loaded.ready if self._loaded else None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread loads or computes, or waits for something to compute."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self, on_loaded: Callable[[Exception | None], object]) -> None:
         """Begin to load. `on_loaded` is called on the engine's thread, with the exception if loading failed."""
         self._thread = threading.Thread(target=self._run, args=(on_loaded,), name="engine", daemon=True)

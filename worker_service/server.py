@@ -13,7 +13,6 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,6 +20,7 @@ import grpc.aio
 
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
+from worker_service.rpc.credentials import server_credentials
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
 
 logger = logging.getLogger(__name__)
@@ -46,10 +46,16 @@ def serve(config: WorkerConfig) -> int:
         exit_with_parent(int(parent))
     try:
         config.validate()
-        return asyncio.run(_Server(config).run())
+        server = _Server(config)
+        status = asyncio.run(server.run())
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return 1
+    if server.is_computing:
+        # It was told to stop while it loaded. A thread in the middle of that would crash as the interpreter ends.
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 def limit_spinning(environ: MutableMapping[str, str]) -> None:
@@ -68,16 +74,27 @@ class _Server:
         self._stop = asyncio.Event()
         self._engine = Engine(self._load)
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether the engine's thread is still there."""
+        return self._engine.is_running
+
     async def run(self) -> int:
         """Raises ValueError or OSError for what a person can put right: flags, files, the port."""
         self._install_signal_handlers()
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        servicer = WorkerServicer(self._engine)
+        servicer = WorkerServicer(self._engine, client_names=_names(self._config.tls_client_names))
         servicer.add_to(server)
-        health = _Health(server)
+        health = _Health()
+        health.add_to(server)
         _enable_reflection(server)
         port = _bind(server, self._config)
+        probed = grpc.aio.server(options=_SERVER_OPTIONS)
+        if self._config.health_port:
+            health.add_to(probed)
+            _listen(probed, self._config.health_host, self._config.health_port, None, "--health-port")
         await server.start()
+        await probed.start()
         try:
             await health.set(_LIVENESS_NAME, serving=True)
             await health.set_ready(False)
@@ -93,6 +110,7 @@ class _Server:
         finally:
             await servicer.close()
             await server.stop(_STOP_GRACE_S)
+            await probed.stop(0)
         return 0
 
     def _load(self) -> LoadedWorker:
@@ -156,13 +174,19 @@ class _Server:
 class _Health:
     """The standard health service where grpcio-health-checking is installed, else nothing."""
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self) -> None:
         self._servicer: Any = None
         with contextlib.suppress(ImportError):
-            from grpc_health.v1 import health, health_pb2_grpc
+            from grpc_health.v1 import health
 
             self._servicer = health.aio.HealthServicer()
-            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        if self._servicer is None:
+            return
+        from grpc_health.v1 import health_pb2_grpc
+
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_ready(self, ready: bool) -> None:
         for name in ("", SERVICE_NAME):
@@ -191,26 +215,32 @@ def _enable_reflection(server: grpc.aio.Server) -> None:
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:
     """The port that is bound. Raises OSError, with a text for people, if it cannot be."""
-    address = _join(config.host, config.port)
-    credentials = _credentials(config)
+    credentials = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+    return _listen(server, config.host, config.port, credentials, "--port")
+
+
+def _listen(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, flag: str
+) -> int:
+    """The port that is bound; `flag` is what chooses it. Raises OSError."""
+    address = _join(host, port)
     try:
         if credentials is None:
-            port = server.add_insecure_port(address)
+            bound = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, credentials)
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError:
-        port = 0
-    if port == 0:
-        raise OSError(f"cannot listen on {address}: the port is taken or the address is not this machine's; see --port")
-    return port
+        bound = 0
+    if bound == 0:
+        raise OSError(f"cannot listen on {address}: the port is taken or the address is not this machine's; see {flag}")
+    return bound
 
 
-def _credentials(config: WorkerConfig) -> grpc.ServerCredentials | None:
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    pair = (Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes())
-    client_ca = Path(config.tls_client_ca).read_bytes() if config.tls_client_ca else None
-    return grpc.ssl_server_credentials([pair], root_certificates=client_ca, require_client_auth=client_ca is not None)
+def _names(text: str | None) -> frozenset[str] | None:
+    """Names that commas separate, None for any."""
+    return None if text is None else frozenset(name.strip() for name in text.split(","))
 
 
 def _join(host: str, port: int) -> str:

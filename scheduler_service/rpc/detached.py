@@ -1,6 +1,7 @@
 """Requests that run whether or not a client is there, and are kept for a while after their end."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
@@ -109,6 +110,7 @@ class DetachedRequests:
         self._max_ended = max_ended
         self._requests: dict[tuple[str, str], DetachedRequest] = {}
         self._ended: dict[tuple[str, str], asyncio.TimerHandle] = {}  # oldest first
+        self._num_ended: Counter[str] = Counter()  # by tenant; none is 0
 
     def add(self, request: DetachedRequest) -> None:
         """A request that runs, of a name that is not here."""
@@ -129,9 +131,18 @@ class DetachedRequests:
 
     def _keep(self, key: tuple[str, str]) -> None:
         self._ended[key] = asyncio.get_running_loop().call_later(self._retention, self._forget, key)
+        self._num_ended[key[0]] += 1
         if len(self._ended) > self._max_ended:
-            self._forget(next(iter(self._ended)))
+            self._forget(self._dispensable())
+
+    def _dispensable(self) -> tuple[str, str]:
+        """The oldest of the tenant that has most: nobody can push out what others keep."""
+        most = max(self._num_ended.values())
+        return next(key for key in self._ended if self._num_ended[key[0]] == most)
 
     def _forget(self, key: tuple[str, str]) -> None:
         self._ended.pop(key).cancel()
+        self._num_ended[key[0]] -= 1
+        if not self._num_ended[key[0]]:
+            del self._num_ended[key[0]]
         del self._requests[key]

@@ -21,7 +21,7 @@ class Health:
         self._ready_names = ("", *service_names)
         service_names = list(service_names)
         if importlib.util.find_spec("grpc_health"):
-            from grpc_health.v1 import health_pb2, health_pb2_grpc
+            from grpc_health.v1 import health_pb2
             from grpc_health.v1.health import aio
 
             self._servicer = aio.HealthServicer()
@@ -29,12 +29,19 @@ class Health:
                 True: health_pb2.HealthCheckResponse.SERVING,
                 False: health_pb2.HealthCheckResponse.NOT_SERVING,
             }
-            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+            self.add_to(server)
             service_names.append(health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         if importlib.util.find_spec("grpc_reflection"):
             from grpc_reflection.v1alpha import reflection
 
             reflection.enable_server_reflection([*service_names, reflection.SERVICE_NAME], server)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Answer on one more server that has not started."""
+        if self._servicer is not None:
+            from grpc_health.v1 import health_pb2_grpc
+
+            health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set_liveness(self) -> None:
         await self._set(LIVENESS, True)

@@ -1,14 +1,18 @@
 """The way of a GenerateRequest into the scheduler: checked, tokenized, admitted."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import grpc
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
+from scheduler_service.rpc.authentication import tenant_of_call
 from scheduler_service.rpc.delivery import Delivery, Delta
 from scheduler_service.rpc.generate_request import ServedModel, check_before_tokenizing, resolve_request, text_options
+from scheduler_service.rpc.quota import Claim, Quotas
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.transcript import Decoder, Transcript
 
@@ -27,6 +31,9 @@ class StepLoop(Protocol):
 
     @property
     def max_sequence_tokens(self) -> int: ...
+
+    @property
+    def capacity(self) -> WorkerCapacity | None: ...
 
     def now(self) -> float: ...
 
@@ -58,13 +65,16 @@ class Intake:
         *,
         max_pending_calls: int,
         is_taken: Callable[[str, str], bool],
+        quotas: Quotas | None = None,
     ) -> None:
-        """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name."""
+        """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name. Without
+        `quotas` tenants are held to none."""
         self._step_loop = step_loop
         self._model = model
         self._tokenizer = tokenizer
         self._max_pending_calls = max_pending_calls
         self._is_taken = is_taken
+        self._quotas = quotas
         self._num_pending = 0  # calls whose request is not in the scheduler yet
 
     async def resolve(
@@ -79,6 +89,7 @@ class Intake:
         `clamps_max_tokens`: more tokens than can fit are as many as fit, instead of an error.
         """
         deadline = None if time_remaining is None else self._step_loop.now() + time_remaining
+        message.tenant = tenant_of_call(message.tenant)
         check_before_tokenizing(message, self._model)
         self._check_available()
         if self._num_pending >= self._max_pending_calls:
@@ -86,20 +97,24 @@ class Intake:
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self._num_pending} calls wait to be queued, the limit is {self._max_pending_calls}; try again later",
             )
-        self._num_pending += 1
-        try:
-            await self._step_loop.wait_for_first_worker()
-            if message.WhichOneof("prompt") == "text" and self._tokenizer is not None:
-                prompt_token_ids = await self._tokenizer.encode(message.text)
-            else:
-                prompt_token_ids = list(message.token_ids.ids)
-        finally:
-            self._num_pending -= 1
+        with contextlib.nullcontext() if self._quotas is None else self._quotas.pending(message.tenant):
+            prompt_token_ids = await self._tokenize(message)
         max_sequence_tokens = self._step_loop.max_sequence_tokens
         if clamps_max_tokens and message.sampling.HasField("max_tokens"):
             num_free = max(1, max_sequence_tokens - len(prompt_token_ids))
             message.sampling.max_tokens = min(message.sampling.max_tokens, num_free)
         return resolve_request(message, prompt_token_ids, self._model, max_sequence_tokens, deadline)
+
+    async def _tokenize(self, message: scheduler_pb2.GenerateRequest) -> list[int]:
+        """The tokens of the prompt, once it is known what fits."""
+        self._num_pending += 1
+        try:
+            await self._step_loop.wait_for_first_worker()
+            if message.WhichOneof("prompt") == "text" and self._tokenizer is not None:
+                return await self._tokenizer.encode(message.text)
+            return list(message.token_ids.ids)
+        finally:
+            self._num_pending -= 1
 
     def transcripts(
         self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
@@ -129,12 +144,31 @@ class Intake:
                 f"the result of a detached request {request.request_id!r} is kept; choose another request_id",
                 "request_id",
             )
+        claim = self._claim(request)
         try:
-            delivery.sequence_ids = self._step_loop.submit(request, delivery.deliver)
+            deliver = delivery.deliver if claim is None else _deliver_and_count(delivery, claim)
+            delivery.sequence_ids = self._step_loop.submit(request, deliver)
         except AdmissionError as error:
+            if claim is not None:
+                claim.release()
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
+
+    def _claim(self, request: Request) -> Claim | None:
+        """What the request counts for in its tenant's quota. Raises RpcError."""
+        capacity = self._step_loop.capacity
+        if self._quotas is None or capacity is None:
+            return None
+        return self._quotas.claim(request, capacity.block_size)
 
     def _check_available(self) -> None:
         reason = self._step_loop.unavailable_reason
         if reason:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, reason)
+
+
+def _deliver_and_count(delivery: Delivery, claim: Claim) -> Callable[[Delta], None]:
+    def deliver(delta: Delta) -> None:
+        claim.take_news(delta)
+        delivery.deliver(delta)
+
+    return deliver

@@ -30,15 +30,16 @@ class KvEventSource(Protocol):
 
     def kv_snapshot(self) -> KvEventBatch: ...
 
-    async def next_kv_events(self, sequence_number: int) -> KvEventBatch:
-        """Raises LookupError for a number outside the range."""
+    async def next_kv_events(self, sequence_number: int) -> KvEventBatch | None:
+        """None when the server ends. Raises LookupError for a number outside the range."""
         ...
 
 
 async def kv_event_messages(
     request: scheduler_pb2.SubscribeKvEventsRequest, source: KvEventSource, instance_id: str
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
-    """Endless. Raises RpcError when the next batch is not held, or if the start is another scheduler's."""
+    """As long as the server lives. Raises RpcError when that ends, when the next batch is not held, or if the start is
+    another scheduler's."""
     if request.instance_id and request.instance_id != instance_id:
         raise RpcError(
             grpc.StatusCode.OUT_OF_RANGE,
@@ -76,6 +77,8 @@ async def _endless(
                 "are; subscribe without start_sequence_number for a snapshot",
                 "start_sequence_number",
             ) from None
+        if batch is None:
+            raise RpcError(grpc.StatusCode.UNAVAILABLE, "the server has shut down; subscribe at its successor")
         for message in _messages(batch):
             yield message
         last = batch.sequence_number

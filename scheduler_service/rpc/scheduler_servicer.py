@@ -13,11 +13,13 @@ from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import BlockMap, RequestReport, SchedulerStats
 from scheduler_service.rpc import intake, kv_event_stream, report
+from scheduler_service.rpc.authentication import check_operator, tenant_of_call
 from scheduler_service.rpc.call import Call
 from scheduler_service.rpc.detached import DetachedRequest, DetachedRequests
 from scheduler_service.rpc.generate_request import ServedModel
 from scheduler_service.rpc.history import History
 from scheduler_service.rpc.kv_event_stream import kv_event_messages
+from scheduler_service.rpc.quota import Quotas
 from scheduler_service.rpc.sample import Sample
 from scheduler_service.rpc.status import RpcError, abort
 
@@ -76,15 +78,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         info: ServerInfo,
         detached: DetachedRequests,
         generation_throughput: Callable[[], float],
+        quotas: Quotas | None = None,
     ) -> None:
-        """`generation_throughput` is in output tokens per second."""
+        """`generation_throughput` is in output tokens per second. Without `quotas` nobody is held to any."""
         self._step_loop = step_loop
         self._model = model
         self._info = info
         self._detached = detached
         self._generation_throughput = generation_throughput
         self._intake = intake.Intake(
-            step_loop, model, tokenizer, max_pending_calls=info.max_pending_calls, is_taken=detached.has
+            step_loop,
+            model,
+            tokenizer,
+            max_pending_calls=info.max_pending_calls,
+            is_taken=detached.has,
+            quotas=quotas,
         )
 
     @property
@@ -105,9 +113,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.AbortResponse:
         try:
-            self._step_loop.abort(request.tenant, request.request_id)
+            self._step_loop.abort(tenant_of_call(request.tenant), request.request_id)
         except KeyError:
             await abort(context, _unknown(request.request_id))
+        except RpcError as error:
+            await abort(context, error)
         return scheduler_pb2.AbortResponse()
 
     async def Submit(
@@ -120,7 +130,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
         try:
-            detached = self._detached.find(request.tenant, request.request_id)
+            detached = self._detached.find(tenant_of_call(request.tenant), request.request_id)
             await _write_all(detached.responses(request), context)
         except RpcError as error:
             await abort(context, error)
@@ -129,7 +139,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetResultResponse:
         try:
-            return self._detached.find(request.tenant, request.request_id).result()
+            return self._detached.find(tenant_of_call(request.tenant), request.request_id).result()
         except RpcError as error:
             await abort(context, error)
 
@@ -137,20 +147,27 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetRequestRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetRequestResponse:
         try:
-            found = self._step_loop.report(request.tenant, request.request_id)
+            found = self._step_loop.report(tenant_of_call(request.tenant), request.request_id)
         except KeyError:
             await abort(context, _unknown(request.request_id))
+        except RpcError as error:
+            await abort(context, error)
         return report.encode_report(found, self._step_loop.now())
 
     async def GetBlocks(
         self, request: scheduler_pb2.GetBlocksRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetBlocksResponse:
+        try:
+            check_operator("the map of blocks")
+        except RpcError as error:
+            await abort(context, error)
         return report.encode_block_map(self._step_loop.block_map())
 
     async def SubscribeKvEvents(
         self, request: scheduler_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
         try:
+            check_operator("what is in the prefix cache")
             await _write_all(kv_event_messages(request, self._step_loop, self._info.instance_id), context)
         except RpcError as error:
             await abort(context, error)

@@ -268,12 +268,12 @@ async def test_unknown_foreign_and_expired_ids_look_alike(checkpoint: Path) -> N
         assert {text.replace("other", "mine") for text in await texts_of("other", "me")} == foreign
         # The name is free again.
         await submit(stack, PROMPT, name="mine", tenant="me", max_tokens=3)
-        # Beyond the number that is kept, the oldest goes first; what runs stays.
+        # Beyond the number that is kept, the oldest of who has most goes first; what runs stays.
         running = await submit(stack, PROMPT, max_tokens=200)
         await until_ended(stack, "mine", "me")
         for name in ("a", "b"):
-            await submit(stack, PROMPT, name=name, max_tokens=3)
-            await until_ended(stack, name)
+            await submit(stack, PROMPT, name=name, tenant="me", max_tokens=3)
+            await until_ended(stack, name, "me")
         assert await texts_of("mine", "me") == foreign
         assert (await until_ended(stack, running)).state == pb.RESULT_STATE_FINISHED
 

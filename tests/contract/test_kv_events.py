@@ -249,7 +249,7 @@ class Source:
     def kv_snapshot(self) -> KvEventBatch:
         return KvEventBatch(self._log.last_sequence_number, self._content)
 
-    async def next_kv_events(self, sequence_number: int) -> KvEventBatch:
+    async def next_kv_events(self, sequence_number: int) -> KvEventBatch | None:
         batch = self._log.after(sequence_number)
         assert batch is not None
         return batch

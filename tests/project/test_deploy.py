@@ -3,58 +3,61 @@
 import dataclasses
 import importlib
 import re
-import shlex
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 
-ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
-BASE = DEPLOY / "base"
-OVERLAYS = sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml"))
+from tests.project.manifests import (
+    BASE,
+    COMPONENTS,
+    DEPLOY,
+    OVERLAYS,
+    Manifest,
+    base_objects,
+    documents,
+    find,
+    flags_of,
+    overlays,
+    pod_templates,
+    ports_of,
+    rendered,
+)
+
 KUBERNETES_VERSION = "1.32"
 READINESS_SERVICES = {
     "scheduler": "pagewire.scheduler.v1.SchedulerService",
+    "frontend": "pagewire.scheduler.v1.SchedulerService",
     "worker": "pagewire.worker.v1.WorkerService",
 }
 CONFIGS = {
     "scheduler": ("scheduler_service.config", "SchedulerConfig"),
     "worker": ("worker_service.config", "WorkerConfig"),
 }
+# Kinds of other projects, of which the schemas are not here.
+CUSTOM_KINDS = {
+    "LeaderWorkerSet",
+    "ScaledObject",
+    "PodMonitor",
+    "PrometheusRule",
+    "Certificate",
+    "Issuer",
+}
+DNS_PORTS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
+
+components = pytest.mark.parametrize("component", ["scheduler", "worker"])
 
 
-def documents(path: Path) -> list[dict[str, Any]]:
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
-
-
-def base_objects() -> list[dict[str, Any]]:
-    kustomization = documents(BASE / "kustomization.yaml")[0]
-    return [item for name in kustomization["resources"] for item in documents(BASE / name)]
-
-
-def find(objects: list[dict[str, Any]], kind: str, component: str) -> dict[str, Any]:
-    (found,) = [
-        item for item in objects if item["kind"] == kind and item["metadata"]["name"] == f"pagewire-{component}"
-    ]
-    return found
-
-
-def pod_of(component: str) -> dict[str, Any]:
+def pod_of(component: str) -> Manifest:
     return find(base_objects(), "Deployment", component)["spec"]["template"]["spec"]
 
 
-def container_of(component: str) -> dict[str, Any]:
+def container_of(component: str) -> Manifest:
     (container,) = pod_of(component)["containers"]
     return container
-
-
-def flags_of(component: str) -> dict[str, str]:
-    return dict(argument.removeprefix("--").split("=", 1) for argument in container_of(component)["args"])
 
 
 def settings_of(component: str) -> set[str]:
@@ -66,20 +69,24 @@ def overlay_worker(name: str) -> dict[str, Any]:
     return documents(DEPLOY / "overlays" / name / "worker.yaml")[0]["spec"]["template"]["spec"]
 
 
-def rendered(overlay: Path) -> list[dict[str, Any]]:
-    if shutil.which("kubectl") is None:
-        pytest.skip("no kubectl on this machine to render the overlays with")
-    result = subprocess.run(["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return [document for document in yaml.safe_load_all(result.stdout) if document]
+def policy_of(objects: list[Manifest], component: str) -> Manifest:
+    return find(objects, "NetworkPolicy", component)["spec"]
 
 
-components = pytest.mark.parametrize("component", ["scheduler", "worker"])
-overlays = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def peers(rule: Manifest, direction: str) -> list[str]:
+    """Who a rule is about: components, and labels of pods and namespaces."""
+    found = []
+    for peer in rule[direction]:
+        (selector,) = peer.values()
+        labels = dict(selector["matchLabels"])
+        if labels.pop("app.kubernetes.io/name", "") == "pagewire":
+            found.append(labels.pop("app.kubernetes.io/component"))
+        found += [f"{next(iter(peer))}:{name}={value}" for name, value in labels.items()]
+    return found
 
 
 @pytest.mark.parametrize("manifest", base_objects(), ids=lambda item: f"{item['kind']}-{item['metadata']['name']}")
-def test_base_manifest_is_valid(manifest: dict[str, Any]) -> None:
+def test_base_manifest_is_valid(manifest: Manifest) -> None:
     assert kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
 
 
@@ -93,65 +100,102 @@ def test_validation_sees_a_misspelt_field() -> None:
 @overlays
 def test_rendered_overlay_is_valid(overlay: Path) -> None:
     objects = rendered(overlay)
-    assert len(objects) == len(base_objects())
+    assert len(objects) >= len(base_objects()) - 2
     for manifest in objects:
-        kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+        if manifest["kind"] not in CUSTOM_KINDS:
+            assert kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+    for component, template in pod_templates(objects):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": component}, "spec": template["spec"]}
+        assert kubernetes_validate.validate(pod, KUBERNETES_VERSION, strict=True)
 
 
-@pytest.mark.parametrize("folder", [BASE, *OVERLAYS], ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [BASE, *COMPONENTS, *OVERLAYS], ids=lambda path: path.name)
 def test_every_file_is_named_by_its_kustomization_and_exists(folder: Path) -> None:
     kustomization = documents(folder / "kustomization.yaml")[0]
-    named = kustomization["resources"] + [patch["path"] for patch in kustomization.get("patches", [])]
+    named = kustomization.get("resources", []) + kustomization.get("components", [])
+    named += [patch["path"] for patch in kustomization.get("patches", [])]
+    named += [name for generator in kustomization.get("configMapGenerator", []) for name in generator["files"]]
     for name in named:
         assert (folder / name).exists(), f"{folder.name}/kustomization.yaml names {name}, which does not exist"
-    assert {path.name for path in folder.glob("*.yaml")} == {"kustomization.yaml"} | {
-        Path(n).name for n in named if n.endswith(".yaml")
+    assert {path.name for path in folder.iterdir()} == {"kustomization.yaml"} | {
+        Path(name).name for name in named if Path(name).suffix
     }
 
 
+def test_every_component_is_in_an_overlay() -> None:
+    used = {
+        (overlay / name).resolve()
+        for overlay in OVERLAYS
+        for name in documents(overlay / "kustomization.yaml")[0].get("components", [])
+    }
+    assert used == set(COMPONENTS)
+
+
 @overlays
-def test_patches_target_existing_objects_and_containers(overlay: Path) -> None:
-    existing = {(item["kind"], item["metadata"]["name"]): item for item in base_objects()}
-    for patch in documents(overlay / "kustomization.yaml")[0].get("patches", []):
-        for document in documents(overlay / patch["path"]):
-            target = existing[document["kind"], document["metadata"]["name"]]
-            names = {container["name"] for container in target["spec"]["template"]["spec"]["containers"]}
-            assert {container["name"] for container in document["spec"]["template"]["spec"]["containers"]} <= names
+def test_ports_probes_and_services_agree(overlay: Path) -> None:
+    objects = rendered(overlay)
+    for component, template in pod_templates(objects):
+        pod, flags, ports = template["spec"], flags_of(template["spec"]), ports_of(template["spec"])
+        assert ports.get("grpc", ports.get("http")) == int(flags["port"])
+        assert ports.get("health") == (int(flags["health-port"]) if "health-port" in flags else None)
+        metrics_port = flags.get("metrics-port", flags.get("prometheus-port"))
+        assert ports.get("metrics") == (None if metrics_port is None else int(metrics_port))
+        hosts = [value for name, value in flags.items() if name.endswith("host")]
+        assert set(hosts) == {"0.0.0.0"}, "the default, loopback, is out of reach for probes and Services"
+        (container,) = pod["containers"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            if component in READINESS_SERVICES:
+                assert container[probe]["grpc"]["port"] == ports.get("health", ports["grpc"])
+        if ("Service", f"pagewire-{component}") not in [(o["kind"], o["metadata"]["name"]) for o in objects]:
+            assert (overlay.name, component) in [("pairs", "worker"), ("keda", "worker")]
+            continue
+        service = find(objects, "Service", component)["spec"]
+        assert all(port["targetPort"] in ports for port in service["ports"])
+        assert {port["appProtocol"] for port in service["ports"]} <= {"kubernetes.io/h2c", "http"}
+        assert all(
+            (port["name"] == "grpc") == (port["appProtocol"] == "kubernetes.io/h2c") for port in service["ports"]
+        )
 
 
-@components
-def test_ports_agree(component: str) -> None:
-    container, flags = container_of(component), flags_of(component)
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports["grpc"] == int(flags["port"])
-    assert ports.get("metrics") == (int(flags["metrics-port"]) if "metrics-port" in flags else None)
-    assert flags["host"] == "0.0.0.0", "the default, loopback, is out of reach for probes and Services"
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert container[probe]["grpc"]["port"] == ports["grpc"]
-    service = find(base_objects(), "Service", component)["spec"]
-    assert {port["name"]: port["port"] for port in service["ports"]} == ports
-    assert all(port["targetPort"] in ports for port in service["ports"])
-    assert [port["appProtocol"] for port in service["ports"] if port["name"] == "grpc"] == ["kubernetes.io/h2c"]
+@pytest.mark.parametrize("component", ["scheduler", "worker", "gateway"])
+def test_image_exposes_the_ports(component: str) -> None:
+    (template,) = [t for name, t in pod_templates(rendered(DEPLOY / "overlays" / "smg")) if name == component]
     exposed = re.search(r"^EXPOSE (.+)$", (DEPLOY / f"Dockerfile.{component}").read_text(), re.MULTILINE)
     assert exposed is not None
-    assert sorted(map(int, exposed[1].split())) == sorted(ports.values())
+    assert sorted(map(int, exposed[1].split())) == sorted(ports_of(template["spec"]).values())
 
 
 def test_scheduler_dials_the_headless_service_of_the_worker() -> None:
     service = find(base_objects(), "Service", "worker")
     assert service["spec"]["clusterIP"] == "None"
-    assert flags_of("scheduler")["worker"] == f"{service['metadata']['name']}:{flags_of('worker')['port']}"
+    assert (
+        flags_of(pod_of("scheduler"))["worker"] == f"{service['metadata']['name']}:{flags_of(pod_of('worker'))['port']}"
+    )
+
+
+def test_frontends_dial_the_scheduler() -> None:
+    objects = rendered(DEPLOY / "overlays" / "frontends")
+    service = find(objects, "Service", "scheduler")
+    flags = flags_of(find(objects, "Deployment", "frontend")["spec"]["template"]["spec"])
+    assert flags["scheduler"] == f"{service['metadata']['name']}:{flags_of(pod_of('scheduler'))['port']}"
 
 
 @components
 def test_probes_ask_for_served_health_services(component: str) -> None:
-    container = container_of(component)
-    assert container["livenessProbe"]["grpc"]["service"] == "liveness"
-    assert container["readinessProbe"]["grpc"]["service"] == READINESS_SERVICES[component]
     module = importlib.import_module(f"protos.gen.pagewire.{component}.v1.{component}_pb2")
-    assert [service.full_name for service in module.DESCRIPTOR.services_by_name.values()] == [
-        READINESS_SERVICES[component]
-    ]
+    assert READINESS_SERVICES[component] in [s.full_name for s in module.DESCRIPTOR.services_by_name.values()]
+
+
+@overlays
+def test_liveness_does_not_depend_on_a_peer(overlay: Path) -> None:
+    for component, template in pod_templates(rendered(overlay)):
+        (container,) = template["spec"]["containers"]
+        if component in READINESS_SERVICES:
+            assert container["livenessProbe"]["grpc"]["service"] == "liveness"
+            assert container["readinessProbe"]["grpc"]["service"] == READINESS_SERVICES[component]
+        else:
+            assert container["livenessProbe"]["httpGet"] == {"path": "/liveness", "port": "http"}
+            assert container["readinessProbe"]["httpGet"] == {"path": "/readiness", "port": "http"}
 
 
 def test_a_worker_may_load_for_30_minutes() -> None:
@@ -159,23 +203,70 @@ def test_a_worker_may_load_for_30_minutes() -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 30 * 60
 
 
-@components
-def test_selectors_match_the_pods(component: str) -> None:
-    objects = base_objects()
-    deployment = find(objects, "Deployment", component)["spec"]
-    labels = deployment["template"]["metadata"]["labels"].items()
-    assert deployment["selector"]["matchLabels"].items() <= labels
-    assert find(objects, "Service", component)["spec"]["selector"].items() <= labels
+@overlays
+def test_selectors_match_the_pods(overlay: Path) -> None:
+    objects = rendered(overlay)
+    labels = {component: template["metadata"]["labels"].items() for component, template in pod_templates(objects)}
+    for item in objects:
+        name = item["metadata"]["name"].removeprefix("pagewire-")
+        selectors = {
+            "Deployment": lambda spec: spec["selector"]["matchLabels"],
+            "PodDisruptionBudget": lambda spec: spec["selector"]["matchLabels"],
+            "NetworkPolicy": lambda spec: spec["podSelector"]["matchLabels"],
+            "Service": lambda spec: spec["selector"],
+            "PodMonitor": lambda spec: spec["selector"]["matchLabels"],
+        }
+        if item["kind"] in selectors:
+            selected = selectors[item["kind"]](item["spec"]).items()
+            matched = {component for component, own in labels.items() if selected <= own}
+            assert matched == {"scheduler" if item["kind"] == "PodMonitor" else name}
 
 
-def test_only_the_scheduler_reaches_the_worker() -> None:
-    policy = find(base_objects(), "NetworkPolicy", "worker")["spec"]
-    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "worker"
-    (rule,) = policy["ingress"]
-    assert [peer["podSelector"]["matchLabels"] for peer in rule["from"]] == [
-        {"app.kubernetes.io/component": "scheduler"}
-    ]
-    assert [port["port"] for port in rule["ports"]] == [int(flags_of("worker")["port"])]
+@overlays
+def test_every_pod_has_a_policy_and_a_disruption_budget(overlay: Path) -> None:
+    objects = rendered(overlay)
+    for component, _ in pod_templates(objects):
+        assert policy_of(objects, component)["policyTypes"] == ["Ingress", "Egress"]
+        assert find(objects, "PodDisruptionBudget", component)["spec"]["maxUnavailable"] == 1
+
+
+@overlays
+def test_only_the_scheduler_reaches_the_worker(overlay: Path) -> None:
+    objects = rendered(overlay)
+    worker = policy_of(objects, "worker")
+    (rule,) = worker["ingress"]
+    assert peers(rule, "from") == ["scheduler"]
+    assert [port["port"] for port in rule["ports"]] == [int(flags_of(pod_of("worker"))["port"])]
+    assert worker["egress"] == []
+    to_worker, dns = policy_of(objects, "scheduler")["egress"]
+    assert peers(to_worker, "to") == ["worker"]
+    assert to_worker["ports"] == rule["ports"]
+    assert dns["ports"] == DNS_PORTS
+
+
+def test_clients_and_prometheus_reach_the_scheduler() -> None:
+    flags = flags_of(pod_of("scheduler"))
+    clients, prometheus = policy_of(base_objects(), "scheduler")["ingress"]
+    labels = ["podSelector:pagewire-client=true", "namespaceSelector:pagewire-client=true"]
+    assert peers(clients, "from") == ["gateway", "frontend", *labels]
+    assert [port["port"] for port in clients["ports"]] == [int(flags["port"])]
+    assert peers(prometheus, "from") == ["namespaceSelector:kubernetes.io/metadata.name=monitoring"]
+    assert [port["port"] for port in prometheus["ports"]] == [int(flags["metrics-port"])]
+
+
+def test_the_gateway_finds_schedulers_and_may_do_no_more() -> None:
+    objects = rendered(DEPLOY / "overlays" / "smg")
+    role = find(objects, "Role", "gateway")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    binding = find(objects, "RoleBinding", "gateway")
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
+    pod = find(objects, "Deployment", "gateway")["spec"]["template"]["spec"]
+    assert [subject["name"] for subject in binding["subjects"]] == [pod["serviceAccountName"]]
+    flags = flags_of(pod)
+    key, _, value = flags["selector"].partition("=")
+    assert find(objects, "Deployment", "scheduler")["spec"]["template"]["metadata"]["labels"][key] == value
+    assert flags["service-discovery-port"] == flags_of(pod_of("scheduler"))["port"]
+    assert peers(policy_of(objects, "gateway")["egress"][0], "to") == ["scheduler"]
 
 
 @components
@@ -185,49 +276,57 @@ def test_one_replica_at_a_time(component: str) -> None:
     assert deployment["strategy"] == {"type": "Recreate"}
 
 
-def test_grace_periods_add_up() -> None:
-    pre_stop = {name: container_of(name)["lifecycle"]["preStop"]["sleep"]["seconds"] for name in CONFIGS}
-    drain = int(flags_of("scheduler")["drain-timeout"])
-    assert pod_of("scheduler")["terminationGracePeriodSeconds"] > pre_stop["scheduler"] + drain
-    assert pre_stop["worker"] >= pre_stop["scheduler"] + drain, "the worker exits last"
-    # A running step is finished first, and the scheduler waits up to 30 s for one.
-    assert pod_of("worker")["terminationGracePeriodSeconds"] > pre_stop["worker"] + 30
-
-
-@components
-def test_pods_are_locked_down(component: str) -> None:
-    pod, container = pod_of(component), container_of(component)
-    assert pod["automountServiceAccountToken"] is False
-    assert pod["enableServiceLinks"] is False
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["runAsUser"] == 10001
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC"))
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
-    assert "emptyDir" in volumes[mounts["/tmp"]["name"]]
-    assert mounts[flags_of(component)["model"]]["readOnly"] is True
-    assert volumes[mounts["/model"]["name"]]["persistentVolumeClaim"]["readOnly"] is True
-    assert set(container["resources"]) == {"requests", "limits"}
+@overlays
+def test_grace_periods_add_up(overlay: Path) -> None:
+    pods = {component: template["spec"] for component, template in pod_templates(rendered(overlay))}
+    waits = {name: pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] for name, pod in pods.items()}
+    for component, pod in pods.items():
+        flags = flags_of(pod)
+        # A worker finishes a running step, for which the scheduler waits up to 30 s.
+        drain = int(flags.get("drain-timeout", flags.get("shutdown-grace-period-secs", 30)))
+        assert pod["terminationGracePeriodSeconds"] > waits[component] + drain
+    drain = int(flags_of(pods["scheduler"])["drain-timeout"])
+    assert waits["worker"] >= waits["scheduler"] + drain, "the worker exits last"
 
 
 @overlays
-def test_overlays_keep_the_lock_down_and_the_resources(overlay: Path) -> None:
-    objects = rendered(overlay)
-    for component in CONFIGS:
-        pod = find(objects, "Deployment", component)["spec"]["template"]["spec"]
+def test_pods_are_locked_down(overlay: Path) -> None:
+    for component, template in pod_templates(rendered(overlay)):
+        pod = template["spec"]
         (container,) = pod["containers"]
-        assert pod["securityContext"] == pod_of(component)["securityContext"]
-        assert container["securityContext"] == container_of(component)["securityContext"]
-        assert {"cpu", "memory"} <= set(container["resources"]["limits"])
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-        labels = find(objects, "Deployment", component)["spec"]["template"]["metadata"]["labels"].items()
-        assert find(objects, "Service", component)["spec"]["selector"].items() <= labels
+        assert pod["automountServiceAccountToken"] is (component == "gateway")
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": 10001,
+            "runAsGroup": 10001,
+            "fsGroup": 10001,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC"))
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        assert {mount["name"] for mount in mounts.values()} == set(volumes)
+        assert all("emptyDir" in volumes[mount["name"]] for mount in mounts.values() if not mount.get("readOnly"))
+        assert "/tmp" in mounts
+        if component != "gateway":
+            assert mounts[flags_of(pod)["model"]]["readOnly"] is True
+            assert volumes[mounts["/model"]["name"]]["persistentVolumeClaim"]["readOnly"] is True
+        assert {"cpu", "memory"} <= set(container["resources"]["limits"]) & set(container["resources"]["requests"])
+
+
+def test_compiled_kernels_have_a_place_to_be_written() -> None:
+    environment = re.search(r"^ENV (.+)$", (DEPLOY / "Dockerfile.worker").read_text(), re.MULTILINE)
+    assert environment is not None
+    cache = dict(pair.split("=", 1) for pair in environment[1].split())["PAGEWIRE_CACHE"]
+    (mount,) = [mount for mount in container_of("worker")["volumeMounts"] if mount["mountPath"] == cache]
+    (volume,) = [volume for volume in pod_of("worker")["volumes"] if volume["name"] == mount["name"]]
+    assert "emptyDir" in volume
 
 
 def test_cpu_overlay_has_a_thread_for_every_cpu_and_no_gpu() -> None:
@@ -249,18 +348,54 @@ def test_gpu_overlay_asks_for_one_gpu() -> None:
     assert {volume["name"]: volume["emptyDir"]["medium"] for volume in pod["volumes"]} == {mount["name"]: "Memory"}
 
 
-@components
-def test_every_flag_is_a_setting_of_the_program(component: str) -> None:
-    assert {flag.replace("-", "_") for flag in flags_of(component)} <= settings_of(component)
+def test_each_pair_is_a_group_whose_scheduler_dials_its_own_worker() -> None:
+    pairs = find(rendered(DEPLOY / "overlays" / "pairs"), "LeaderWorkerSet", "")
+    assert pairs["spec"]["leaderWorkerTemplate"]["size"] == 2
+    pods = {component: template["spec"] for component, template in pod_templates([pairs])}
+    assert list(pods) == ["scheduler", "worker"]
+    (variable,) = pods["scheduler"]["containers"][0]["env"]
+    assert variable == {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    # The controller names a worker after its leader, under a headless service named as the set.
+    address = f"$(POD_NAME)-1.{pairs['metadata']['name']}:{flags_of(pods['worker'])['port']}"
+    assert flags_of(pods["scheduler"])["worker"] == address
+
+
+def test_scaling_is_of_pairs() -> None:
+    objects = rendered(DEPLOY / "overlays" / "keda")
+    (scaled,) = [item for item in objects if item["kind"] == "ScaledObject"]
+    pairs = find(objects, "LeaderWorkerSet", "")
+    target = scaled["spec"]["scaleTargetRef"]
+    assert (target["apiVersion"], target["kind"]) == (pairs["apiVersion"], pairs["kind"])
+    assert target["name"] == pairs["metadata"]["name"]
+
+
+def test_mutual_tls_shows_the_certificates_that_are_issued() -> None:
+    objects = rendered(DEPLOY / "overlays" / "mutual-tls")
+    certificates = {item["metadata"]["name"]: item["spec"] for item in objects if item["kind"] == "Certificate"}
+    pods = {component: template["spec"] for component, template in pod_templates(objects)}
+    for component, pod in pods.items():
+        (secret,) = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
+        assert secret["secretName"] == certificates[f"pagewire-{component}"]["secretName"]
+        assert secret["defaultMode"] == 0o440
+        flags = flags_of(pod)
+        files = {Path(value).name for name, value in flags.items() if "tls" in name and value.startswith("/tls/")}
+        assert files == {"tls.crt", "tls.key", "ca.crt"}
+        assert flags["tls-client-ca"] == "/tls/ca.crt", "clients must show certificates"
+    assert "client auth" in certificates["pagewire-scheduler"]["usages"]
+    assert "client auth" not in certificates["pagewire-worker"]["usages"], "a worker is nobody's client"
+    assert flags_of(pods["worker"])["tls-client-names"] in certificates["pagewire-scheduler"]["dnsNames"]
+    assert flags_of(pods["scheduler"])["worker-tls-name"] in certificates["pagewire-worker"]["dnsNames"]
 
 
 @overlays
-def test_every_variable_of_an_overlay_is_a_setting_of_the_worker(overlay: Path) -> None:
-    (container,) = overlay_worker(overlay.name)["containers"]
-    names = [variable["name"] for variable in container["env"]]
-    settings = {name.removeprefix("PAGEWIRE_").lower() for name in names if name.startswith("PAGEWIRE_")}
-    assert settings
-    assert settings <= settings_of("worker")
+def test_every_flag_is_a_setting_of_the_program(overlay: Path) -> None:
+    for component, template in pod_templates(rendered(overlay)):
+        if component in CONFIGS:
+            assert {flag.replace("-", "_") for flag in flags_of(template["spec"])} <= settings_of(component)
+            (container,) = template["spec"]["containers"]
+            names = [variable["name"] for variable in container.get("env", [])]
+            settings = {name.removeprefix("PAGEWIRE_").lower() for name in names if name.startswith("PAGEWIRE_")}
+            assert settings <= settings_of(component)
 
 
 @components
@@ -268,27 +403,14 @@ def test_help_of_the_command_knows_every_flag(component: str, capsys: pytest.Cap
     command = importlib.import_module("pagewire.command")
     assert command.main([component, "--help"]) == 0
     known = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
-    assert {f"--{flag}" for flag in flags_of(component)} <= known
+    assert {f"--{flag}" for flag in flags_of(pod_of(component))} <= known
 
 
-@components
-def test_image_runs_the_command_as_an_unprivileged_user(component: str) -> None:
-    lines = (DEPLOY / f"Dockerfile.{component}").read_text().splitlines()
-    instructions = [line.split(" ", 1) for line in lines if line and not line.startswith("#")]
-    assert [argument for name, argument in instructions if name == "USER"] == ["10001:10001"]
-    final = max(index for index, (name, _) in enumerate(instructions) if name == "FROM")
-    assert all(name != "RUN" for name, _ in instructions[final:]), "what is built is built in the first stage"
-    extras = [argument for name, argument in instructions if name == "RUN" and "pip install" in argument]
-    (installed,) = [shlex.split(command)[-1] for command in extras]
-    assert installed == {"scheduler": "/src", "worker": "/src[worker]"}[component]
-    assert container_of(component)["command"] == ["pagewire", component]
-    assert ["ENTRYPOINT", '["pagewire"]'] in instructions
-
-
-def test_images_see_everything_that_the_package_needs() -> None:
-    lines = (ROOT / ".dockerignore").read_text().splitlines()
-    seen = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    project = (ROOT / "pyproject.toml").read_text()
-    packages = re.search(r"^include = \[(.+)\]$", project, re.MULTILINE)
-    assert packages is not None
-    assert seen == {"pyproject.toml", "README.md", "LICENSE"} | {name.strip(' "*') for name in packages[1].split(",")}
+def test_the_gateway_knows_every_flag() -> None:
+    pytest.importorskip("smg")
+    pod = find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "-m", "smg", "launch"]
+    command = [sys.executable, "-m", "smg", "launch", "--help"]
+    known = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert {f"--{flag}" for flag in flags_of(pod)} <= set(re.findall(r"--[a-z][a-z-]*", known))

@@ -45,9 +45,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         begin_timeout_s: float = 60.0,
         load_patience_s: float = _LOAD_PATIENCE_S,
         on_stuck: Callable[[str], NoReturn] = exit_process,
+        client_names: frozenset[str] | None = None,
     ) -> None:
-        """`on_stuck`: called when earlier steps do not finish within `begin_timeout_s` of a new session's hello."""
+        """`on_stuck`: called when earlier steps do not finish within `begin_timeout_s` of a new session's hello.
+        `client_names`: a peer's certificate must bear one of them; None: whoever connects may command this worker."""
         self._engine = engine
+        self._client_names = client_names
         self._heartbeat_interval_s = heartbeat_interval_s
         self._begin_timeout_s = begin_timeout_s
         self._load_patience_s = load_patience_s
@@ -85,6 +88,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _serve(self, context: grpc.aio.ServicerContext) -> None:
         """One stream to its end. Raises ProtocolError, _SessionEnded."""
+        self._check_peer(context)
         request = await context.read()
         if request is grpc.aio.EOF:
             return
@@ -113,6 +117,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             stream.engine_session.end()
             if self._holder is stream:
                 self._holder = None
+
+    def _check_peer(self, context: grpc.aio.ServicerContext) -> None:
+        """Raises _SessionEnded for a peer of the right authority that is not the scheduler."""
+        if self._client_names is None:
+            return
+        identity = context.auth_context()
+        names = {name.decode() for name in identity.get("x509_subject_alternative_name", ())}
+        if not names & self._client_names:
+            logger.error("refused a client whose certificate bears the names %s", sorted(names))
+            raise _SessionEnded(grpc.StatusCode.PERMISSION_DENIED, "the client's certificate is not a scheduler's")
 
     async def _begin(self, stream: "_Stream") -> None:
         """Answer Ready once every earlier step has finished."""

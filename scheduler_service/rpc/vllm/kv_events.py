@@ -42,7 +42,7 @@ class KvEventFeed:
     async def batches(
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        """Endless."""
+        """As long as the server lives."""
         last = request.start_sequence_number - self._first_number  # as the log counts
         is_known = self._is_held(last)
         while True:
@@ -54,6 +54,8 @@ class KvEventFeed:
             try:
                 async with asyncio.timeout(_LOOK_INTERVAL):
                     happened = await self._source.next_kv_events(last)
+                if happened is None:
+                    return
                 last = happened.sequence_number
                 yield self._live(happened)
             except TimeoutError:

@@ -1,7 +1,8 @@
 """`vllm.grpc.engine.VllmEngine`, what OpenAI-compatible gateways speak: the same requests on the same way as
 `SchedulerService`, in other words. The protocol is the one that PyPI's smg-grpc-proto publishes.
 
-Its requests belong to no tenant. Text is made of tokens only where a stop text is to be found: gateways detokenise.
+Its requests belong to the caller's tenant, to none where callers are not told apart. Text is made of tokens only where
+a stop text is to be found: gateways detokenise.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
+from scheduler_service.rpc.authentication import check_operator, tenant_of_call
 from scheduler_service.rpc.call import Call
 from scheduler_service.rpc.delivery import SequenceStopper
 from scheduler_service.rpc.intake import Intake
@@ -33,7 +35,7 @@ from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_to
 from scheduler_service.rpc.vllm.unread_call import UnreadCall
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-_TENANT = ""
+_TENANT = ""  # that a request names: it has no field for one
 _MAX_FLUSH_WAIT = 600.0  # seconds
 # Our fields' paths in VllmEngine's requests.
 _FIELDS = {"sampling.": "sampling_params.", "token_ids.ids": "tokenized.input_ids"}
@@ -113,9 +115,10 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.AbortResponse:
         """Requests that have ended are as well: the gateway cannot know."""
+        tenant = tenant_of_call(_TENANT)
         for request_id in request.request_ids:
             with contextlib.suppress(KeyError):
-                self._step_loop.abort(_TENANT, request_id)
+                self._step_loop.abort(tenant, request_id)
         return vllm_engine_pb2.AbortResponse()
 
     async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext) -> NoReturn:
@@ -180,12 +183,16 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> None:
         # The gateway takes the subscription for made when the headers come.
         await context.send_initial_metadata(())
-        feed = KvEventFeed(self._step_loop, self._first_event_number, self._load, _TENANT)
+        feed = KvEventFeed(self._step_loop, self._first_event_number, self._load, tenant_of_call(_TENANT))
         await _write_all(feed.batches(request), context)
 
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.FlushCacheResponse:
+        try:
+            check_operator("the prefix cache")
+        except RpcError as error:
+            await abort(context, error)
         if not 0 <= request.timeout_s <= _MAX_FLUSH_WAIT:
             message = f"timeout_s is {request.timeout_s:g}, but must be 0 to {_MAX_FLUSH_WAIT:g}"
             await abort(context, invalid("timeout_s", message))

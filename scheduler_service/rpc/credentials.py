@@ -1,0 +1,45 @@
+"""TLS of a server from PEM files. Renewed ones are read while it runs."""
+
+import logging
+from pathlib import Path
+
+import grpc
+
+logger = logging.getLogger(__name__)
+
+
+def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.ServerCredentials:
+    """Of a server that shows `cert`. With `client_ca`, clients must show one of that authority. Raises OSError."""
+    files = _CertificateFiles(cert, key, client_ca)
+    return grpc.dynamic_ssl_server_credentials(
+        files.read(), files.read_if_changed, require_client_authentication=client_ca is not None
+    )
+
+
+class _CertificateFiles:
+    def __init__(self, cert: str, key: str, client_ca: str | None) -> None:
+        self._cert, self._key = Path(cert), Path(key)
+        self._client_ca = None if client_ca is None else Path(client_ca)
+        self._times: list[int] = []
+
+    def read(self) -> grpc.ServerCertificateConfiguration:
+        """Raises OSError."""
+        self._times = self._read_times()
+        client_ca = None if self._client_ca is None else self._client_ca.read_bytes()
+        pair = (self._key.read_bytes(), self._cert.read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
+
+    def read_if_changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called before each handshake, on a thread of gRPC's. None: go on with what there is."""
+        try:
+            if self._read_times() == self._times:
+                return None
+            configuration = self.read()
+        except OSError as error:
+            logger.error("cannot read the renewed certificate: %s; the old one stays", error)
+            return None
+        logger.info("the certificate was renewed")
+        return configuration
+
+    def _read_times(self) -> list[int]:
+        return [path.stat().st_mtime_ns for path in (self._cert, self._key, self._client_ca) if path is not None]

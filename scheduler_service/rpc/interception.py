@@ -1,0 +1,63 @@
+"""What happens before every call, for all services of a port. It runs in the call's own task, so that whoever serves
+the call sees the context variables that it sets."""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+Enter = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
+
+# What says nothing about anybody's requests, and what probes ask, is answered to everyone.
+_OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
+
+
+class Interception(grpc.aio.ServerInterceptor):
+    def __init__(self, enters: Sequence[Enter]) -> None:
+        """Each gets the call; one that aborts it is the last."""
+        self._enters = enters
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(_OPEN_SERVICES):
+            return handler
+        return self._guarded(handler)
+
+    def _guarded(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        make, serve = _parts(handler)
+        settings = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+
+        async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await self._enter(context)
+            return await serve(request, context)
+
+        async def guarded_generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            await self._enter(context)
+            async for response in serve(request, context):
+                yield response
+
+        return make(guarded_generator if inspect.isasyncgenfunction(serve) else guarded, **settings)
+
+    async def _enter(self, context: grpc.aio.ServicerContext) -> None:
+        for enter in self._enters:
+            await enter(context)
+
+
+def _parts(handler: grpc.RpcMethodHandler) -> tuple[Callable[..., grpc.RpcMethodHandler], Callable[..., Any]]:
+    """What makes a handler of this kind, and its behavior."""
+    if handler.request_streaming and handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler, handler.stream_stream
+    if handler.request_streaming:
+        return grpc.stream_unary_rpc_method_handler, handler.stream_unary
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler, handler.unary_stream
+    return grpc.unary_unary_rpc_method_handler, handler.unary_unary

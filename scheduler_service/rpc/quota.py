@@ -1,0 +1,137 @@
+"""What every tenant uses now, held against what it may use."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from scheduler_service.core.request import Request
+from scheduler_service.rpc.delivery import Delta
+from scheduler_service.rpc.status import RpcError, invalid
+
+
+class Limits(Protocol):
+    """None: no limit."""
+
+    @property
+    def max_requests(self) -> int | None: ...
+
+    @property
+    def max_queued_tokens(self) -> int | None: ...
+
+    @property
+    def max_blocks(self) -> int | None: ...
+
+
+@dataclass(slots=True)
+class _Usage:
+    num_pending: int = 0  # calls whose request is being tokenized
+    num_requests: int = 0
+    num_queued_tokens: int = 0
+    num_blocks: int = 0
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.num_pending or self.num_requests)
+
+
+class Quotas:
+    def __init__(self, limits_of: Callable[[str], Limits]) -> None:
+        self._limits_of = limits_of
+        self._usages: dict[str, _Usage] = {}
+
+    @contextmanager
+    def pending(self, tenant: str) -> Iterator[None]:
+        """While a request is made ready it counts as one of the tenant's. Raises RpcError."""
+        usage = self._usages.setdefault(tenant, _Usage())
+        limit = self._limits_of(tenant).max_requests
+        if limit is not None and usage.num_pending + usage.num_requests >= limit:
+            self._forget_if_unused(tenant)
+            raise _exhausted("requests", usage.num_pending + usage.num_requests, 1, limit)
+        usage.num_pending += 1
+        try:
+            yield
+        finally:
+            usage.num_pending -= 1
+            self._forget_if_unused(tenant)
+
+    def claim(self, request: Request, block_size: int) -> "Claim":
+        """Take what the request can come to use. Raises RpcError."""
+        limits = self._limits_of(request.tenant)
+        num_tokens, num_blocks = len(request.prompt_token_ids), num_blocks_at_most(request, block_size)
+        if limits.max_queued_tokens is not None and num_tokens > limits.max_queued_tokens:
+            raise invalid(
+                "prompt",
+                f"the prompt has {num_tokens} tokens, this tenant may queue {limits.max_queued_tokens}; shorten it",
+            )
+        if limits.max_blocks is not None and num_blocks > limits.max_blocks:
+            raise invalid(
+                "sampling.max_tokens",
+                f"prompt and max_tokens may take {num_blocks} blocks of {block_size} tokens, this tenant may hold "
+                f"{limits.max_blocks}; lower max_tokens, or send fewer samples",
+            )
+        usage = self._usages.setdefault(request.tenant, _Usage())
+        for what, used, more, limit in (
+            ("requests", usage.num_requests, 1, limits.max_requests),
+            ("queued prompt tokens", usage.num_queued_tokens, num_tokens, limits.max_queued_tokens),
+            ("blocks", usage.num_blocks, num_blocks, limits.max_blocks),
+        ):
+            if limit is not None and used + more > limit:
+                self._forget_if_unused(request.tenant)
+                raise _exhausted(what, used, more, limit)
+        usage.num_requests += 1
+        usage.num_queued_tokens += num_tokens
+        usage.num_blocks += num_blocks
+        return Claim(usage, num_tokens, num_blocks, request.n, lambda: self._forget_if_unused(request.tenant))
+
+    def _forget_if_unused(self, tenant: str) -> None:
+        """Names are the clients' to choose where an operator acts for others."""
+        usage = self._usages.get(tenant)
+        if usage is not None and usage.is_nothing:
+            del self._usages[tenant]
+
+
+@dataclass(slots=True)
+class Claim:
+    """What one request uses, until all its samples have ended."""
+
+    usage: _Usage
+    num_queued_tokens: int
+    num_blocks: int
+    num_open: int  # samples
+    on_released: Callable[[], None] = field(repr=False)
+
+    def take_news(self, delta: Delta) -> None:
+        """A sample got something."""
+        self._begin()
+        if delta.end is not None:
+            self.num_open -= 1
+            if not self.num_open:
+                self.release()
+
+    def release(self) -> None:
+        self._begin()
+        self.usage.num_requests -= 1
+        self.usage.num_blocks -= self.num_blocks
+        self.on_released()
+
+    def _begin(self) -> None:
+        """It is not queued any more."""
+        self.usage.num_queued_tokens -= self.num_queued_tokens
+        self.num_queued_tokens = 0
+
+
+def num_blocks_at_most(request: Request, block_size: int) -> int:
+    """Device blocks that the rows of a request hold if each comes to its last token and none shares any."""
+    num_rows = request.n if request.beam is None else request.beam.beam_width
+    return num_rows * -(-(len(request.prompt_token_ids) + request.max_tokens) // block_size)
+
+
+def _exhausted(what: str, used: int, more: int, limit: int) -> RpcError:
+    return RpcError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        f"this tenant uses {used} {what}, the request needs {more} more, and the quota is {limit}; try again when "
+        "others have ended",
+    )

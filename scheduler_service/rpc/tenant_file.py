@@ -1,0 +1,190 @@
+"""Who is who: a YAML file of tenants, read again when it has changed.
+
+    tenants:
+      acme:
+        api_keys: ["sha256:9f86d0..."]      # the keys' SHA-256, so that the file is no list of keys
+        certificates: ["acme.example"]      # DNS names that a client's certificate bears
+        max_requests: 64                    # at the same time, waiting and running
+        max_queued_tokens: 100000           # prompt tokens of requests that have no token yet
+        max_blocks: 2000                    # that its requests can come to hold, max_tokens included
+      dashboard:
+        api_keys: ["sha256:60303a..."]
+        operator: true                      # acts for any tenant, and sees what belongs to all
+      visitor:
+        anonymous: true                     # who shows no credentials
+
+A limit that is missing is none.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+logger = logging.getLogger(__name__)
+
+_DIGEST_PREFIX = "sha256:"
+_MAX_NAME_CHARS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may use at the same time; None: no limit."""
+
+    max_requests: int | None = None
+    max_queued_tokens: int | None = None
+    max_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    name: str
+    quota: Quota
+    key_digests: tuple[bytes, ...]
+    certificates: frozenset[str]
+    is_operator: bool
+    is_anonymous: bool
+
+
+class TenantFile:
+    def __init__(self, path: str) -> None:
+        """Raises OSError, and ValueError that names what is wrong."""
+        self._path = Path(path)
+        self._version = self._look()
+        self._tenants = self._read()
+
+    def by_key(self, key: str) -> Tenant | None:
+        """Compared with every key there is, so that the time tells nothing about any of them."""
+        digest = hashlib.sha256(key.encode()).digest()
+        found = None
+        for tenant in self._current().values():
+            for known in tenant.key_digests:
+                if hmac.compare_digest(digest, known):
+                    found = tenant
+        return found
+
+    def by_certificate(self, names: Iterable[str]) -> Tenant | None:
+        """The tenant that one of the names belongs to."""
+        shown = set(names)
+        return next((tenant for tenant in self._current().values() if tenant.certificates & shown), None)
+
+    def anonymous(self) -> Tenant | None:
+        return next((tenant for tenant in self._current().values() if tenant.is_anonymous), None)
+
+    def quota(self, name: str) -> Quota:
+        """Of a tenant that an operator may have made up: then there is no limit."""
+        tenant = self._current().get(name)
+        return Quota() if tenant is None else tenant.quota
+
+    def _current(self) -> dict[str, Tenant]:
+        """A file that is gone, or makes no sense any more, changes nothing."""
+        version = self._look()
+        if version != self._version:
+            self._version = version
+            try:
+                self._tenants = self._read()
+                logger.info("%s: %d tenants", self._path, len(self._tenants))
+            except (OSError, ValueError) as error:
+                logger.error("%s; the tenants stay as they were", error)
+        return self._tenants
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """What changes with the content; None if there is no such file."""
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_ino, status.st_size
+
+    def _read(self) -> dict[str, Tenant]:
+        """Raises OSError, ValueError."""
+        try:
+            return parse_tenants(self._path.read_text(encoding="utf-8"))
+        except ValueError as error:  # not UTF-8, or not what it should be
+            raise ValueError(f"{self._path}: {error}") from None
+
+
+def parse_tenants(text: str) -> dict[str, Tenant]:
+    """By name. Raises ValueError that names the tenant, the key and what it must be."""
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict) or set(document) != {"tenants"} or not isinstance(document["tenants"], dict):
+        raise ValueError("expected one key, tenants, with a mapping from names to what belongs to them")
+    tenants = {str(name): _parse(str(name), entry or {}) for name, entry in document["tenants"].items()}
+    _check_unique(tenants.values())
+    return tenants
+
+
+_KEYS = {"api_keys", "certificates", "operator", "anonymous", *(field.name for field in fields(Quota))}
+
+
+def _parse(name: str, entry: Any) -> Tenant:
+    if not 1 <= len(name) <= _MAX_NAME_CHARS:
+        raise ValueError(f"a tenant's name has {len(name)} characters, but must have 1 to {_MAX_NAME_CHARS}")
+    if not isinstance(entry, dict):
+        raise ValueError(f"tenant {name!r} is a {type(entry).__name__}, but must be a mapping")
+    unknown = sorted(map(str, set(entry) - _KEYS))
+    if unknown:
+        raise ValueError(f"tenant {name!r} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
+    return Tenant(
+        name,
+        Quota(**{field.name: _limit(name, field.name, entry) for field in fields(Quota)}),
+        tuple(_digest(name, text) for text in _texts(name, "api_keys", entry)),
+        frozenset(_texts(name, "certificates", entry)),
+        _flag(name, "operator", entry),
+        _flag(name, "anonymous", entry),
+    )
+
+
+def _limit(name: str, key: str, entry: Mapping[str, Any]) -> int | None:
+    value = entry.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f"tenant {name!r}: {key} is {value!r}, but must be a number from 0 on")
+    return value
+
+
+def _flag(name: str, key: str, entry: Mapping[str, Any]) -> bool:
+    value = entry.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"tenant {name!r}: {key} is {value!r}, but must be true or false")
+    return value
+
+
+def _texts(name: str, key: str, entry: Mapping[str, Any]) -> list[str]:
+    values = entry.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"tenant {name!r}: {key} must be a list of texts")
+    return values
+
+
+def _digest(name: str, text: str) -> bytes:
+    """Errors do not repeat the text: it may be a key that somebody wrote down by mistake."""
+    try:
+        digest = bytes.fromhex(text.removeprefix(_DIGEST_PREFIX))
+    except ValueError:
+        digest = b""
+    if not text.startswith(_DIGEST_PREFIX) or len(digest) != hashlib.sha256().digest_size:
+        raise ValueError(f"tenant {name!r}: an entry of api_keys is not {_DIGEST_PREFIX!r} and 64 hexadecimal digits")
+    return digest
+
+
+def _check_unique(tenants: Iterable[Tenant]) -> None:
+    owners: dict[bytes | str, str] = {}
+    for tenant in tenants:
+        credentials: list[bytes | str] = [
+            *tenant.key_digests,
+            *tenant.certificates,
+            *([""] if tenant.is_anonymous else []),
+        ]
+        for credential in credentials:
+            owner = owners.setdefault(credential, tenant.name)
+            if owner != tenant.name:
+                raise ValueError(f"tenants {owner!r} and {tenant.name!r} have the same credentials")

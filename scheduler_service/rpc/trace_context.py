@@ -1,0 +1,20 @@
+"""The trace that a call belongs to, by the W3C headers that came with it."""
+
+from contextvars import ContextVar
+
+import grpc.aio
+
+_HEADERS = ("traceparent", "tracestate")
+
+_trace_context: ContextVar[dict[str, str] | None] = ContextVar("trace_context", default=None)
+
+
+async def note_trace_context(context: grpc.aio.ServicerContext) -> None:
+    """To be run before every call."""
+    metadata = context.invocation_metadata() or ()
+    _trace_context.set({name: value for name, value in metadata if name in _HEADERS and isinstance(value, str)})
+
+
+def trace_context_of_call() -> dict[str, str]:
+    """The headers of the call that is being served; none if it belongs to no trace."""
+    return _trace_context.get() or {}

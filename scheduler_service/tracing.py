@@ -1,0 +1,122 @@
+"""Spans of OpenTelemetry, under the names of its conventions for generative AI.
+
+A request is one span, a child of whatever span its caller sent; its samples' times are children: `queue` until it first
+runs, `prefill` until the first token, `decode` until the end. They are made when a sample ends, from times that are
+kept anyway, so a step costs nothing more. This module needs the extra `tracing`.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from scheduler_service.core.request import EndReason, Request, SequenceEnd
+
+_OPERATION = "text_completion"
+_FINISHES = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
+_EXPORT_TIMEOUT = 1.0  # seconds: a collector that is not there must not delay the end of the process
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    span: trace.Span
+    num_open: int  # samples
+    finish_reasons: dict[int, str] = field(default_factory=dict)  # by sequence
+    num_output_tokens: int = 0
+
+
+class Tracing:
+    """Hears of requests from the step loop. All times are those of `time.monotonic`."""
+
+    def __init__(
+        self, endpoint: str, *, model_name: str, version: str, read_context: Callable[[], Mapping[str, str]]
+    ) -> None:
+        """`endpoint` is a collector's, http://HOST:PORT for OTLP over gRPC. `read_context` gives the trace headers of
+        the call that submits a request."""
+        resource = Resource.create({"service.name": "pagewire-scheduler", "service.version": version})
+        self._provider = TracerProvider(resource=resource)
+        exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("pagewire", version)
+        self._propagator = TraceContextTextMapPropagator()
+        self._model_name = model_name
+        self._read_context = read_context
+        self._requests: dict[tuple[str, str], _OpenRequest] = {}
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+
+    def submitted(self, request: Request) -> None:
+        """Called in the task of the call that submits it."""
+        span = self._tracer.start_span(
+            f"{_OPERATION} {self._model_name}",
+            context=self._propagator.extract(self._read_context()),
+            kind=trace.SpanKind.SERVER,
+            attributes=self._attributes_of(request),
+        )
+        self._requests[request.tenant, request.request_id] = _OpenRequest(span, request.n)
+
+    def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
+        key = (request.tenant, request.request_id)
+        opened = self._requests[key]
+        self._add_phases(opened.span, end, now)
+        opened.finish_reasons[end.sequence_id] = end.reason.value
+        opened.num_output_tokens += end.num_output_tokens
+        if end.reason not in _FINISHES:
+            opened.span.set_attribute("error.type", end.reason.value)
+            opened.span.set_status(trace.StatusCode.ERROR, end.message)
+        opened.num_open -= 1
+        if not opened.num_open:
+            del self._requests[key]
+            reasons = [reason for _, reason in sorted(opened.finish_reasons.items())]
+            opened.span.set_attribute("gen_ai.response.finish_reasons", reasons)
+            opened.span.set_attribute("gen_ai.usage.input_tokens", end.num_prompt_tokens)
+            opened.span.set_attribute("gen_ai.usage.cache_read.input_tokens", end.num_cached_tokens)
+            opened.span.set_attribute("gen_ai.usage.output_tokens", opened.num_output_tokens)
+            opened.span.end(self._nanoseconds(now))
+
+    def close(self) -> None:
+        """Send what waits, as far as the collector takes it."""
+        self._provider.shutdown()
+
+    def _attributes_of(self, request: Request) -> dict[str, AttributeValue]:
+        sampling = request.sampling
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": _OPERATION,
+            "gen_ai.provider.name": "pagewire",
+            "gen_ai.request.model": self._model_name,
+            "gen_ai.response.id": request.request_id,
+            "gen_ai.request.max_tokens": request.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "pagewire.tenant": request.tenant,
+        }
+        if sampling.top_k:
+            attributes["gen_ai.request.top_k"] = sampling.top_k
+        if request.n > 1:
+            attributes["gen_ai.request.choice.count"] = request.n
+        return attributes
+
+    def _add_phases(self, span: trace.Span, end: SequenceEnd, now: float) -> None:
+        moments = [end.arrived_at, end.first_scheduled_at, end.first_token_at, now]
+        context = trace.set_span_in_context(span)
+        for name, (begin, finish) in zip(("queue", "prefill", "decode"), pairwise(moments), strict=True):
+            if begin is None:
+                return
+            child = self._tracer.start_span(
+                name,
+                context=context,
+                start_time=self._nanoseconds(begin),
+                attributes={"pagewire.sequence_id": end.sequence_id},
+            )
+            child.end(self._nanoseconds(now if finish is None else finish))
+
+    def _nanoseconds(self, moment: float) -> int:
+        """Since 1970."""
+        return self._epoch_ns + int(moment * 1e9)

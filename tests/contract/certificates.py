@@ -1,0 +1,81 @@
+"""Certificates for tests: authorities, and leaves that are good, expired or of nobody's."""
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+DAY = datetime.timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate and its key, PEM."""
+
+    cert: bytes
+    key: bytes
+
+    def write(self, folder: Path, name: str) -> tuple[str, str]:
+        """The paths of the two files."""
+        paths = folder / f"{name}.crt", folder / f"{name}.key"
+        for path, content in zip(paths, (self.cert, self.key), strict=True):
+            path.write_bytes(content)
+        return str(paths[0]), str(paths[1])
+
+
+class Authority:
+    """Signs certificates. `cert` is its own, PEM."""
+
+    def __init__(self, name: str) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _name(name)
+        constraints = x509.BasicConstraints(ca=True, path_length=0)
+        builder = _builder(self._name, self._name, self._key, ends_in=DAY).add_extension(constraints, critical=True)
+        self.cert = _pem(builder.sign(self._key, hashes.SHA256()))
+
+    def issue(self, name: str, *, ends_in: datetime.timedelta = DAY) -> Certificate:
+        """For a server or client of this DNS name. It began two days ago."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        names = x509.SubjectAlternativeName([x509.DNSName(name)])
+        builder = _builder(self._name, _name(name), key, ends_in=ends_in).add_extension(names, critical=False)
+        return Certificate(_pem(builder.sign(self._key, hashes.SHA256())), _key_pem(key))
+
+
+def self_signed(name: str) -> Certificate:
+    key = ec.generate_private_key(ec.SECP256R1())
+    names = x509.SubjectAlternativeName([x509.DNSName(name)])
+    builder = _builder(_name(name), _name(name), key, ends_in=DAY).add_extension(names, critical=False)
+    return Certificate(_pem(builder.sign(key, hashes.SHA256())), _key_pem(key))
+
+
+def _builder(
+    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, ends_in: datetime.timedelta
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .issuer_name(issuer)
+        .subject_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - 2 * DAY)
+        .not_valid_after(now + ends_in)
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )

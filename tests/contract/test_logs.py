@@ -1,0 +1,95 @@
+"""Log lines: for people or for machines, with the id of the request that they are about."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from pagewire import logs
+from tests.contract.scheduler_stack import request, serve
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """What went to standard error. Afterwards logging is as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield lambda: capsys.readouterr().err
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_json_lines_hold_what_the_caller_gave(written: Callable[[], str]) -> None:
+    logs.configure(logs.LogConfig(log_format="json"))
+    logger = logging.getLogger("pagewire.test")
+    logger.info("two\nlines of %s", "“text”", extra={"request_id": "r-1", "path": Path("/x")})
+    logger.debug("below the level")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logger.exception("it failed")
+    first, second = map(json.loads, written().splitlines())
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "level": "info",
+        "logger": "pagewire.test",
+        "message": "two\nlines of “text”",
+        "request_id": "r-1",
+        "path": "/x",
+    }
+    assert second["level"] == "error"
+    assert second["exception"].endswith("ValueError: why")
+
+
+def test_text_is_the_default(written: Callable[[], str]) -> None:
+    logs.configure(logs.LogConfig())
+    logging.getLogger("pagewire.test").warning("hello", extra={"request_id": "r-1"})
+    assert written().endswith(" WARNING pagewire.test: hello\n")
+
+
+async def test_every_end_is_logged_with_its_request(checkpoint: Path, written: Callable[[], str]) -> None:
+    logs.configure(logs.LogConfig(log_format="json"))
+    async with serve(checkpoint, log_requests=True) as stack:
+        message = request(PROMPT, max_tokens=3, n=2)
+        message.request_id, message.tenant = "mine", "acme"
+        await stack.generate(message)
+        left = request(PROMPT, max_tokens=200)
+        left.request_id = "left"
+        stack.worker.step_seconds = 0.01
+        call = stack.stub.Generate(left)
+        await call.read()
+        call.cancel()
+        await stack.until_idle()
+    entries = [entry for entry in map(json.loads, written().splitlines()) if "request_id" in entry]
+    assert [(entry["request_id"], entry["tenant"], entry["reason"]) for entry in entries] == [
+        ("mine", "acme", "length"),
+        ("mine", "acme", "length"),
+        ("left", "", "abort"),
+    ]
+    first = entries[0]
+    assert (first["num_prompt_tokens"], first["num_output_tokens"]) == (5, 3)
+    assert 0 <= first["queue_seconds"] <= first["first_token_seconds"] <= first["seconds"]
+    assert len({entry["sequence_id"] for entry in entries}) == 3
+    assert "mine" in first["message"]
+
+
+async def test_failures_are_logged_without_being_asked_for(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with serve(checkpoint, drain_timeout=0.0) as stack:
+        await stack.generate(request(PROMPT, max_tokens=3))
+        stack.worker.step_seconds = 0.05
+        message = request(PROMPT, max_tokens=200)
+        message.request_id = "cut-off"
+        call = stack.stub.Generate(message)
+        await call.read()
+        stack.stop.set()
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        await stack.running
+    (record,) = [record for record in caplog.records if hasattr(record, "request_id")]
+    assert (record.request_id, record.reason, record.levelname) == ("cut-off", "no_worker", "WARNING")

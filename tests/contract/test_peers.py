@@ -1,0 +1,201 @@
+"""Who may connect: six bad peers of the scheduler and of the worker, and a good one, over real TLS."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS
+from tests.contract import scheduler_stack
+from tests.contract.certificates import DAY, Authority, Certificate, self_signed
+from worker_service.engine import Engine, LoadedWorker
+from worker_service.rpc.credentials import server_credentials
+from worker_service.rpc.servicer import WorkerServicer
+
+REFUSED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+CLIENT_NAME = "scheduler.test"
+
+
+@dataclass(frozen=True)
+class Site:
+    """An authority, what the server shows, and the good client's certificate."""
+
+    authority: Authority
+    folder: Path
+    client: Certificate
+
+    def server_files(self) -> dict[str, str]:
+        cert, key = self.authority.issue("localhost").write(self.folder, "server")
+        client_ca = self.folder / "ca.crt"
+        client_ca.write_bytes(self.authority.cert)
+        return {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(client_ca)}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    authority = Authority("pagewire")
+    return Site(authority, tmp_path, authority.issue(CLIENT_NAME))
+
+
+def channel(target: str, ca: bytes, client: Certificate | None) -> grpc.aio.Channel:
+    pair = {} if client is None else {"private_key": client.key, "certificate_chain": client.cert}
+    return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(ca, **pair))
+
+
+BAD_PEERS: dict[str, Callable[[Site], Certificate | None]] = {
+    "no certificate": lambda site: None,
+    "self-signed": lambda site: self_signed(CLIENT_NAME),
+    "expired": lambda site: site.authority.issue(CLIENT_NAME, ends_in=-DAY),
+    "wrong authority": lambda site: Authority("pagewire").issue(CLIENT_NAME),
+    "wrong name": lambda site: site.authority.issue("gateway.test"),
+}
+
+Ask = Callable[[grpc.aio.Channel], Awaitable[object]]
+
+
+async def answers_to_bad_peers(site: Site, target: str, ask: Ask) -> dict[str, grpc.StatusCode | None]:
+    """What each of the six gets; None: it was served."""
+    channels = {name: channel(target, site.authority.cert, make(site)) for name, make in BAD_PEERS.items()}
+    channels["plaintext"] = grpc.aio.insecure_channel(target)
+
+    async def answer(peer: grpc.aio.Channel) -> grpc.StatusCode | None:
+        async with peer:
+            try:
+                await ask(peer)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+        return None
+
+    codes = await asyncio.gather(*map(answer, channels.values()))
+    return dict(zip(channels, codes, strict=True))
+
+
+@asynccontextmanager
+async def worker(site: Site) -> AsyncIterator[str]:
+    """A worker's service, which loads for ever: its address."""
+    files = site.server_files()
+    server = grpc.aio.server()
+
+    def load() -> LoadedWorker:
+        raise AssertionError("nothing is loaded here")
+
+    WorkerServicer(Engine(load), client_names=frozenset({CLIENT_NAME})).add_to(server)
+    credentials = server_credentials(files["tls_cert"], files["tls_key"], files["tls_client_ca"])
+    port = server.add_secure_port("localhost:0", credentials)
+    await server.start()
+    try:
+        yield f"localhost:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def ask_worker(peer: grpc.aio.Channel) -> object:
+    """A plan before hello is a protocol error: the status of who was let in."""
+    call = worker_pb2_grpc.WorkerServiceStub(peer).Execute(timeout=10)
+    plan = worker_pb2.ExecuteRequest(plan=worker_pb2.StepPlan(epoch=1, step=1))
+    await call.write(plan)
+    return await call.read()
+
+
+async def test_worker_refuses_six_bad_peers_and_takes_the_good_one(site: Site) -> None:
+    async with worker(site) as target:
+        codes = await answers_to_bad_peers(site, target, ask_worker)
+        assert {name for name, code in codes.items() if code in REFUSED} == {*BAD_PEERS, "plaintext"}, codes
+        assert codes["wrong name"] is grpc.StatusCode.PERMISSION_DENIED
+        async with channel(target, site.authority.cert, site.client) as peer:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await ask_worker(peer)
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "first message is a plan" in error.value.details()
+
+
+async def ask_scheduler(peer: grpc.aio.Channel) -> object:
+    stub = scheduler_pb2_grpc.SchedulerServiceStub(peer)
+    return await stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest(), timeout=10)
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as bound:
+        return bound.getsockname()[1]
+
+
+@asynccontextmanager
+async def scheduler(site: Site, checkpoint: Path, **options: object) -> AsyncIterator[str]:
+    files = {**site.server_files(), **options}
+    async with scheduler_stack.serve(checkpoint, host="localhost", **files) as stack:
+        yield stack.url.removeprefix("grpc://")
+
+
+async def test_scheduler_refuses_six_bad_peers_and_takes_the_good_one(site: Site, checkpoint: Path) -> None:
+    tenants = site.folder / "tenants.yaml"
+    tenants.write_text(f"tenants: {{tester: {{certificates: [{CLIENT_NAME}]}}}}")
+    async with scheduler(site, checkpoint, tenants=str(tenants)) as target:
+        codes = await answers_to_bad_peers(site, target, ask_scheduler)
+        assert {name for name, code in codes.items() if code in REFUSED} == {*BAD_PEERS, "plaintext"}, codes
+        assert codes["wrong name"] is grpc.StatusCode.UNAUTHENTICATED
+        async with channel(target, site.authority.cert, site.client) as peer:
+            assert (await ask_scheduler(peer)).served_model_name
+
+
+async def test_without_tenants_any_name_of_the_authority_is_served(site: Site, checkpoint: Path) -> None:
+    anybody = site.authority.issue("anybody.test")
+    async with scheduler(site, checkpoint) as target, channel(target, site.authority.cert, anybody) as peer:
+        assert (await ask_scheduler(peer)).served_model_name
+
+
+async def test_clients_refuse_a_server_of_another_name_or_authority(site: Site, checkpoint: Path) -> None:
+    async with scheduler(site, checkpoint) as target:
+        other_name = target.replace("localhost", "127.0.0.1")
+        for address, ca in ((other_name, site.authority.cert), (target, Authority("pagewire").cert)):
+            async with channel(address, ca, site.client) as peer:
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await ask_scheduler(peer)
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(site: Site, checkpoint: Path) -> None:
+    async with scheduler(site, checkpoint) as target:
+        # The authority is replaced too, as when a leaked one is given up.
+        renewed = Site(Authority("renewed"), site.folder, site.client)
+        renewed.server_files()
+        client = renewed.authority.issue(CLIENT_NAME)
+        async with channel(target, renewed.authority.cert, client) as peer:
+            assert (await ask_scheduler(peer)).served_model_name
+        async with channel(target, site.authority.cert, site.client) as peer:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await ask_scheduler(peer)
+
+
+async def test_probes_need_no_certificate_on_the_health_port(site: Site, checkpoint: Path) -> None:
+    port = free_port()
+    async with (
+        scheduler(site, checkpoint, health_host="localhost", health_port=port),
+        grpc.aio.insecure_channel(f"localhost:{port}") as probe,
+    ):
+        health = health_pb2_grpc.HealthStub(probe)
+        for service in ("liveness", "pagewire.scheduler.v1.SchedulerService"):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await ask_scheduler(probe)
+        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_scheduler_refuses_a_worker_of_another_name(site: Site) -> None:
+    """With the options of its own channel."""
+    async with worker(site) as target:
+        credentials = grpc.ssl_channel_credentials(site.authority.cert, site.client.key, site.client.cert)
+        options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", "worker.test"))
+        async with grpc.aio.secure_channel(target, credentials, options=options) as peer:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await ask_worker(peer)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE

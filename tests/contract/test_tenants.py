@@ -1,0 +1,376 @@
+"""Tenants over real gRPC: who is let in, what each may use, and that nobody sees anything of another."""
+
+import asyncio
+import hashlib
+import logging
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import yaml
+
+from pagewire import Client, SamplingParams, command
+from pagewire.errors import PagewireError
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service import server
+from scheduler_service.config import SchedulerConfig
+from scheduler_service.model_info import read_model_info
+from scheduler_service.rpc.tenant_file import parse_tenants
+from tests.contract.certificates import Authority
+from tests.contract.fake_worker import FakeWorker
+from tests.contract.scheduler_stack import Result, Stack, request, serve
+
+KEYS = {"acme": "key-of-acme", "globex": "key-of-globex", "root": "key-of-root"}
+PROMPT = list(range(1, 41))
+
+
+def digest(key: str) -> str:
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def write_tenants(path: Path, **changes: dict[str, object]) -> None:
+    tenants: dict[str, dict[str, object]] = {name: {"api_keys": [digest(key)]} for name, key in KEYS.items()}
+    tenants["root"]["operator"] = True
+    for name, entry in changes.items():
+        tenants.setdefault(name, {}).update(entry)
+    path.write_text(yaml.safe_dump({"tenants": tenants}))
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def credentials(tenant: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {KEYS[tenant]}"),)
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    write_tenants(tmp_path / "tenants.yaml")
+    return tmp_path / "tenants.yaml"
+
+
+@asynccontextmanager
+async def slow_stack(checkpoint: Path, tenants: Path) -> AsyncIterator[Stack]:
+    """A worker that takes its time, so that requests are there to be looked at."""
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    await worker.start()
+    worker.step_seconds = 0.02
+    async with serve(checkpoint, worker=worker, tenants=str(tenants)) as stack:
+        yield stack
+
+
+async def code_of(call: object) -> grpc.StatusCode | None:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return None
+
+
+async def generate(stack: Stack, message: pb.GenerateRequest, tenant: str) -> Result:
+    result = Result()
+    async for response in stack.stub.Generate(message, metadata=credentials(tenant)):
+        result.add(response)
+    return result
+
+
+async def test_only_known_callers_are_served(checkpoint: Path, tenants: Path) -> None:
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        bad = [
+            None,
+            (("authorization", "Bearer nobody's"),),
+            (("authorization", f"Bearer {digest(KEYS['acme'])}"),),  # what the file holds is no key
+            (("authorization", f"Basic {KEYS['acme']}"),),
+            (("authorization", "Bearer "),),
+        ]
+        for metadata in bad:
+            for call in (
+                stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=metadata),
+                stack.stub.Submit(pb.SubmitRequest(request=request(PROMPT, max_tokens=2)), metadata=metadata),
+                stack.stub.Generate(request(PROMPT, max_tokens=2), metadata=metadata).read(),
+            ):
+                assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
+        result = await generate(stack, request(PROMPT, max_tokens=2), "acme")
+        assert len(result.token_ids[0]) == 2
+        lower_case = (("authorization", f"bearer {KEYS['acme']}"),)
+        assert await code_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=lower_case)) is None
+
+
+async def test_our_client_and_command_send_a_key(
+    checkpoint: Path, tenants: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def complete(url: str) -> str:
+        with Client(url, api_key=KEYS["acme"]) as client:
+            return client.complete("once", SamplingParams(max_tokens=3, seed=1)).outputs[0].text
+
+    def run_command(url: str) -> int:
+        return command.main(["complete", "--url", url, "--max-tokens", "3", "--seed", "1", "once"])
+
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        text = await asyncio.to_thread(complete, stack.url)
+        async with Client(stack.url, api_key=KEYS["globex"]) as client:
+            completion = await client.acomplete("once", SamplingParams(max_tokens=3, seed=1))
+            assert completion.outputs[0].text == text
+            assert (await client.server_info()).has_tokenizer
+        async with Client(stack.url) as client:
+            with pytest.raises(PagewireError) as error:
+                await client.server_info()
+            assert error.value.code is grpc.StatusCode.UNAUTHENTICATED
+        monkeypatch.setenv("PAGEWIRE_API_KEY", KEYS["acme"])
+        assert await asyncio.to_thread(run_command, stack.url) == 0
+        assert text in capsys.readouterr().out
+        monkeypatch.setenv("PAGEWIRE_API_KEY", "nobody's")
+        assert await asyncio.to_thread(run_command, stack.url) == 1
+        assert "UNAUTHENTICATED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", " x", "ü", "a\nb"])
+def test_a_key_that_no_header_can_hold_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key"):
+        Client("127.0.0.1:1", api_key=key)
+
+
+async def test_errors_and_logs_hold_no_key(checkpoint: Path, tenants: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        metadata = (("authorization", "Bearer guessed-secret"),)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=metadata)
+        await generate(stack, request(PROMPT, max_tokens=2), "acme")
+    assert "guessed-secret" not in error.value.details()
+    assert not any(secret in caplog.text for secret in ("guessed-secret", *KEYS.values()))
+
+
+async def test_nothing_of_another_tenant_is_seen(checkpoint: Path, tenants: Path) -> None:
+    async with slow_stack(checkpoint, tenants) as stack:
+        message = request(PROMPT, max_tokens=150)
+        message.request_id = "mine"
+        submitted = pb.SubmitRequest(request=message)
+        await stack.stub.Submit(submitted, metadata=credentials("acme"))
+        assert (
+            await code_of(stack.stub.Submit(submitted, metadata=credentials("acme"))) is grpc.StatusCode.ALREADY_EXISTS
+        )
+
+        async def codes(tenant: str, field: str = "") -> list[grpc.StatusCode | None]:
+            """Of one call after the other: the last ends the request."""
+            stub, metadata = stack.stub, credentials(tenant)
+            named = {"tenant": field, "request_id": "mine"}
+            return [
+                await code_of(stub.GetRequest(pb.GetRequestRequest(**named), metadata=metadata)),
+                await code_of(stub.GetResult(pb.GetResultRequest(**named), metadata=metadata)),
+                await code_of(stub.Attach(pb.AttachRequest(**named), metadata=metadata).read()),
+                await code_of(stub.Abort(pb.AbortRequest(**named), metadata=metadata)),
+            ]
+
+        assert await codes("globex") == [grpc.StatusCode.NOT_FOUND] * 4
+        assert await codes("globex", "acme") == [grpc.StatusCode.PERMISSION_DENIED] * 4
+        # The name is free for another tenant.
+        await stack.stub.Submit(submitted, metadata=credentials("globex"))
+        report = await stack.stub.GetRequest(pb.GetRequestRequest(request_id="mine"), metadata=credentials("globex"))
+        assert report.tenant == "globex"
+        assert all(not holder.request_id or holder.request_id == "mine" for holder in report.holders)
+        for metadata, code in ((credentials("acme"), grpc.StatusCode.PERMISSION_DENIED), (credentials("root"), None)):
+            assert await code_of(stack.stub.GetBlocks(pb.GetBlocksRequest(), metadata=metadata)) is code
+            events = stack.stub.SubscribeKvEvents(pb.SubscribeKvEventsRequest(), metadata=metadata)
+            assert await code_of(events.read()) is code
+            events.cancel()
+        # An operator acts for whom it names.
+        assert await codes("root") == [grpc.StatusCode.NOT_FOUND] * 4
+        assert await codes("root", "acme") == [None] * 4
+
+
+async def test_a_prefix_is_not_shared_between_tenants(checkpoint: Path, tenants: Path) -> None:
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        message = request(PROMPT, max_tokens=2)
+        cached = {}
+        for name in ("acme", "acme", "globex", "root"):
+            result = await generate(stack, message, name)
+            cached.setdefault(name, []).append(result.last[0].usage.cached_tokens)
+        assert cached["acme"][0] == 0
+        assert cached["acme"][1] > 0
+        assert cached["globex"] == cached["root"] == [0]
+
+
+async def test_quotas_hold_one_tenant_and_no_other(checkpoint: Path, tenants: Path) -> None:
+    write_tenants(tenants, acme={"max_requests": 2})
+    async with slow_stack(checkpoint, tenants) as stack:
+        running = [asyncio.create_task(generate(stack, request(PROMPT, max_tokens=100), "acme")) for _ in range(2)]
+        await until_requests(stack, 2)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await generate(stack, request(PROMPT, max_tokens=2), "acme")
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "uses 2 requests, the request needs 1 more, and the quota is 2" in error.value.details()
+        assert len((await generate(stack, request(PROMPT, max_tokens=2), "globex")).token_ids[0]) == 2
+        running[0].cancel()  # a client that goes away gives back what it had
+        await until_requests(stack, 1)
+        assert len((await generate(stack, request(PROMPT, max_tokens=2), "acme")).token_ids[0]) == 2
+        running[1].cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def until_requests(stack: Stack, number: int) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            loads = await stack.stub.GetLoads(pb.GetLoadsRequest(), metadata=credentials("root"))
+            if loads.num_running + loads.num_waiting == number:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_blocks_and_queued_tokens_have_quotas(checkpoint: Path, tenants: Path) -> None:
+    # Blocks of 4 tokens: 40 + 100 tokens may take 35.
+    write_tenants(tenants, acme={"max_blocks": 40}, globex={"max_queued_tokens": 60})
+    async with slow_stack(checkpoint, tenants) as stack:
+        large = asyncio.create_task(generate(stack, request(PROMPT, max_tokens=100), "acme"))
+        await until_requests(stack, 1)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await generate(stack, request(PROMPT, max_tokens=2), "acme")
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "uses 35 blocks, the request needs 11 more, and the quota is 40" in error.value.details()
+        assert len((await generate(stack, request(PROMPT[:10], max_tokens=2), "acme")).token_ids[0]) == 2
+        large.cancel()
+        # What can never fit is the request's fault.
+        for message, tenant, field in (
+            (request(PROMPT, max_tokens=100, n=2), "acme", "lower max_tokens"),
+            (request(PROMPT * 2, max_tokens=2), "globex", "shorten it"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await generate(stack, message, tenant)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert field in error.value.details()
+        # 40 tokens are queued until the first comes back, and then no more.
+        both = await asyncio.gather(
+            *(generate(stack, request(PROMPT, max_tokens=20), "globex") for _ in range(2)), return_exceptions=True
+        )
+        codes = [result.code() for result in both if isinstance(result, grpc.aio.AioRpcError)]
+        assert codes == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+        assert len((await generate(stack, request(PROMPT, max_tokens=2), "globex")).token_ids[0]) == 2
+
+
+async def test_every_claim_is_given_back(checkpoint: Path, tenants: Path) -> None:
+    """A quota of exactly one request: whatever became of the one before, the next is taken."""
+    write_tenants(tenants, acme={"max_requests": 1, "max_queued_tokens": 40, "max_blocks": 100})
+    async with slow_stack(checkpoint, tenants) as stack:
+        for message in (
+            request(PROMPT, max_tokens=3, n=3),
+            request(PROMPT, max_tokens=3, beam_width=2, temperature=0),
+            request("once upon a time", max_tokens=3),
+        ):
+            await generate(stack, message, "acme")
+            bad = request(PROMPT, max_tokens=3, top_p=7.0)
+            assert await code_of(generate(stack, bad, "acme")) is grpc.StatusCode.INVALID_ARGUMENT
+        call = stack.stub.Generate(request(PROMPT, max_tokens=100), metadata=credentials("acme"))
+        await call.read()
+        call.cancel()
+        await until_requests(stack, 0)
+        submitted = pb.SubmitRequest(request=request(PROMPT, max_tokens=100))
+        answer = await stack.stub.Submit(submitted, metadata=credentials("acme"))
+        named = pb.AbortRequest(request_id=answer.request_id)
+        await stack.stub.Abort(named, metadata=credentials("acme"))
+        await until_requests(stack, 0)
+        assert len((await generate(stack, request(PROMPT, max_tokens=2), "acme")).token_ids[0]) == 2
+
+
+async def test_results_that_others_keep_are_not_pushed_out(checkpoint: Path, tenants: Path) -> None:
+    async with serve(checkpoint, tenants=str(tenants), max_detached_requests=3) as stack:
+
+        async def submit_and_wait(tenant: str) -> str:
+            submitted = pb.SubmitRequest(request=request(PROMPT, max_tokens=1))
+            answer = await stack.stub.Submit(submitted, metadata=credentials(tenant))
+            attached = stack.stub.Attach(pb.AttachRequest(request_id=answer.request_id), metadata=credentials(tenant))
+            async for _ in attached:
+                pass
+            return answer.request_id
+
+        async def is_kept(tenant: str, request_id: str) -> bool:
+            call = stack.stub.GetResult(pb.GetResultRequest(request_id=request_id), metadata=credentials(tenant))
+            return await code_of(call) is None
+
+        kept = await submit_and_wait("acme")
+        flood = [await submit_and_wait("globex") for _ in range(6)]
+        assert await is_kept("acme", kept)
+        assert [await is_kept("globex", request_id) for request_id in flood] == [False] * 4 + [True] * 2
+
+
+async def test_the_file_is_read_again_when_it_changes(
+    checkpoint: Path, tenants: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+
+        async def code(tenant: str) -> grpc.StatusCode | None:
+            call = stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=credentials(tenant))
+            return await code_of(call)
+
+        assert await code("acme") is None
+        write_tenants(tenants, acme={"api_keys": []})
+        assert await code("acme") is grpc.StatusCode.UNAUTHENTICATED
+        assert await code("globex") is None
+        write_text(tenants, "tenants: [nonsense")
+        assert await code("globex") is None, "what was known stays known"
+        assert await code("acme") is grpc.StatusCode.UNAUTHENTICATED
+        assert len([line for line in caplog.messages if "the tenants stay as they were" in line]) == 1
+        write_tenants(tenants)
+        assert await code("acme") is None
+
+
+async def test_certificates_name_tenants_too(checkpoint: Path, tmp_path: Path) -> None:
+    authority = Authority("pagewire")
+    cert, key = authority.issue("localhost").write(tmp_path, "server")
+    (tmp_path / "ca.crt").write_bytes(authority.cert)
+    files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(tmp_path / "ca.crt")}
+    write_tenants(tmp_path / "tenants.yaml", initech={"certificates": ["initech.test"]})
+    options = {**files, "host": "localhost", "tenants": str(tmp_path / "tenants.yaml")}
+    async with serve(checkpoint, **options) as stack:
+        for name, code in (("initech.test", None), ("stranger.test", grpc.StatusCode.UNAUTHENTICATED)):
+            client = authority.issue(name)
+            secure = grpc.ssl_channel_credentials(authority.cert, client.key, client.cert)
+            async with grpc.aio.secure_channel(stack.url.removeprefix("grpc://"), secure) as channel:
+                stub = type(stack.stub)(channel)
+                assert await code_of(stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=10)) is code
+                # A wrong key is not overlooked for the sake of a good certificate.
+                metadata = (("authorization", "Bearer nobody's"),)
+                call = stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=metadata, timeout=10)
+                assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_who_shows_nothing_may_be_a_tenant(checkpoint: Path, tenants: Path) -> None:
+    write_tenants(tenants, gateway={"anonymous": True, "max_requests": 0})
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        assert await code_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest())) is None
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stack.generate(request(PROMPT, max_tokens=2))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "expected one key, tenants"),
+        ("tenants: {a: {api_key: []}}", "unknown key 'api_key'"),
+        ("tenants: {a: {api_keys: [plain]}}", "64 hexadecimal digits"),
+        ("tenants: {a: {max_requests: -1}}", "max_requests is -1"),
+        ("tenants: {a: {max_blocks: yes}}", "max_blocks is True"),
+        ("tenants: {a: {operator: 1}}", "operator is 1"),
+        ("tenants: {a: {certificates: x}}", "must be a list of texts"),
+        ("tenants: {a: {anonymous: true}, b: {anonymous: true}}", "have the same credentials"),
+        ("tenants: {a: {certificates: [x]}, b: {certificates: [x]}}", "have the same credentials"),
+        ("tenants: {a: 3}", "must be a mapping"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_a_bad_file_is_refused_with_a_reason(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(complaint)) as error:
+        parse_tenants(text)
+    assert "plain" not in str(error.value)
+
+
+async def test_a_missing_file_is_one_clear_line(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = SchedulerConfig(model=str(checkpoint), port=0, metrics_port=0, tenants="/nowhere/tenants.yaml")
+    assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 1
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "/nowhere/tenants.yaml" in record.getMessage()

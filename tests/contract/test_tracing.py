@@ -1,0 +1,150 @@
+"""Spans that arrive at a collector over OTLP: whose children they are, their times and attributes."""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from scheduler_service import server
+from scheduler_service.config import SchedulerConfig
+from tests.contract.scheduler_stack import request, serve
+
+PROMPT = [1, 2, 3, 4, 5]
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    def __init__(self) -> None:
+        self.spans: list[trace_pb2.Span] = []
+        self.resources: list[str] = []
+
+    async def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.aio.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        for resource in request.resource_spans:
+            self.resources += [value.value.string_value for value in resource.resource.attributes]
+            self.spans += [span for scope in resource.scope_spans for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+    """A collector, and its endpoint."""
+    collector, collecting_server = Collector(), grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, collecting_server)
+    port = collecting_server.add_insecure_port("127.0.0.1:0")
+    await collecting_server.start()
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        await collecting_server.stop(0)
+
+
+def attributes(span: trace_pb2.Span) -> dict[str, object]:
+    values = {}
+    for entry in span.attributes:
+        kind = entry.value.WhichOneof("value")
+        value = getattr(entry.value, kind)
+        values[entry.key] = [item.string_value for item in value.values] if kind == "array_value" else value
+    return values
+
+
+async def test_a_request_is_a_child_of_its_callers_span(checkpoint: Path) -> None:
+    began = time.time_ns()
+    async with collecting() as (collector, endpoint):
+        async with serve(checkpoint, otlp_traces_endpoint=endpoint, served_model_name="tiny") as stack:
+            message = request(PROMPT, max_tokens=4, n=2, temperature=0.5, top_k=7)
+            message.request_id = "mine"
+            metadata = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),)
+            async for _ in stack.stub.Generate(message, metadata=metadata):
+                pass
+        ended = time.time_ns()
+    assert {span.trace_id.hex() for span in collector.spans} == {TRACE_ID}
+    (root,) = [span for span in collector.spans if span.name == "text_completion tiny"]
+    assert root.parent_span_id.hex() == PARENT_ID
+    assert root.kind == trace_pb2.Span.SPAN_KIND_SERVER
+    found = attributes(root)
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "pagewire",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.response.id": "mine",
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_k": 7,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.response.finish_reasons": ["length", "length"],
+        "gen_ai.usage.input_tokens": 5,
+        "gen_ai.usage.output_tokens": 8,
+    }
+    assert expected.items() <= found.items()
+    assert "error.type" not in found
+    assert "pagewire-scheduler" in collector.resources
+    phases = [span for span in collector.spans if span is not root]
+    assert {span.parent_span_id for span in phases} == {root.span_id}
+    for sequence_id in {attributes(span)["pagewire.sequence_id"] for span in phases}:
+        own = [span for span in phases if attributes(span)["pagewire.sequence_id"] == sequence_id]
+        assert [span.name for span in own] == ["queue", "prefill", "decode"]
+        for before, after in pairwise(own):
+            assert before.end_time_unix_nano == after.start_time_unix_nano
+        assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in own)
+        assert began <= own[0].start_time_unix_nano
+        assert own[-1].end_time_unix_nano <= root.end_time_unix_nano <= ended
+    assert len(phases) == 6
+
+
+async def test_failed_and_left_requests_say_so_and_strangers_begin_a_trace(checkpoint: Path) -> None:
+    async with (
+        collecting() as (collector, endpoint),
+        serve(checkpoint, otlp_traces_endpoint=endpoint, drain_timeout=0.0) as stack,
+    ):
+        stack.worker.step_seconds = 0.02
+        left = stack.stub.Generate(request(PROMPT, max_tokens=200))
+        await left.read()
+        left.cancel()
+        await stack.until_idle()
+        cut = stack.stub.Generate(request(PROMPT, max_tokens=200))
+        await cut.read()
+        stack.stop.set()
+        await stack.running
+    roots = [span for span in collector.spans if span.name.startswith("text_completion")]
+    assert all(not span.parent_span_id for span in roots)
+    assert len({span.trace_id for span in roots}) == 2
+    assert [attributes(span).get("error.type") for span in roots] == [None, "no_worker"]
+    assert attributes(roots[0])["gen_ai.response.finish_reasons"] == ["abort"]
+    assert roots[1].status.code == trace_pb2.Status.STATUS_CODE_ERROR
+
+
+async def test_a_missing_collector_delays_nothing(checkpoint: Path) -> None:
+    async with serve(checkpoint, otlp_traces_endpoint="http://127.0.0.1:1") as stack:
+        await stack.generate(request(PROMPT, max_tokens=3))
+        stack.stop.set()
+        told_at = time.monotonic()
+        assert await stack.running == 0
+        seconds = time.monotonic() - told_at
+    print(f"gone after {seconds:.2f} s")
+    assert seconds < 4
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "ftp://x"])
+def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="--otlp-traces-endpoint"):
+        SchedulerConfig(model="x", otlp_traces_endpoint=endpoint).validate()
+
+
+async def test_tracing_that_is_not_installed_is_one_clear_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "scheduler_service.tracing", None)
+    config = SchedulerConfig(model=str(checkpoint), port=0, metrics_port=0, otlp_traces_endpoint="http://127.0.0.1:1")
+    assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 1
+    assert "pip install 'pagewire[tracing]'" in caplog.text

@@ -1,0 +1,159 @@
+"""What the images hold: the files that a build sees, the packages of the base install, a scheduler without torch."""
+
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.project.manifests import DEPLOY, ROOT, find, pod_templates, rendered
+
+MODEL = ROOT / "models" / "storyteller"
+IMAGES = ("scheduler", "worker", "gateway")
+
+
+def instructions_of(image: str) -> list[tuple[str, str]]:
+    text = (DEPLOY / f"Dockerfile.{image}").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(name, argument) for name, _, argument in (line.partition(" ") for line in lines)]
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def files_of_the_build() -> list[Path]:
+    """The committed files that .dockerignore lets through."""
+    seen = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
+    paths = [Path(name) for name in listed.stdout.decode().splitlines()]
+    return [path for path in paths if path.parts[0] in seen and (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_image_runs_the_command_as_an_unprivileged_user(image: str) -> None:
+    instructions = instructions_of(image)
+    assert [argument for name, argument in instructions if name == "USER"] == ["10001:10001"]
+    final = max(index for index, (name, _) in enumerate(instructions) if name == "FROM")
+    assert all(name != "RUN" for name, _ in instructions[final:]), "what is built is built in an earlier stage"
+    (entry,) = [
+        shlex.split(argument.strip("[]").replace(",", " ")) for name, argument in instructions if name == "ENTRYPOINT"
+    ]
+    for component, template in pod_templates(rendered(DEPLOY / "overlays" / "smg")):
+        if component == image:
+            (container,) = template["spec"]["containers"]
+            assert container["command"][: len(entry)] == entry
+            assert container["image"].partition(":")[0] == f"pagewire-{image}"
+    assert f"-t pagewire-{image}:{project()['project']['version']}" in (DEPLOY / f"Dockerfile.{image}").read_text()
+
+
+@pytest.mark.parametrize(("image", "installed"), [("scheduler", "/src"), ("worker", "/src[worker]")])
+def test_image_installs_what_its_service_needs(image: str, installed: str) -> None:
+    (command,) = [argument for name, argument in instructions_of(image) if name == "RUN" and "pip install" in argument]
+    assert shlex.split(command)[-1] == installed
+
+
+def test_worker_image_has_a_compiler() -> None:
+    (command,) = [argument for name, argument in instructions_of("worker") if name == "RUN" and "apt-get" in argument]
+    assert {"gcc", "libc6-dev"} <= set(shlex.split(command))
+    stages = [argument.split() for name, argument in instructions_of("worker") if name == "FROM"]
+    assert stages[-1] == [stages[-2][-1]], "the last stage builds on the one that has the compiler"
+
+
+def test_images_see_everything_that_the_package_needs() -> None:
+    packages = project()["tool"]["setuptools"]["packages"]["find"]["include"]
+    seen = {path.parts[0] for path in files_of_the_build()}
+    assert seen == {"pyproject.toml", "README.md", "LICENSE"} | {name.strip("*") for name in packages}
+
+
+def closure_of_the_base_install() -> list[metadata.Distribution]:
+    """The distributions that `pip install .` would bring, as they are installed here."""
+    waiting, found = list(project()["project"]["dependencies"]), {}
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        name = canonicalize_name(requirement.name)
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        distribution = metadata.distribution(requirement.name)
+        found[name] = distribution
+        waiting += distribution.requires or []
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with what the scheduler's image holds, and nothing else.
+
+    The package is built and installed from the files of the image's build; the packages it needs are those of this
+    environment, so that no index is asked.
+    """
+    folder = tmp_path_factory.mktemp("image")
+    for path in files_of_the_build():
+        target = folder / "src" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / path, target)
+    venv.create(folder / "venv", with_pip=False)
+    (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    for distribution in closure_of_the_base_install():
+        for file in distribution.files or []:
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                target = site_packages / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.symlink_to(distribution.locate_file(file))
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
+    install = [sys.executable, "-m", "pip", "install", *options, "--target", str(site_packages), str(folder / "src")]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "venv" / "bin" / "python"
+
+
+def test_files_of_the_image_install(image_python: Path) -> None:
+    (site_packages,) = image_python.parents[1].glob("lib/python*/site-packages")
+    code = {path for path in files_of_the_build() if path.suffix in (".py", ".c", ".h")}
+    missing = {path for path in code if not (site_packages / path).exists()}
+    assert not missing
+
+
+def test_scheduler_starts_in_the_image_without_torch(image_python: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = (
+        "import sys, importlib.util; from pagewire.command import main\n"
+        "assert not any(map(importlib.util.find_spec, ('torch', 'numpy', 'transformers')))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    flags = ["--model", str(MODEL), "--port", str(port), "--metrics-port", "0", "--worker", "127.0.0.1:1"]
+    command = [str(image_python), "-I", "-c", program, "scheduler", *flags]
+    process = subprocess.Popen(command, cwd=tmp_path, env={"HOME": str(tmp_path)}, stderr=subprocess.PIPE)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="liveness")
+            answer = stub.Check(request, timeout=20, wait_for_ready=True)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_images_of_the_manifests_have_dockerfiles() -> None:
+    named = set()
+    for overlay in DEPLOY.glob("overlays/*"):
+        for _, template in pod_templates(rendered(overlay)):
+            named |= {re.split("[:/]", container["image"])[0] for container in template["spec"]["containers"]}
+    assert named == {f"pagewire-{image}" for image in IMAGES}
+    assert find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")

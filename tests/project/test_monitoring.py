@@ -1,0 +1,96 @@
+"""Dashboard and rules ask for metrics that the scheduler exports, with labels that they bear."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from scheduler_service.core.plan import WorkerCapacity
+from scheduler_service.core.request import SchedulerStats
+from scheduler_service.metrics import Metrics, MetricsCollector
+from tests.project.manifests import DEPLOY, documents
+
+MONITORING = DEPLOY / "components" / "monitoring"
+# Prometheus adds these to whatever it scrapes from a pod.
+TARGET_LABELS = {"namespace", "pod"}
+NAME = re.compile(r"\b(?:vllm|pagewire):[a-z0-9_:]+")
+LABEL_USE = re.compile(r"([a-z_]+)\s*(?:=~|!~|!=|=)\s*\"")
+
+
+def exported() -> dict[str, set[str]]:
+    """Every series and its labels."""
+    metrics = Metrics()
+    metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
+    numbers = dict.fromkeys(SchedulerStats.__slots__, 0)
+    collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model")
+    return {
+        sample.name: set(sample.labels) | TARGET_LABELS for family in collector.collect() for sample in family.samples
+    }
+
+
+def dashboard() -> dict:
+    return json.loads((MONITORING / "dashboard.json").read_text())
+
+
+def rules() -> list[dict]:
+    (manifest,) = documents(MONITORING / "rules.yaml")
+    return [rule for group in manifest["spec"]["groups"] for rule in group["rules"]]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Where an expression stands, and itself."""
+    for panel in dashboard()["panels"]:
+        yield from ((panel["title"], target["expr"]) for target in panel["targets"])
+    for rule in rules():
+        yield rule.get("alert", rule.get("record", "")), rule["expr"]
+    (scaled,) = documents(DEPLOY / "overlays" / "keda" / "scaled-object.yaml")
+    yield from (("keda", trigger["metadata"]["query"]) for trigger in scaled["spec"]["triggers"])
+
+
+@pytest.mark.parametrize(("place", "expression"), list(expressions()), ids=[place for place, _ in expressions()])
+def test_expression_asks_for_what_is_exported(place: str, expression: str) -> None:
+    series = exported() | {rule["record"]: {"namespace", "model_name"} for rule in rules() if "record" in rule}
+    names = set(NAME.findall(expression))
+    assert names
+    assert names <= set(series), f"{place} asks for {sorted(names - set(series))}, which nobody exports"
+    known = set.union(*(series[name] for name in names))
+    grouped = {label.strip() for labels in re.findall(r"by \(([^)]*)\)", expression) for label in labels.split(",")}
+    assert set(LABEL_USE.findall(expression)) | grouped <= known
+    assert expression.count("(") == expression.count(")")
+    assert expression.count("{") == expression.count("}")
+
+
+def test_an_unknown_metric_would_be_noticed() -> None:
+    assert "vllm:num_requests_waiting" in exported()
+    assert "vllm:num_requests_wating" not in exported()
+
+
+def test_values_are_read_as_what_they_are() -> None:
+    """A counter is asked for its rate, or compared with another one; a histogram for its buckets."""
+    for place, expression in expressions():
+        for name in NAME.findall(expression):
+            if name.endswith("_bucket"):
+                assert "histogram_quantile" in expression, place
+                assert re.search(r"\ble\b", expression), place
+            elif name.endswith("_total") and place != "PagewireWithoutWorker":
+                assert re.search(rf"(?:rate|increase)\({re.escape(name)}", expression), place
+
+
+def test_alerts_say_what_is_wrong() -> None:
+    alerts = [rule for rule in rules() if "alert" in rule]
+    assert len({rule["alert"] for rule in alerts}) == len(alerts) > 0
+    for rule in alerts:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"]
+
+
+def test_panels_do_not_overlap() -> None:
+    cells = [
+        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
+        for panel in dashboard()["panels"]
+        for x in range(panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
