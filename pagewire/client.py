@@ -1,6 +1,7 @@
 """The client of a scheduler: one class, asynchronous inside `async with`, synchronous inside `with`."""
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
@@ -16,6 +17,7 @@ from pagewire.authorized_channel import AuthorizedChannel
 from pagewire.completion import Completion, CompletionBuilder, Output, Result
 from pagewire.sampling import SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
+from pagewire.shared_stream import NotShared, SharedStream
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 
@@ -29,6 +31,8 @@ CHANNEL_OPTIONS = (
 UNARY_TIMEOUT_S = 10.0
 # Before the second, third ... attempt to connect in a row; the last goes on.
 RECONNECT_DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+# Requests in flight from which on new ones share a call: fewer messages, for the server and for this process.
+MIN_SHARED = 8
 LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):")
 
 
@@ -42,7 +46,8 @@ class Client:
 
     Asynchronous, inside `async with`: `generate`, `acomplete`, `submit`, `attach`, `result`, `abort`, `get_request`,
     `blocks`, `server_info`, `loads`.
-    Synchronous, inside `with`: `complete`, `stream`. The client may be used by any number of tasks or threads.
+    Synchronous, inside `with`: `complete`, `stream`. With many requests of `generate` and `acomplete` in flight, new
+    ones share a call: same results, same errors. The client may be used by any number of tasks or threads.
     Calls fail with a `PagewireError`. A lost worker is no error: the stream goes on where it was.
     """
 
@@ -69,13 +74,19 @@ class Client:
             self._credentials = grpc.ssl_channel_credentials(_read(tls_ca), _read(tls_key), _read(tls_cert))
         self._channel: Any = None
         self._async_channel: Any = None
+        self._shared: SharedStream | None = None  # None too if the server knows no such thing
+        self._num_in_flight = 0
 
     async def __aenter__(self) -> "Client":
         self._async_channel = self._open(grpc.aio.insecure_channel, grpc.aio.secure_channel)
+        self._shared = SharedStream(pb_grpc.SchedulerServiceStub(self._async_channel).GenerateMany, self.url)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         channel, self._async_channel = self._async_channel, None
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            await shared.close()
         await channel.close()
 
     def __enter__(self) -> "Client":
@@ -115,25 +126,21 @@ class Client:
             tenant=tenant,
         )
         builder = CompletionBuilder(_num_samples(sampling), time.monotonic())
-        call = self._async_stub().Generate(request, timeout=timeout)
-        try:
-            async for response in call:
+        async with contextlib.aclosing(self._responses(request, timeout)) as responses:
+            async for response in responses:
                 output = wire.decode_output(response)
                 builder.add(output, time.monotonic())
                 yield output
-            builder.finish(time.monotonic())
-        except grpc.RpcError as error:
-            raise wire.decode_error(error, self.url) from None
-        finally:
-            call.cancel()
+        builder.finish(time.monotonic())
 
     async def acomplete(
         self, prompt: str | None = None, sampling: SamplingParams | None = None, **options: Any
     ) -> Completion:
         """The whole of a request, with the same arguments as `generate`."""
         builder = CompletionBuilder(_num_samples(sampling), time.monotonic())
-        async for output in self.generate(prompt, sampling, **options):
-            builder.add(output, time.monotonic())
+        async with contextlib.aclosing(self.generate(prompt, sampling, **options)) as outputs:
+            async for output in outputs:
+                builder.add(output, time.monotonic())
         return builder.finish(time.monotonic())
 
     def stream(
@@ -271,6 +278,34 @@ class Client:
     async def loads(self) -> Loads:
         """What the server is doing now."""
         return wire.decode_loads(await self._call(self._async_stub().GetLoads, pb.GetLoadsRequest()))
+
+    async def _responses(
+        self,
+        request: pb.GenerateRequest,
+        timeout: float | None,  # noqa: ASYNC109 - sent to the server too
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Of one request, on a call of its own, or with many in flight on the one that they share."""
+        stub = self._async_stub()
+        self._num_in_flight += 1
+        try:
+            if self._shared is not None and self._num_in_flight >= MIN_SHARED:
+                try:
+                    async with contextlib.aclosing(self._shared.responses(request, timeout)) as responses:
+                        async for response in responses:
+                            yield response
+                    return
+                except NotShared:
+                    self._shared = None
+            call = stub.Generate(request, timeout=timeout)
+            try:
+                async for response in call:
+                    yield response
+            except grpc.RpcError as error:
+                raise wire.decode_error(error, self.url) from None
+            finally:
+                call.cancel()
+        finally:
+            self._num_in_flight -= 1
 
     async def _call(self, method: Any, request: Any, timeout: float | None = UNARY_TIMEOUT_S) -> Any:  # noqa: ASYNC109
         try:

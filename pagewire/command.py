@@ -24,6 +24,7 @@ VERBS = {
     "serve": Verb("pagewire.services", "serve", "serve a model: a scheduler and its worker on this machine"),
     "worker": Verb("pagewire.services", "worker", "run a worker"),
     "scheduler": Verb("pagewire.services", "scheduler", "run a scheduler for a worker elsewhere"),
+    "frontend": Verb("pagewire.services", "frontend", "run a front end: text in and out, for a scheduler elsewhere"),
     "complete": Verb("pagewire.complete", "main", "complete a text"),
     "chat": Verb("pagewire.chat", "main", "talk with the model"),
     "submit": Verb("pagewire.detached", "submit", "queue a request that needs no connection, and print its id"),

@@ -22,7 +22,11 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What is served, and its limits. `worker` is None while none is connected."""
+    """What is served, and its limits. `worker` is None while none is connected.
+
+    `model_digest` is hexadecimal, `max_sequence_tokens` what a request may have now, `unavailable_reason` why requests
+    are refused now, or nothing.
+    """
 
     version: str
     served_model_name: str
@@ -36,6 +40,9 @@ class ServerInfo:
     max_num_batched_tokens: int
     pipeline_depth: int
     worker: WorkerInfo | None
+    model_digest: str
+    max_sequence_tokens: int
+    unavailable_reason: str
 
 
 @dataclass(frozen=True, slots=True)

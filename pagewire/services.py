@@ -1,4 +1,4 @@
-"""The verbs that run services: serve, scheduler, worker. Services are imported only when one of them runs."""
+"""The verbs that run services: serve, scheduler, frontend, worker. Services are imported only when one of them runs."""
 
 import argparse
 import asyncio
@@ -67,6 +67,16 @@ def scheduler(arguments: Sequence[str]) -> int:
     from scheduler_service import server
 
     return server.serve(config)
+
+
+def frontend(arguments: Sequence[str]) -> int:
+    """Runs a front end of a scheduler that is elsewhere."""
+    from scheduler_service.config import FrontEndConfig
+
+    config = _service_config("frontend", "Run a front end.", FrontEndConfig, arguments)
+    from scheduler_service import front_end
+
+    return front_end.serve(config)
 
 
 def worker(arguments: Sequence[str]) -> int:

@@ -54,6 +54,7 @@ REQUEST_STATES = {
     pb.REQUEST_STATE_SWAPPED: "swapped",
     pb.REQUEST_STATE_SWAPPING_IN: "swapping in",
 }
+TIMEOUT_PASSED = "the timeout passed before the request was done; raise it or ask for fewer tokens"
 STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 ERRORS: dict[grpc.StatusCode, type[PagewireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -169,6 +170,9 @@ def decode_server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         max_num_batched_tokens=response.max_num_batched_tokens,
         pipeline_depth=response.pipeline_depth,
         worker=_fields(WorkerInfo, worker) if response.HasField("worker") else None,
+        model_digest=response.model_digest.hex(),
+        max_sequence_tokens=response.max_sequence_tokens,
+        unavailable_reason=response.unavailable_reason,
     )
 
 
@@ -214,10 +218,21 @@ def decode_error(error: Any, url: str) -> PagewireError:
     if code is grpc.StatusCode.UNAVAILABLE and message.startswith("failed to connect"):
         message = f"no server answers at {url} ({message})"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and "Deadline Exceeded" in message:
-        message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
+        message = TIMEOUT_PASSED
     field_violations, retry_delay = _decode_details(error.trailing_metadata() or ())
     error_type = ERRORS.get(code, PagewireError)
     return error_type(message, code=code, field_violations=field_violations, retry_delay=retry_delay)
+
+
+def decode_failure(failure: pb.StreamFailure) -> PagewireError:
+    """The typed error of a request that shares a call: what `decode_error` makes of one that does not."""
+    code = STATUS_CODES[failure.code]
+    return ERRORS.get(code, PagewireError)(
+        failure.message,
+        code=code,
+        field_violations=(FieldViolation(failure.field, failure.message),) if failure.field else (),
+        retry_delay=failure.retry_delay_seconds if failure.HasField("retry_delay_seconds") else None,
+    )
 
 
 def _decode_details(metadata: Iterable[tuple[str, Any]]) -> tuple[tuple[FieldViolation, ...], float | None]:

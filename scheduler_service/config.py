@@ -62,8 +62,7 @@ class SchedulerConfig:
 
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
-        if not self.model:
-            raise ValueError("--model is missing: name a checkpoint directory")
+        _check_model(self.model)
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if value is not None and not value >= minimum:
@@ -83,12 +82,9 @@ class SchedulerConfig:
             raise ValueError(
                 f"--otlp-traces-endpoint is {endpoint!r}, but must be http://HOST:PORT or https://HOST:PORT"
             )
-        host, _, port = self.worker.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"--worker is {self.worker!r}, but must be HOST:PORT")
+        _check_address("worker", self.worker)
         for name, needed in _TLS_NEEDS:
-            if getattr(self, name) is not None and getattr(self, needed) is None:
-                raise ValueError(f"{_flag(name)} needs {_flag(needed)} too")
+            _check_need(self, name, needed)
 
 
 _MINIMA = {
@@ -115,6 +111,51 @@ _TLS_NEEDS = (
     ("worker_tls_cert", "worker_tls_ca"),
     ("worker_tls_name", "worker_tls_ca"),
 )
+
+
+@dataclass(frozen=True)
+class FrontEndConfig:
+    scheduler: str = _option("127.0.0.1:50051", "address of the scheduler, HOST:PORT")
+    model: str = _option("", "checkpoint directory, the scheduler's; config, tokenizer and generation config are read")
+    host: str = _option("127.0.0.1", "address to bind")
+    port: int = _option(50052, "port to bind; 0 takes a free one")
+    drain_timeout: float = _option(30.0, "seconds that running requests have to finish at shutdown")
+    max_pending_calls: int = _option(4096, "calls that may be tokenized at the same time")
+    tls_cert: str | None = _option(None, "certificate chain of the public port, PEM file")
+    tls_key: str | None = _option(None, "private key of the public port, PEM file")
+    tls_client_ca: str | None = _option(None, "clients must present a certificate of this authority, PEM file")
+    scheduler_tls_ca: str | None = _option(None, "the scheduler must present a certificate of this authority, PEM file")
+    scheduler_tls_cert: str | None = _option(None, "certificate chain shown to the scheduler, PEM file")
+    scheduler_tls_key: str | None = _option(None, "private key of that certificate, PEM file")
+    scheduler_tls_name: str | None = _option(None, "name in the scheduler's certificate, where it is not its host")
+
+    def validate(self) -> None:
+        """Raises ValueError that names the flag at fault."""
+        _check_model(self.model)
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port is {self.port}, but must be 0 to 65535")
+        for name, minimum in (("drain_timeout", 0), ("max_pending_calls", 1)):
+            if not getattr(self, name) >= minimum:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, but must be at least {minimum}")
+        _check_address("scheduler", self.scheduler)
+        for name, needed in _TLS_NEEDS:
+            _check_need(self, name.replace("worker", "scheduler"), needed.replace("worker", "scheduler"))
+
+
+def _check_model(model: str) -> None:
+    if not model:
+        raise ValueError("--model is missing: name a checkpoint directory")
+
+
+def _check_address(name: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{_flag(name)} is {address!r}, but must be HOST:PORT")
+
+
+def _check_need(config: object, name: str, needed: str) -> None:
+    if getattr(config, name) is not None and getattr(config, needed) is None:
+        raise ValueError(f"{_flag(name)} needs {_flag(needed)} too")
 
 
 def _flag(name: str) -> str:

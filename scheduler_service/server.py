@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from scheduler_service.activity import Activity
-from scheduler_service.config import SchedulerConfig
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
@@ -35,6 +35,7 @@ from scheduler_service.rpc.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context, trace_context_of_call
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.step_loop import StepLoop
+from scheduler_service.stream import Outlet
 from scheduler_service.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_ERROR = 1
 EXIT_FENCED = 3
-_CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
-_SERVER_OPTIONS = (
+CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
+SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 4 * 1024 * 1024),
     ("grpc.http2.max_ping_strikes", 0),
@@ -136,20 +137,21 @@ class _Service:
             on_worker_hangs=on_worker_hangs,
         )
         tenants = TenantFile(config.tenants) if config.tenants else None
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=_interceptors(tenants, self._tracing))
-        servicer = SchedulerServicer(
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=_interceptors(tenants, self._tracing))
+        self._servicer = SchedulerServicer(
             self._step_loop,
             model,
             self._tokenizer,
             info,
             DetachedRequests(retention=config.detached_retention, max_ended=config.max_detached_requests),
             lambda: self._activity.generation_throughput,
-            Quotas(tenants.quota) if tenants is not None else None,
+            Outlet,
+            Quotas(tenants.quota, lambda: self._step_loop.capacity) if tenants is not None else None,
         )
-        servicer.add_to(self._server)
-        service_names = [SERVICE_NAME, *self._add_vllm(servicer.intake, model, info)]
+        self._servicer.add_to(self._server)
+        service_names = [SERVICE_NAME, *self._add_vllm(self._servicer.intake, model, info)]
         self._health = Health(self._server, service_names)
-        self._url = f"grpc://{config.host}:{_bind(self._server, config)}"
+        self._url = f"grpc://{config.host}:{bind(self._server, config)}"
         self._probed_server = _probed_server(config, self._health)
         if self._recorder is not None:
             self._recorder.open()
@@ -196,9 +198,10 @@ class _Service:
             return 0
         finally:
             self._step_loop.end_all("the server has shut down; send the request to another one")
-            await self._server.stop(0 if stop_now.is_set() else _CLOSE_TIMEOUT)
+            self._servicer.close()
+            await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
             await self._probed_server.stop(0)
-            await _cancel([stopping, *parts])
+            await cancel([stopping, *parts])
             await self._channel.close()
             if self._metrics_server is not None:
                 self._metrics_server.close()
@@ -215,6 +218,7 @@ class _Service:
             await self._availability_changed.wait()
             self._availability_changed.clear()
             is_serving = self._step_loop.is_serving
+            self._servicer.announce()
             await self._health.set_readiness(is_serving)
             if is_serving and not has_served:
                 has_served = True
@@ -225,7 +229,7 @@ class _Service:
         logger.info("draining, for at most %g s", self._config.drain_timeout)
         ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (self._step_loop.drain(), stop_now.wait())]
         await asyncio.wait(ends, timeout=self._config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(ends)
+        await cancel(ends)
 
     def _failed(self, part: asyncio.Task[Any]) -> int:
         """A part of the service ended, which none does by itself."""
@@ -237,7 +241,7 @@ class _Service:
         return EXIT_ERROR
 
 
-async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+async def cancel(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -314,7 +318,7 @@ def _interceptors(tenants: TenantFile | None, tracing: "Tracing | None") -> list
 
 def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> ServerInfo:
     return ServerInfo(
-        version=_version(),
+        version=version(),
         served_model_name=config.served_model_name or model.name,
         instance_id=secrets.token_hex(8),
         chat_template=model.chat_template,
@@ -323,17 +327,18 @@ def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) 
         max_num_batched_tokens=config.max_num_batched_tokens,
         pipeline_depth=config.pipeline_depth,
         max_pending_calls=config.max_waiting_requests,
+        model_digest=model.digest,
     )
 
 
-def _version() -> str:
+def version() -> str:
     try:
         return metadata.version("pagewire")
     except metadata.PackageNotFoundError:
         return "source"
 
 
-def _bind(server: grpc.aio.Server, config: SchedulerConfig) -> int:
+def bind(server: grpc.aio.Server, config: SchedulerConfig | FrontEndConfig) -> int:
     """The port that was bound. Raises OSError."""
     credentials = None
     if config.tls_cert is not None and config.tls_key is not None:
@@ -353,7 +358,7 @@ def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCrede
 
 def _probed_server(config: SchedulerConfig, health: Health) -> grpc.aio.Server:
     """Answers probes that know no certificates, where that is asked for. Raises OSError."""
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     if config.health_port:
         health.add_to(server)
         address = f"{config.health_host}:{config.health_port}"
@@ -365,9 +370,9 @@ def _worker_channel(config: SchedulerConfig) -> grpc.aio.Channel:
     if config.worker_tls_ca is None:
         return grpc.aio.insecure_channel(config.worker, options=CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(
-        root_certificates=_read(config.worker_tls_ca),
-        private_key=_read(config.worker_tls_key),
-        certificate_chain=_read(config.worker_tls_cert),
+        root_certificates=read_pem(config.worker_tls_ca),
+        private_key=read_pem(config.worker_tls_key),
+        certificate_chain=read_pem(config.worker_tls_cert),
     )
     options = CHANNEL_OPTIONS
     if config.worker_tls_name is not None:
@@ -375,5 +380,5 @@ def _worker_channel(config: SchedulerConfig) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(config.worker, credentials, options=options)
 
 
-def _read(path: str | None) -> bytes | None:
+def read_pem(path: str | None) -> bytes | None:
     return None if path is None else Path(path).read_bytes()

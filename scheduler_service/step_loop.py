@@ -26,7 +26,7 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.kv_event_log import KvEventBatch, KvEventLog
-from scheduler_service.stream import Deliver, FanOut, TokenStream
+from scheduler_service.stream import Deliver, FanOut, Outlet, TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +155,10 @@ class StepLoop:
 
     # Requests
 
-    def submit(self, request: Request, deliver: Deliver) -> list[int]:
+    def submit(self, request: Request, deliver: Deliver, outlet: Outlet | None = None, label: int = 0) -> list[int]:
         """Queue a request; the ids of its sequences. `deliver` gets their deltas, never before this returns.
 
+        With an outlet, they wait there instead under labels from `label` on, until their reader takes them.
         Raises UnavailableError, AdmissionError.
         """
         if self.unavailable_reason:
@@ -165,7 +166,7 @@ class StepLoop:
         now = self._clock()
         sequence_ids = self._scheduler.add(request, now)
         for index, sequence_id in enumerate(sequence_ids):
-            self._streams[sequence_id] = TokenStream(request, index, deliver, now)
+            self._streams[sequence_id] = TokenStream(request, index, deliver, now, outlet, label + index)
         self._on_submitted(request)
         self._idle.clear()
         self._wake.set()

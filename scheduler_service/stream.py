@@ -7,17 +7,20 @@ served before its next token simply gets a longer delta. What waits is bounded b
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one sequence got since its last delta. The last one has `end`."""
+class Delta(NamedTuple):
+    """What one sequence got since its last delta. The last one has `end`.
 
-    index: int  # which sample of its request
+    A tuple, because there is one for every token, and a frozen dataclass takes four times as long to make.
+    """
+
+    index: int  # type: ignore[assignment]  # which sample of its request; hides the method of tuples
     first_token: int  # index in the output of the first of token_ids
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
@@ -31,6 +34,22 @@ Deliver = Callable[[Delta], None]
 
 
 @dataclass(slots=True, eq=False)
+class Outlet:
+    """Where the streams of many requests wait together for one reader, who takes them when it likes."""
+
+    on_news: Callable[[], None]  # called on the event loop when `streams` is no longer empty
+    streams: "list[TokenStream]" = field(default_factory=list)  # those with something new
+
+    def take(self) -> "list[TokenStream]":
+        streams, self.streams = self.streams, []
+        return streams
+
+    def put_back(self, streams: "Sequence[TokenStream]") -> None:
+        """Streams that were taken, but not read: they come first the next time."""
+        self.streams[:0] = streams
+
+
+@dataclass(slots=True, eq=False)
 class TokenStream:
     """The tokens of one sequence on their way out: each once, in order, and exactly one end (S6)."""
 
@@ -38,6 +57,8 @@ class TokenStream:
     index: int  # which sample of the request
     deliver: Deliver
     arrived_at: float
+    outlet: Outlet | None = None  # where it waits for its reader; None: it is delivered by itself
+    label: int = 0  # its name in the outlet
     last_token_at: float | None = None
     num_published: int = 0
     num_delivered: int = 0
@@ -73,7 +94,22 @@ class TokenStream:
         del self.logprobs[num_kept:]
         self.end = end
 
+    def take_tokens(self) -> list[int] | None:
+        """What is new, if that is nothing but tokens."""
+        if self.end is not None or self.logprobs or self.prompt_logprobs:
+            return None
+        token_ids = self.token_ids
+        self.token_ids = []
+        self.num_delivered += len(token_ids)
+        self.is_queued = False
+        return token_ids
+
+    def hand_over(self) -> None:
+        """Deliver whatever is new."""
+        self.deliver(self.take())
+
     def take(self) -> Delta:
+        self.is_queued = False
         delta = Delta(
             self.index,
             self.num_delivered,
@@ -89,27 +125,39 @@ class TokenStream:
 
 
 class FanOut:
-    """Serves the streams that have something to deliver, in order, `batch_size` per turn of the event loop."""
+    """Serves the streams that have something to deliver, in order, `batch_size` per turn of the event loop.
 
-    def __init__(self, batch_size: int = 8) -> None:
+    Those of an outlet wait in it until they are taken, and its reader is told once.
+    """
+
+    def __init__(self, batch_size: int = 16) -> None:
         self._batch_size = batch_size
-        self._queue: deque[TokenStream] = deque()
+        self._queue: deque[TokenStream | Outlet] = deque()
         self._is_scheduled = False
 
     def enqueue(self, stream: TokenStream) -> None:
         if stream.is_queued:
             return
         stream.is_queued = True
-        self._queue.append(stream)
+        outlet = stream.outlet
+        if outlet is None:
+            self._queue.append(stream)
+        else:
+            outlet.streams.append(stream)
+            if len(outlet.streams) > 1:
+                return
+            self._queue.append(outlet)
         if not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._serve)
 
     def _serve(self) -> None:
         for _ in range(min(self._batch_size, len(self._queue))):
-            stream = self._queue.popleft()
-            stream.is_queued = False
-            stream.deliver(stream.take())
+            waiting = self._queue.popleft()
+            if isinstance(waiting, Outlet):
+                waiting.on_news()
+            else:
+                waiting.hand_over()
         if self._queue:
             asyncio.get_running_loop().call_soon(self._serve)
         else:

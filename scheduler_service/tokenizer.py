@@ -6,10 +6,11 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import decoders
 
 # Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
 _NUM_CONTEXT_TOKENS = 6
@@ -32,6 +33,9 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        # Byte-level tokens are bytes, whatever stands around them: what one alone makes of whole characters stays.
+        self._has_pieces = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, special tokens included."""
@@ -39,6 +43,17 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | None:
+        """The text of a token that is the same in any context, after text that ends with a whole character. None if it
+        is not."""
+        pieces = self._pieces[skip_special_tokens]
+        piece = pieces.get(token_id)
+        if piece is None:
+            if not self._has_pieces:
+                return None
+            piece = pieces[token_id] = self.decode((token_id,), skip_special_tokens=skip_special_tokens)
+        return None if _REPLACEMENT in piece else piece
 
     def text_decoder(
         self,
@@ -71,16 +86,27 @@ class IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._window = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
         self._num_read = len(self._window)  # tokens of the window whose text is out
-        self._num_chars_out = len(self._decode().rstrip(_REPLACEMENT))  # of the window's text
+        text = self._decode()
+        self._num_chars_out = len(text.rstrip(_REPLACEMENT))  # of the window's text
+        self._is_whole = self._num_chars_out == len(text)  # everything is out, and it ends with a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens completed."""
+        if self._is_whole and len(token_ids) == 1:
+            piece = self._tokenizer.piece(token_ids[0], skip_special_tokens=self._skip_special_tokens)
+            if piece is not None:
+                self._window[:] = token_ids
+                self._num_read = 1
+                self._num_chars_out = len(piece)
+                return piece
         self._window.extend(token_ids)
         text = self._decode()
         if not text.endswith(_REPLACEMENT):
             new = text[self._num_chars_out :]
             self._slide(self._num_read)
+            self._is_whole = True
             return new
+        self._is_whole = False
         if len(self._window) - self._num_read <= _MAX_HELD_TOKENS:
             return ""
         new = text[self._num_chars_out : -1]
@@ -107,8 +133,9 @@ class IncrementalDecoder:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedText:
+class DecodedText(NamedTuple):
+    """What some tokens brought. A tuple, because there is one for every token."""
+
     text: str
     stop_text: str | None = None  # the stop text that ended the output
     num_tokens: int = 0  # of the tokens given, those that belong to the output

@@ -67,6 +67,11 @@ class Delivery:
         self.error: RpcError | None = None  # the request failed
         self.sequence_ids: list[int] = []  # known before the first delta
 
+    def fail(self, error: RpcError) -> None:
+        """The request ends with this."""
+        self.error = error
+        self._on_news()
+
     def deliver(self, delta: Delta) -> None:
         """Take what a sequence got. A stop text in it ends the sequence, whether or not the client reads."""
         sample, sequence_id = self._samples[delta.index], self.sequence_ids[delta.index]

@@ -2,12 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
 from scheduler_service.rpc.authentication import tenant_of_call
 from scheduler_service.rpc.delivery import Delivery, Delta
@@ -23,8 +22,8 @@ _ADMISSION_CODES = {
 }
 
 
-class StepLoop(Protocol):
-    """Where requests go."""
+class Availability(Protocol):
+    """What a request is held against before it is queued."""
 
     @property
     def unavailable_reason(self) -> str: ...
@@ -32,14 +31,14 @@ class StepLoop(Protocol):
     @property
     def max_sequence_tokens(self) -> int: ...
 
-    @property
-    def capacity(self) -> WorkerCapacity | None: ...
-
     def now(self) -> float: ...
 
     async def wait_for_first_worker(self) -> None: ...
 
-    def submit(self, request: Request, deliver: Callable[[Delta], None]) -> list[int]: ...
+
+# Queues a request: what takes its deltas, what takes the error if it is refused later, an outlet for plain tokens and
+# the label of its first sample there. The ids of its sequences. Raises AdmissionError, RpcError.
+Submit = Callable[[Request, Callable[[Delta], None], Callable[[RpcError], None], Any, int], list[int]]
 
 
 class Tokenizer(Protocol):
@@ -59,7 +58,8 @@ class Tokenizer(Protocol):
 class Intake:
     def __init__(
         self,
-        step_loop: StepLoop,
+        step_loop: Availability,
+        submit: Submit,
         model: ServedModel,
         tokenizer: Tokenizer | None,
         *,
@@ -70,6 +70,7 @@ class Intake:
         """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name. Without
         `quotas` tenants are held to none."""
         self._step_loop = step_loop
+        self._submit = submit
         self._model = model
         self._tokenizer = tokenizer
         self._max_pending_calls = max_pending_calls
@@ -135,8 +136,8 @@ class Intake:
             transcripts.append(Transcript(decoder, keep_stop_token_text=options.include_stop_text))
         return transcripts
 
-    def submit(self, request: Request, delivery: Delivery) -> None:
-        """Queue a request whose output goes this way. Raises RpcError."""
+    def submit(self, request: Request, delivery: Delivery, outlet: Any = None, label: int = 0) -> None:
+        """Queue a request whose output goes this way, or waits in an outlet of the step loop's. Raises RpcError."""
         self._check_available()
         if self._is_taken(request.tenant, request.request_id):
             raise RpcError(
@@ -144,21 +145,17 @@ class Intake:
                 f"the result of a detached request {request.request_id!r} is kept; choose another request_id",
                 "request_id",
             )
-        claim = self._claim(request)
+        claim = self._quotas.claim(request) if self._quotas is not None else None
         try:
-            deliver = delivery.deliver if claim is None else _deliver_and_count(delivery, claim)
-            delivery.sequence_ids = self._step_loop.submit(request, deliver)
+            deliver: Callable[[Delta], None] = delivery.deliver
+            if claim is not None:
+                # What waits in an outlet is not delivered, and would not be counted.
+                deliver, outlet = _deliver_and_count(delivery, claim), None
+            delivery.sequence_ids = self._submit(request, deliver, delivery.fail, outlet, label)
         except AdmissionError as error:
             if claim is not None:
                 claim.release()
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
-
-    def _claim(self, request: Request) -> Claim | None:
-        """What the request counts for in its tenant's quota. Raises RpcError."""
-        capacity = self._step_loop.capacity
-        if self._quotas is None or capacity is None:
-            return None
-        return self._quotas.claim(request, capacity.block_size)
 
     def _check_available(self) -> None:
         reason = self._step_loop.unavailable_reason

@@ -3,7 +3,7 @@
 Deltas that come while the client is not reading are merged, so that what waits is at most the sample itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
@@ -33,19 +33,45 @@ class Sample:
 
     def add(self, delta: Delta) -> None:
         """Take what the sequence got."""
-        if self._index == 0:
+        if delta.prompt_logprobs and self._index == 0:
             self._prompt_logprobs.extend(delta.prompt_logprobs)
         num_kept, text = self.transcript.add(delta.first_token, delta.token_ids, delta.end)
         self._token_ids.extend(delta.token_ids[:num_kept])
-        self._logprobs.extend(delta.logprobs[:num_kept])
+        if delta.logprobs:
+            self._logprobs.extend(delta.logprobs[:num_kept])
         if text:
             self._texts.append(text)
-        if delta.cumulative_logprob is not None:
-            self._cumulative_logprob = delta.cumulative_logprob
-        self._ends = self.transcript.end is not None
+        if delta.end is not None:
+            self._ends = self.transcript.end is not None
+            if delta.cumulative_logprob is not None:
+                self._cumulative_logprob = delta.cumulative_logprob
 
-    def take(self) -> Iterator[scheduler_pb2.GenerateResponse]:
+    def skip_to(self, num_tokens: int) -> None:
+        """The tokens before this one have gone to the client another way."""
+        self._num_taken = num_tokens
+        self.transcript.skip_to(num_tokens)
+
+    def take(self) -> Iterable[scheduler_pb2.GenerateResponse]:
         """The responses that are due, none if there is nothing new."""
+        num_tokens = len(self._token_ids)
+        if self._with_logprobs or self._prompt_logprobs or self._ends or num_tokens > MAX_RESPONSE_TOKENS:
+            return self._pieces()
+        if not num_tokens and not self._texts:
+            return ()
+        # What all but the last delta of most requests are, made in one go.
+        response = scheduler_pb2.GenerateResponse(
+            request_id=self._request_id,
+            index=self._index,
+            first_token=self._num_taken,
+            token_ids=self._token_ids,
+            text="".join(self._texts),
+        )
+        self._num_taken += num_tokens
+        self._token_ids.clear()
+        self._texts.clear()
+        return (response,)
+
+    def _pieces(self) -> Iterator[scheduler_pb2.GenerateResponse]:
         while self._prompt_logprobs:
             response = self._response()
             response.prompt_logprobs.extend(encode_logprobs(entry) for entry in _cut(self._prompt_logprobs))
@@ -62,7 +88,7 @@ class Sample:
                 response.cumulative_logprob = self._cumulative_logprob
             if not self._token_ids:
                 response.text = "".join(self._texts)
-                self._texts = []
+                self._texts.clear()
                 if self._ends:
                     self._ends = False
                     self.transcript.finish(response, self._cumulative_logprob)

@@ -1,8 +1,7 @@
 """The public service. Checks come before the first message; a client that goes away takes its request with it, unless
 that is detached."""
 
-import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,22 +10,23 @@ import grpc.aio
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.request import BlockMap, RequestReport, SchedulerStats
+from scheduler_service.core.request import BlockMap, Request, RequestReport, SchedulerStats
 from scheduler_service.rpc import intake, kv_event_stream, report
 from scheduler_service.rpc.authentication import check_operator, tenant_of_call
-from scheduler_service.rpc.call import Call
+from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.detached import DetachedRequest, DetachedRequests
 from scheduler_service.rpc.generate_request import ServedModel
+from scheduler_service.rpc.generation import generate, write_all
 from scheduler_service.rpc.history import History
 from scheduler_service.rpc.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.quota import Quotas
-from scheduler_service.rpc.sample import Sample
+from scheduler_service.rpc.shared_call import OutletFactory, SharedCalls
 from scheduler_service.rpc.status import RpcError, abort
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
 
-class StepLoop(intake.StepLoop, kv_event_stream.KvEventSource, Protocol):
+class StepLoop(intake.Availability, kv_event_stream.KvEventSource, Protocol):
     """What the service needs of the step loop."""
 
     @property
@@ -40,6 +40,10 @@ class StepLoop(intake.StepLoop, kv_event_stream.KvEventSource, Protocol):
 
     @property
     def num_worker_losses(self) -> int: ...
+
+    def submit(
+        self, request: Request, deliver: Callable[[Delta], None], outlet: Any = None, label: int = 0
+    ) -> list[int]: ...
 
     def cancel(self, sequence_ids: list[int]) -> None: ...
 
@@ -67,6 +71,7 @@ class ServerInfo:
     max_num_batched_tokens: int
     pipeline_depth: int
     max_pending_calls: int
+    model_digest: bytes
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -78,6 +83,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         info: ServerInfo,
         detached: DetachedRequests,
         generation_throughput: Callable[[], float],
+        make_outlet: OutletFactory,
         quotas: Quotas | None = None,
     ) -> None:
         """`generation_throughput` is in output tokens per second. Without `quotas` nobody is held to any."""
@@ -88,12 +94,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._generation_throughput = generation_throughput
         self._intake = intake.Intake(
             step_loop,
+            lambda request, deliver, _, outlet, label: step_loop.submit(request, deliver, outlet, label),
             model,
             tokenizer,
             max_pending_calls=info.max_pending_calls,
             is_taken=detached.has,
             quotas=quotas,
         )
+        self._shared_calls = SharedCalls(self._intake, step_loop, make_outlet, self._server_info)
 
     @property
     def intake(self) -> intake.Intake:
@@ -105,7 +113,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         try:
-            await self._generate(request, context)
+            await generate(request, context, self._intake, self._step_loop)
+        except RpcError as error:
+            await abort(context, error)
+
+    async def GenerateMany(
+        self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        try:
+            await self._shared_calls.serve(requests, context)
         except RpcError as error:
             await abort(context, error)
 
@@ -131,7 +147,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Attach(self, request: scheduler_pb2.AttachRequest, context: grpc.aio.ServicerContext) -> None:
         try:
             detached = self._detached.find(tenant_of_call(request.tenant), request.request_id)
-            await _write_all(detached.responses(request), context)
+            await write_all(detached.responses(request), context)
         except RpcError as error:
             await abort(context, error)
 
@@ -168,13 +184,24 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> None:
         try:
             check_operator("what is in the prefix cache")
-            await _write_all(kv_event_messages(request, self._step_loop, self._info.instance_id), context)
+            await write_all(kv_event_messages(request, self._step_loop, self._info.instance_id), context)
         except RpcError as error:
             await abort(context, error)
 
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetServerInfoResponse:
+        return self._server_info()
+
+    def announce(self) -> None:
+        """The server's state has changed: tell those that share a call."""
+        self._shared_calls.announce()
+
+    def close(self) -> None:
+        """Let calls of GenerateMany end with their last request."""
+        self._shared_calls.close()
+
+    def _server_info(self) -> scheduler_pb2.GetServerInfoResponse:
         info, capacity = self._info, self._step_loop.capacity
         response = scheduler_pb2.GetServerInfoResponse(
             version=info.version,
@@ -188,6 +215,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             pipeline_depth=info.pipeline_depth,
+            model_digest=info.model_digest,
+            max_sequence_tokens=self._step_loop.max_sequence_tokens,
+            unavailable_reason=self._step_loop.unavailable_reason,
         )
         if capacity is not None and self._step_loop.is_connected:
             response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.epoch))
@@ -202,20 +232,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         response.num_worker_losses = self._step_loop.num_worker_losses
         return response
 
-    async def _generate(self, message: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        request = await self._intake.resolve(message, context.time_remaining())
-        with_logprobs = request.sampling.num_logprobs is not None
-        samples = [
-            Sample(request.request_id, index, transcript, with_logprobs=with_logprobs)
-            for index, transcript in enumerate(self._intake.transcripts(message, request))
-        ]
-        call = Call(samples, self._step_loop)
-        self._intake.submit(request, call.delivery)
-        try:
-            await _write_all(call.responses(), context)
-        finally:
-            self._step_loop.cancel(call.delivery.sequence_ids)
-
     async def _submit(self, message: scheduler_pb2.GenerateRequest) -> str:
         request = await self._intake.resolve(message, None)
         with_logprobs = request.sampling.num_logprobs is not None
@@ -227,12 +243,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._intake.submit(request, detached.delivery)
         self._detached.add(detached)
         return request.request_id
-
-
-async def _write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
-    async with contextlib.aclosing(messages) as closing:
-        async for message in closing:
-            await context.write(message)
 
 
 def _unknown(request_id: str) -> RpcError:

@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 # Seconds after which trying again may help.
-_RETRY_DELAYS = {grpc.StatusCode.RESOURCE_EXHAUSTED: 1, grpc.StatusCode.UNAVAILABLE: 2}
+RETRY_DELAYS = {grpc.StatusCode.RESOURCE_EXHAUSTED: 1, grpc.StatusCode.UNAVAILABLE: 2}
 
 
 class RpcError(Exception):
@@ -31,8 +31,8 @@ async def abort(context: grpc.aio.ServicerContext, error: RpcError) -> NoReturn:
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.code in _RETRY_DELAYS:
-        delay = Duration(seconds=_RETRY_DELAYS[error.code])
+    if error.code in RETRY_DELAYS:
+        delay = Duration(seconds=RETRY_DELAYS[error.code])
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     await context.abort_with_status(rpc_status.to_status(status))
     raise AssertionError("abort_with_status raises")

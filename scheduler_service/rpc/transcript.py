@@ -66,6 +66,10 @@ class Transcript:
             self.end = end
         return num_kept, text
 
+    def skip_to(self, num_tokens: int) -> None:
+        """The output has this many tokens, which nobody wants the text of."""
+        self.num_tokens = num_tokens
+
     def finish(self, response: scheduler_pb2.GenerateResponse, cumulative_logprob: float | None) -> None:
         """Make a response the last one of an output that ended well."""
         assert self.end is not None

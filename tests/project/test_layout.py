@@ -53,7 +53,7 @@ ALLOWED_IMPORTS = {
     "pagewire": ("pagewire", "scheduler_service", "worker_service", "protos.gen.pagewire.scheduler"),
 }
 # The only modules of a service that may import its rpc package from outside it.
-COMPOSERS = ("scheduler_service.server", "worker_service.server")
+COMPOSERS = ("scheduler_service.server", "scheduler_service.front_end", "worker_service.server")
 # The standard library of the core: nothing that does I/O, tells the time, draws at random or runs beside it.
 CORE_DENIED = {"asyncio", "datetime", "os", "pathlib", "random", "secrets", "socket", "subprocess", "threading", "time"}
 DENIED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -188,14 +188,18 @@ HEAVY = {"torch", "triton", "numpy", "transformers", "safetensors"}
 
 
 def test_the_scheduler_and_the_client_load_neither_torch_nor_numpy() -> None:
-    assert not loaded_after("import scheduler_service.server, pagewire") & {*HEAVY, "worker_service", "kernels"}
+    assert not loaded_after("import scheduler_service.server, scheduler_service.front_end, pagewire") & {
+        *HEAVY,
+        "worker_service",
+        "kernels",
+    }
 
 
 def test_the_client_loads_no_service() -> None:
     assert not loaded_after("import pagewire") & {*HEAVY, "scheduler_service", "worker_service", "kernels"}
 
 
-@pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler"])
+@pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler", "frontend"])
 def test_help_is_quick_to_load(verb: str) -> None:
     code = f"import pagewire.command\nassert pagewire.command.main(['{verb}', '--help']) == 0"
     assert not loaded_after(code) & HEAVY

@@ -39,6 +39,11 @@ class SchedulerServiceStub(object):
                 request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/pagewire.scheduler.v1.SchedulerService/GenerateMany',
+                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/Abort',
                 request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.SerializeToString,
@@ -92,6 +97,17 @@ class SchedulerServiceServicer(object):
     def Generate(self, request, context):
         """Generates 1 to n samples of a prompt and streams their tokens. Cancelling the call aborts the request.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Many requests on one call, for clients with many in flight and for front ends: submissions, aborts and stops go up;
+        what all streams got in a step comes down in one message. A client that reads slowly gets fewer and larger ones.
+        Errors of a request are messages, with the statuses and details that Generate would have ended with; a call that
+        breaks these rules itself ends with INVALID_ARGUMENT. When the client has half-closed, the call ends with its last
+        request; cancelling it, or losing the connection, aborts all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,6 +192,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.SerializeToString,
             ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.FromString,
+                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.FromString,
@@ -249,6 +270,33 @@ class SchedulerService(object):
             '/pagewire.scheduler.v1.SchedulerService/Generate',
             protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateRequest.SerializeToString,
             protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/GenerateMany',
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.SerializeToString,
+            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

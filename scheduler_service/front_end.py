@@ -1,0 +1,141 @@
+"""Puts a front end together, runs it, and takes it apart in order. It holds nothing that outlives its connections."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from scheduler_service.config import FrontEndConfig
+from scheduler_service.model_info import read_model_info
+from scheduler_service.rpc.front_end_servicer import FrontEndServicer
+from scheduler_service.rpc.health import Health
+from scheduler_service.rpc.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
+from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
+from scheduler_service.server import CLOSE_TIMEOUT, EXIT_ERROR, SERVER_OPTIONS, bind, cancel, read_pem
+from scheduler_service.stream import Outlet
+from scheduler_service.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def serve(config: FrontEndConfig) -> int:
+    """Serve until SIGTERM or SIGINT; a second one ends at once. The exit code."""
+    return asyncio.run(_serve(config))
+
+
+async def run(
+    config: FrontEndConfig, *, stop: asyncio.Event, ready: Callable[[str], None], stop_now: asyncio.Event | None = None
+) -> int:
+    """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
+
+    `ready` gets the front end's URL once, when it first serves.
+    """
+    try:
+        config.validate()
+        front_end = _FrontEnd(config)
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return EXIT_ERROR
+    return await front_end.run(stop, stop_now or asyncio.Event(), ready)
+
+
+async def _serve(config: FrontEndConfig) -> int:
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return await run(config, stop=stop, ready=lambda url: print(f"ready on {url}", flush=True), stop_now=stop_now)
+
+
+class _FrontEnd:
+    """All parts, connected. Nothing runs before `run`."""
+
+    def __init__(self, config: FrontEndConfig) -> None:
+        """Raises ValueError and OSError, one line each."""
+        model = read_model_info(config.model)
+        self._config = config
+        self._tokenizer = Tokenizer(model.tokenizer_path) if model.tokenizer_path else None
+        self._availability_changed = asyncio.Event()
+        self._channel = _scheduler_channel(config)
+        self._link = SchedulerLink(
+            self._channel,
+            config.scheduler,
+            model_digest=model.digest,
+            eos_token_ids=model.eos_token_ids,
+            on_availability_changed=self._availability_changed.set,
+        )
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._servicer = FrontEndServicer(
+            self._link,
+            config.scheduler,
+            model,
+            self._tokenizer,
+            Outlet,
+            max_pending_calls=config.max_pending_calls,
+        )
+        self._servicer.add_to(self._server)
+        self._health = Health(self._server, [SERVICE_NAME])
+        self._url = f"grpc://{config.host}:{bind(self._server, config)}"
+
+    async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
+        await self._health.set_liveness()
+        await self._health.set_readiness(False)
+        await self._server.start()
+        parts: list[asyncio.Task[Any]] = [
+            asyncio.create_task(part) for part in (self._link.run(), self._report_readiness(ready))
+        ]
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
+            if stopping not in done:
+                logger.critical("the front end has failed", exc_info=done.pop().exception())
+                return EXIT_ERROR
+            await self._drain(stop_now)
+            return 0
+        finally:
+            self._link.end_all("the front end has shut down; send the request to another one")
+            self._servicer.close()
+            await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
+            await cancel([stopping, *parts])
+            await self._channel.close()
+            if self._tokenizer is not None:
+                self._tokenizer.close()
+
+    async def _report_readiness(self, ready: Callable[[str], None]) -> None:
+        has_served = False
+        while True:
+            await self._availability_changed.wait()
+            self._availability_changed.clear()
+            self._servicer.announce()
+            is_serving = self._link.is_serving
+            await self._health.set_readiness(is_serving)
+            if is_serving and not has_served:
+                has_served = True
+                ready(self._url)
+
+    async def _drain(self, stop_now: asyncio.Event) -> None:
+        """Let running requests finish, within the limit."""
+        logger.info("draining, for at most %g s", self._config.drain_timeout)
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (self._link.drain(), stop_now.wait())]
+        await asyncio.wait(ends, timeout=self._config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
+        await cancel(ends)
+
+
+def _scheduler_channel(config: FrontEndConfig) -> grpc.aio.Channel:
+    if config.scheduler_tls_ca is None:
+        return grpc.aio.insecure_channel(config.scheduler, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=read_pem(config.scheduler_tls_ca),
+        private_key=read_pem(config.scheduler_tls_key),
+        certificate_chain=read_pem(config.scheduler_tls_cert),
+    )
+    options = CHANNEL_OPTIONS
+    if config.scheduler_tls_name is not None:
+        options = (*options, ("grpc.ssl_target_name_override", config.scheduler_tls_name))
+    return grpc.aio.secure_channel(config.scheduler, credentials, options=options)

@@ -1,0 +1,345 @@
+"""A front end's way to its scheduler: one GenerateMany call, and the next when that is lost.
+
+To what takes calls in it looks like a step loop. Tokens come back in columns, and go to their requests' deliveries.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import grpc
+import grpc.aio
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
+from scheduler_service.rpc.delivery import Delta
+from scheduler_service.rpc.request_encoding import encode_request
+from scheduler_service.rpc.status import RpcError
+
+logger = logging.getLogger(__name__)
+
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
+    # A scheduler that is gone without a word takes at most so long to notice.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_retries", 0),
+)
+_MIN_BACKOFF = 0.1
+_MAX_BACKOFF = 1.0
+# What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
+_FAILED_WRITE = "Internal error from Core"
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_END_REASONS = {
+    scheduler_pb2.FINISH_REASON_STOP: EndReason.STOP,
+    scheduler_pb2.FINISH_REASON_LENGTH: EndReason.LENGTH,
+    scheduler_pb2.FINISH_REASON_ABORT: EndReason.ABORT,
+}
+
+
+Deliver = Callable[[Delta], None]
+
+
+class _Delta(NamedTuple):
+    """What a stream got; what a delivery takes."""
+
+    index: int  # type: ignore[assignment]  # hides the method of tuples
+    first_token: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+    end: SequenceEnd | None
+    cumulative_logprob: float | None
+
+
+class _Stream:
+    """A sample on its way."""
+
+    __slots__ = ("index", "num_tokens", "request")
+
+    def __init__(self, request: "_Request", index: int) -> None:
+        self.request = request
+        self.index = index
+        self.num_tokens = 0
+
+
+class _Request:
+    """A request that the scheduler has; streams are named from `stream_id` on."""
+
+    def __init__(self, stream_id: int, request: Request, deliver: Deliver, fail: Callable[[RpcError], None]) -> None:
+        self.stream_id = stream_id
+        self.stream_ids = list(range(stream_id, stream_id + request.n))
+        self.key = (request.tenant, request.request_id)
+        self.deliver = deliver
+        self.fail = fail
+        self.is_beam_search = request.beam is not None
+        self.num_open = request.n
+
+
+class SchedulerLink:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        address: str,
+        *,
+        model_digest: bytes,
+        eos_token_ids: tuple[int, ...],
+        on_availability_changed: Callable[[], None],
+    ) -> None:
+        """`address` is for messages."""
+        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        self._address = address
+        self._model_digest = model_digest
+        self._eos_token_ids = eos_token_ids
+        self._on_availability_changed = on_availability_changed
+        self._outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest] | None = None  # None: not connected
+        self._reason = "it has not answered yet"  # why not
+        self._connected = asyncio.Event()  # for the first time, or nobody waits for it any more
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._streams: dict[int, _Stream] = {}
+        self._requests: dict[tuple[str, str], _Request] = {}
+        self._next_stream_id = 0  # never used twice, whatever the call
+        self._is_draining = False
+        self._server_info = scheduler_pb2.GetServerInfoResponse()  # the latest
+
+    # What calls need
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why requests are refused now, or nothing."""
+        if self._is_draining:
+            return "the front end is shutting down; send the request to another one"
+        if self._outbox is None:
+            return f"no connection to the scheduler at {self._address}: {self._reason}; try again later"
+        return self._server_info.unavailable_reason
+
+    def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
+        """The scheduler's, as it told it last; empty before. Why requests are refused is of now, and of here."""
+        info = scheduler_pb2.GetServerInfoResponse()
+        info.CopyFrom(self._server_info)
+        info.unavailable_reason = self.unavailable_reason
+        return info
+
+    @property
+    def is_serving(self) -> bool:
+        return not self.unavailable_reason
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self._server_info.max_sequence_tokens
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def wait_for_first_worker(self) -> None:
+        """Before the scheduler has answered, nobody knows what fits. It waits for its worker itself."""
+        await self._connected.wait()
+
+    def submit(self, request: Request, deliver: Deliver, fail: Callable[[RpcError], None]) -> list[int]:
+        """Send a request on its way; the ids of its sequences. `fail` hears of refusals. Raises RpcError."""
+        if self._outbox is None or self._is_draining:
+            raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
+        sent = _Request(self._next_stream_id, request, deliver, fail)
+        self._next_stream_id += request.n
+        for index, stream_id in enumerate(sent.stream_ids):
+            self._streams[stream_id] = _Stream(sent, index)
+        self._requests.setdefault(sent.key, sent)
+        self._idle.clear()
+        timeout = None if request.deadline is None else max(0.0, request.deadline - self.now())
+        submission = scheduler_pb2.Submission(
+            stream_id=sent.stream_id,
+            request=encode_request(request, self._eos_token_ids, self.max_sequence_tokens),
+            timeout_seconds=timeout,
+            token_only=True,
+        )
+        self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(submit=submission))
+        return sent.stream_ids
+
+    def abort(self, tenant: str, request_id: str) -> None:
+        """Its stream ends with ABORT. Raises KeyError if there is no such request here."""
+        self._send_abort(self._requests[tenant, request_id])
+
+    def cancel(self, sequence_ids: list[int]) -> None:
+        """Nobody wants what is left of a request any more."""
+        stream = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
+        if stream is not None:
+            self._send_abort(stream.request)
+            self._forget(stream.request)
+
+    def stop(self, sequence_id: int, num_output_tokens: int) -> None:
+        """A stop text ended a sequence after this many tokens."""
+        if self._outbox is not None and sequence_id in self._streams:
+            stop = scheduler_pb2.StreamStop(stream_id=sequence_id, num_tokens=num_output_tokens)
+            self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(stop=stop))
+
+    # Running
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        backoff = _MIN_BACKOFF
+        while True:
+            was_connected, reason = await self._hold()
+            if was_connected:
+                backoff = _MIN_BACKOFF
+                logger.warning("lost the scheduler at %s: %s", self._address, reason)
+            elif reason != self._reason:
+                logger.warning("no connection to the scheduler at %s: %s", self._address, reason)
+            self._reason = reason
+            self._fail_all(f"the scheduler at {self._address} is gone ({reason}); send the request again")
+            self._on_availability_changed()
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, _MAX_BACKOFF)
+
+    async def drain(self) -> None:
+        """Take no more requests, and return when those that are there have ended."""
+        self._is_draining = True
+        self._connected.set()
+        self._on_availability_changed()
+        await self._idle.wait()
+
+    def end_all(self, message: str) -> None:
+        """End every request with UNAVAILABLE and this message."""
+        self._is_draining = True
+        for stream in list(self._streams.values()):
+            self._send_abort(stream.request)
+        self._fail_all(message)
+
+    async def _hold(self) -> tuple[bool, str]:
+        """One call, to its end: whether it ever served, and why it ended."""
+        call = self._stub.GenerateMany(wait_for_ready=True)
+        sending: asyncio.Task[None] | None = None
+        try:
+            async for message in call:
+                if message.HasField("server_info"):
+                    if message.server_info.model_digest != self._model_digest:
+                        return sending is not None, _other_model(message.server_info.model_digest, self._model_digest)
+                    self._server_info = message.server_info
+                    if sending is None:
+                        self._outbox = asyncio.Queue()
+                        sending = asyncio.create_task(_send(call, self._outbox))
+                        self._connected.set()
+                        logger.info("connected to the scheduler at %s", self._address)
+                    self._on_availability_changed()
+                self._take(message)
+            return sending is not None, "it has shut down"
+        except grpc.aio.AioRpcError as error:
+            if error.details() == _FAILED_WRITE:
+                return sending is not None, "the connection broke"
+            return sending is not None, f"{error.code().name}: {error.details()}"
+        finally:
+            self._outbox = None
+            call.cancel()
+            if sending is not None:
+                sending.cancel()
+
+    # Down
+
+    def _take(self, message: scheduler_pb2.GenerateManyResponse) -> None:
+        counts = message.num_tokens or [1] * len(message.stream_ids)
+        token_ids, start = list(message.token_ids), 0
+        for stream_id, count in zip(message.stream_ids, counts, strict=True):
+            stream = self._streams.get(stream_id)
+            if stream is not None:
+                self._deliver(stream, token_ids[start : start + count])
+            start += count
+        for entry in message.deltas:
+            stream = self._streams.get(entry.stream_id)
+            if stream is not None:
+                self._take_delta(entry.stream_id, stream, entry.delta)
+        for failure in message.failures:
+            stream = self._streams.get(failure.stream_id)
+            if stream is not None:
+                self._forget(stream.request)
+                stream.request.fail(RpcError(_CODES[failure.code], failure.message, failure.field))
+
+    def _take_delta(self, stream_id: int, stream: _Stream, delta: scheduler_pb2.GenerateResponse) -> None:
+        end = None
+        if delta.HasField("usage"):
+            end = _decode_end(stream_id, delta)
+            del self._streams[stream_id]
+            stream.request.num_open -= 1
+            if stream.request.num_open == 0:
+                self._forget(stream.request)
+        self._deliver(
+            stream,
+            list(delta.token_ids),
+            [_decode_logprobs(entry) for entry in delta.logprobs],
+            [_decode_logprobs(entry) for entry in delta.prompt_logprobs],
+            end,
+            # A hypothesis' own; of a sample it follows from its log-probabilities.
+            delta.cumulative_logprob if end is not None and stream.request.is_beam_search else None,
+        )
+
+    def _deliver(
+        self,
+        stream: _Stream,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+        end: SequenceEnd | None = None,
+        cumulative_logprob: float | None = None,
+    ) -> None:
+        first_token = stream.num_tokens
+        stream.num_tokens += len(token_ids)
+        stream.request.deliver(
+            _Delta(stream.index, first_token, token_ids, logprobs or [], prompt_logprobs or [], end, cumulative_logprob)
+        )
+
+    def _send_abort(self, request: _Request) -> None:
+        if self._outbox is not None:
+            abort = scheduler_pb2.StreamAbort(stream_id=request.stream_id)
+            self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(abort=abort))
+
+    def _forget(self, request: _Request) -> None:
+        for stream_id in request.stream_ids:
+            self._streams.pop(stream_id, None)
+        if self._requests.get(request.key) is request:
+            del self._requests[request.key]
+        if not self._streams:
+            self._idle.set()
+
+    def _fail_all(self, message: str) -> None:
+        while self._streams:
+            request = next(iter(self._streams.values())).request
+            self._forget(request)
+            request.fail(RpcError(grpc.StatusCode.UNAVAILABLE, message))
+
+
+async def _send(call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest]) -> None:
+    try:
+        while True:
+            await call.write(await outbox.get())
+    except (grpc.RpcError, asyncio.InvalidStateError):
+        pass  # reading ends with what was wrong
+
+
+def _other_model(theirs: bytes, ours: bytes) -> str:
+    digests = f"digest {theirs.hex()[:16]}, here {ours.hex()[:16]}"
+    return f"it serves another model ({digests}); start both with the same --model"
+
+
+def _decode_end(stream_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:
+    return SequenceEnd(
+        sequence_id=stream_id,
+        reason=_END_REASONS[delta.finish_reason],
+        num_prompt_tokens=delta.usage.prompt_tokens,
+        num_cached_tokens=delta.usage.cached_tokens,
+        num_output_tokens=delta.usage.completion_tokens,
+        stop_token_id=delta.stop_token_id if delta.WhichOneof("stop") == "stop_token_id" else None,
+        message="",
+        arrived_at=0.0,
+        first_scheduled_at=None,
+        first_token_at=None,
+    )
+
+
+def _decode_logprobs(entry: scheduler_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((each.token_id, each.logprob) for each in entry.top)
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, top)

@@ -1,0 +1,391 @@
+"""One GenerateMany call: many requests, and one message for what all of them got.
+
+Requests go the way of Generate: `intake.py` in, `delivery.py` and `sample.py` out. Only the tokens of token-only
+requests take a shorter one: they wait in an outlet and go into columns, a few list operations each. Nothing is made
+before the client has read what came before, so a slow one gets fewer and longer messages.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import Request
+from scheduler_service.rpc.delivery import Delivery
+from scheduler_service.rpc.generate_request import MAX_SAMPLES
+from scheduler_service.rpc.sample import Sample
+from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
+from scheduler_service.rpc.transcript import Transcript
+
+logger = logging.getLogger(__name__)
+
+# Of one message, by weight: a token is 1. Keeps it far below a client's message limit of 4 MiB.
+_MAX_MESSAGE_WEIGHT = 65_536
+_LOGPROBS_WEIGHT = 32  # of one position's, with 20 alternatives
+
+
+class TokenStream(Protocol):
+    """A sample of a token-only request."""
+
+    @property
+    def label(self) -> int: ...
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def num_delivered(self) -> int: ...
+
+    def take_tokens(self) -> list[int] | None: ...
+
+    def hand_over(self) -> None: ...
+
+
+class Outlet(Protocol):
+    """Where token-only streams wait."""
+
+    @property
+    def streams(self) -> Sequence[TokenStream]: ...
+
+    def take(self) -> Sequence[TokenStream]: ...
+
+    def put_back(self, streams: Sequence[Any]) -> None: ...
+
+
+OutletFactory = Callable[[Callable[[], None]], Outlet]
+
+
+class Intake(Protocol):
+    async def resolve(self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None) -> Request: ...
+
+    def transcripts(
+        self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
+    ) -> list[Transcript]: ...
+
+    def submit(self, request: Request, delivery: Delivery, outlet: Outlet | None = None, label: int = 0) -> None: ...
+
+
+class StepLoop(Protocol):
+    def cancel(self, sequence_ids: list[int]) -> None: ...
+
+    def stop(self, sequence_id: int, num_output_tokens: int) -> None: ...
+
+
+class _Request:
+    """A request of the call."""
+
+    def __init__(self, stream_id: int) -> None:
+        self.stream_id = stream_id
+        self.samples: list[Sample] = []
+        self.delivery: Delivery | None = None  # none before it is resolved
+        self.error: RpcError | None = None  # that is not the delivery's
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self._num_ended = 0
+
+    @property
+    def failure(self) -> RpcError | None:
+        return self.error or (self.delivery.error if self.delivery is not None else None)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.samples) and self._num_ended == len(self.samples)
+
+    def responses(self) -> Iterator[scheduler_pb2.GenerateResponse]:
+        """Those that are due; whoever stops in the middle finds the rest the next time."""
+        for sample in self.samples:
+            for response in sample.take():
+                self._num_ended += response.HasField("usage")
+                yield response
+
+
+class SharedCall:
+    def __init__(
+        self,
+        intake: Intake,
+        step_loop: StepLoop,
+        make_outlet: OutletFactory,
+        server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
+    ) -> None:
+        self._intake = intake
+        self._step_loop = step_loop
+        self._outlet = make_outlet(self._wake)
+        self._server_info = server_info
+        self._announces = True  # the next message tells the server's state
+        self._requests: dict[int, _Request] = {}  # by first stream
+        self._streams: dict[int, _Request] = {}  # by each of their streams
+        self._ready: dict[_Request, None] = {}  # those with something new, in order
+        self._next_stream_id = 0
+        self._is_closing = False  # nothing more is submitted
+        self._has_news = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def announce(self) -> None:
+        """The server's state has changed."""
+        self._announces = True
+        self._wake()
+
+    def close(self) -> None:
+        """The call ends with its last request."""
+        self._is_closing = True
+        self._wake()
+
+    async def serve(
+        self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """Until the client has half-closed, or `close`, and every request has ended. Raises RpcError."""
+        reading = asyncio.create_task(self._read(requests))
+        reading.add_done_callback(lambda _: self.close())
+        try:
+            while True:
+                if reading.done():
+                    reading.result()
+                if self._has_something():
+                    message = self._take()
+                    if message.ByteSize():
+                        await context.write(message)
+                elif self._is_closing and not self._requests:
+                    return
+                else:
+                    await self._news()
+        finally:
+            reading.cancel()
+            for request in list(self._requests.values()):
+                self._cancel(request)
+
+    # Up
+
+    async def _read(self, messages: AsyncIterator[scheduler_pb2.GenerateManyRequest]) -> None:
+        async for message in messages:
+            command = message.WhichOneof("command")
+            if command == "submit":
+                self._begin(message.submit)
+            elif command == "abort":
+                self._abort(message.abort.stream_id)
+            elif command == "stop":
+                self._stop(message.stop.stream_id, message.stop.num_tokens)
+            else:
+                raise invalid("command", "the message has no command that this server knows; set submit, abort or stop")
+
+    def _begin(self, submission: scheduler_pb2.Submission) -> None:
+        stream_id = submission.stream_id
+        if stream_id < self._next_stream_id:
+            raise invalid(
+                "submit.stream_id",
+                f"stream_id is {stream_id}, but this call has used those below {self._next_stream_id}; count upwards",
+            )
+        num_samples = submission.request.sampling.n
+        self._next_stream_id = stream_id + (num_samples if 1 <= num_samples <= MAX_SAMPLES else 1)
+        request = _Request(stream_id)
+        self._requests[stream_id] = request
+        if submission.HasField("timeout_seconds"):
+            seconds = max(0.0, submission.timeout_seconds)
+            request.timer = asyncio.get_running_loop().call_later(seconds, self._expire, request)
+        if self._is_closing:
+            self._fail(request, RpcError(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; call another one"))
+        else:
+            request.task = asyncio.create_task(self._submit(submission, request))
+
+    async def _submit(self, submission: scheduler_pb2.Submission, request: _Request) -> None:
+        try:
+            await self._take_in(submission, request)
+        except RpcError as error:
+            self._fail(request, error)
+        except Exception:
+            logger.exception("a request of a shared call cannot be taken in")
+            self._fail(request, RpcError(grpc.StatusCode.INTERNAL, "the request failed; see the server's log"))
+
+    async def _take_in(self, submission: scheduler_pb2.Submission, request: _Request) -> None:
+        """Raises RpcError."""
+        message, token_only = submission.request, submission.token_only
+        if token_only:
+            _check_token_only(message)
+        timeout = submission.timeout_seconds if submission.HasField("timeout_seconds") else None
+        resolved = await self._intake.resolve(message, timeout)
+        with_logprobs = resolved.sampling.num_logprobs is not None
+        transcripts = self._intake.transcripts(message, resolved, with_text=not token_only)
+        samples = [
+            Sample(resolved.request_id, index, transcript, with_logprobs=with_logprobs)
+            for index, transcript in enumerate(transcripts)
+        ]
+        delivery = Delivery(samples, self._step_loop, lambda: self._mark_ready(request))
+        outlet = self._outlet if token_only and _is_plain(resolved) else None
+        self._intake.submit(resolved, delivery, outlet, request.stream_id)
+        request.samples, request.delivery = samples, delivery
+        self._streams.update(dict.fromkeys(range(request.stream_id, request.stream_id + resolved.n), request))
+
+    def _abort(self, stream_id: int) -> None:
+        request = self._requests.get(stream_id)
+        if request is None:
+            return
+        if request.delivery is None:
+            self._fail(request, RpcError(grpc.StatusCode.CANCELLED, "the request was aborted before it was queued"))
+        else:
+            self._step_loop.cancel(request.delivery.sequence_ids)
+
+    def _stop(self, stream_id: int, num_tokens: int) -> None:
+        request = self._streams.get(stream_id)
+        if request is not None and request.delivery is not None:
+            self._step_loop.stop(request.delivery.sequence_ids[stream_id - request.stream_id], num_tokens)
+
+    def _expire(self, request: _Request) -> None:
+        message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
+        self._fail(request, RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
+
+    def _fail(self, request: _Request, error: RpcError) -> None:
+        request.error = request.failure or error
+        self._mark_ready(request)
+
+    def _cancel(self, request: _Request) -> None:
+        """It is over, and whatever is left of it ends."""
+        del self._requests[request.stream_id]
+        self._ready.pop(request, None)
+        if request.task is not None and request.task is not asyncio.current_task():
+            request.task.cancel()
+        if request.timer is not None:
+            request.timer.cancel()
+        for index in range(len(request.samples)):
+            self._streams.pop(request.stream_id + index, None)
+        if request.delivery is not None:
+            self._step_loop.cancel(request.delivery.sequence_ids)
+
+    # Down
+
+    def _mark_ready(self, request: _Request) -> None:
+        if request.stream_id in self._requests:
+            self._ready[request] = None
+            self._wake()
+
+    def _wake(self) -> None:
+        self._has_news = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _news(self) -> None:
+        if not self._has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._has_news = False
+
+    def _has_something(self) -> bool:
+        return bool(self._outlet.streams or self._ready or self._announces)
+
+    def _take(self) -> scheduler_pb2.GenerateManyResponse:
+        """What is new, as much of it as a message holds."""
+        message = scheduler_pb2.GenerateManyResponse()
+        if self._announces:
+            self._announces = False
+            message.server_info.CopyFrom(self._server_info())
+        self._take_tokens(message)
+        self._take_deltas(message, _MAX_MESSAGE_WEIGHT - len(message.token_ids))
+        return message
+
+    def _take_tokens(self, message: scheduler_pb2.GenerateManyResponse) -> None:
+        stream_ids: list[int] = []
+        token_ids: list[int] = []
+        counts: list[int] = []
+        streams = self._outlet.take()
+        for position, stream in enumerate(streams):
+            if len(token_ids) >= _MAX_MESSAGE_WEIGHT:
+                self._outlet.put_back(streams[position:])
+                break
+            new = stream.take_tokens()
+            if new is not None:
+                stream_ids.append(stream.label)
+                counts.append(len(new))
+                token_ids += new
+            elif (request := self._streams.get(stream.label)) is not None:
+                # Its end has come: that is told by its sample.
+                request.samples[stream.index].skip_to(stream.num_delivered)
+                stream.hand_over()
+        message.stream_ids.extend(stream_ids)
+        message.token_ids.extend(token_ids)
+        if len(token_ids) != len(stream_ids):
+            message.num_tokens.extend(counts)
+
+    def _take_deltas(self, message: scheduler_pb2.GenerateManyResponse, room: int) -> None:
+        while self._ready and room > 0:
+            request = next(iter(self._ready))
+            for response in request.responses():
+                message.deltas.add(stream_id=request.stream_id + response.index, delta=response)
+                room -= _weight(response)
+                if room <= 0:
+                    break
+            else:
+                del self._ready[request]
+                error = request.failure
+                if request.has_ended:
+                    self._cancel(request)
+                elif error is not None:
+                    message.failures.append(_failure(request.stream_id, error))
+                    self._cancel(request)
+
+
+class SharedCalls:
+    """All GenerateMany calls of a server."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        step_loop: StepLoop,
+        make_outlet: OutletFactory,
+        server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
+    ) -> None:
+        self._make_call = lambda: SharedCall(intake, step_loop, make_outlet, server_info)
+        self._calls: set[SharedCall] = set()
+        self._is_closed = False
+
+    async def serve(
+        self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """One call, to its end. Raises RpcError."""
+        call = self._make_call()
+        self._calls.add(call)
+        try:
+            if self._is_closed:
+                call.close()
+            await call.serve(requests, context)
+        finally:
+            self._calls.discard(call)
+
+    def announce(self) -> None:
+        for call in self._calls:
+            call.announce()
+
+    def close(self) -> None:
+        self._is_closed = True
+        for call in self._calls:
+            call.close()
+
+
+def _check_token_only(message: scheduler_pb2.GenerateRequest) -> None:
+    """Raises RpcError."""
+    if message.WhichOneof("prompt") == "text":
+        raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
+    if message.sampling.stop:
+        raise invalid("sampling.stop", "a token-only request has no stop texts; send stop for those you find")
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether there are only tokens to tell. What has more goes through its samples, so that nothing overtakes."""
+    sampling = request.sampling
+    return request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
+
+
+def _weight(response: scheduler_pb2.GenerateResponse) -> int:
+    num_logprobs = len(response.logprobs) + len(response.prompt_logprobs)
+    return 1 + len(response.token_ids) + len(response.text) + _LOGPROBS_WEIGHT * num_logprobs
+
+
+def _failure(stream_id: int, error: RpcError) -> scheduler_pb2.StreamFailure:
+    return scheduler_pb2.StreamFailure(
+        stream_id=stream_id,
+        code=error.code.value[0],
+        message=str(error),
+        field=error.field,
+        retry_delay_seconds=RETRY_DELAYS.get(error.code),
+    )

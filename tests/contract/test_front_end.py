@@ -1,0 +1,381 @@
+"""A front end between clients and a scheduler, over real gRPC: what it serves is what the scheduler itself serves."""
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pagewire import Client, SamplingParams, Unavailable
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from scheduler_service import front_end
+from scheduler_service.config import FrontEndConfig
+from scheduler_service.model_info import read_model_info
+from scheduler_service.rpc.generate_request import resolve_request
+from scheduler_service.rpc.request_encoding import encode_request
+from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
+from tests.contract.scheduler_stack import (
+    EOS,
+    VOCAB_SIZE,
+    Result,
+    Stack,
+    details,
+    expected_tokens,
+    make_checkpoint,
+    request,
+    serve,
+)
+from tests.contract.shared_stream import SharedStream
+
+PROMPT = [1, 2, 3, 4, 5]
+DEADLINE = 30
+
+
+@dataclass
+class FrontEnd:
+    url: str
+    stub: pb_grpc.SchedulerServiceStub
+    channel: grpc.aio.Channel
+    stop: asyncio.Event
+    running: asyncio.Task[int]
+
+    async def generate(self, message: pb.GenerateRequest, **call: float) -> Result:
+        result = Result()
+        async for response in self.stub.Generate(message, **call):
+            result.add(response)
+        return result
+
+    async def until_ready(self, wanted: bool = True) -> None:
+        expected = health_pb2.HealthCheckResponse.SERVING if wanted else health_pb2.HealthCheckResponse.NOT_SERVING
+        watch = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+        async with asyncio.timeout(DEADLINE):
+            async for answer in watch:
+                if answer.status == expected:
+                    watch.cancel()
+                    return
+
+
+@asynccontextmanager
+async def serve_front_end(checkpoint: Path, scheduler: str, *, waits: bool = True) -> AsyncIterator[FrontEnd]:
+    config = FrontEndConfig(model=str(checkpoint), scheduler=scheduler.removeprefix("grpc://"), port=free_port())
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(front_end.run(config, stop=stop, ready=url.set_result, stop_now=stop_now))
+    if waits:
+        await asyncio.wait({running, url}, timeout=DEADLINE, return_when=asyncio.FIRST_COMPLETED)
+        assert url.done(), "the front end did not become ready"
+    address = f"127.0.0.1:{config.port}"
+    channel = grpc.aio.insecure_channel(address)
+    try:
+        yield FrontEnd(address, pb_grpc.SchedulerServiceStub(channel), channel, stop, running)
+    finally:
+        stop.set()
+        stop_now.set()
+        await running
+        await channel.close()
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+@asynccontextmanager
+async def serve_both(checkpoint: Path, **options: object) -> AsyncIterator[tuple[Stack, FrontEnd]]:
+    async with serve(checkpoint, **options) as stack, serve_front_end(checkpoint, stack.url) as front:
+        yield stack, front
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        request("once upon", max_tokens=20),
+        request("once upon", max_tokens=200, stop=[" ", "q"]),
+        request("once upon", max_tokens=200, stop=["a"], include_stop_str_in_output=True, n=3),
+        request(PROMPT, max_tokens=30, n=3),
+        request(PROMPT),
+        request(PROMPT, max_tokens=9, logprobs=3, prompt_logprobs=2, n=2),
+        request(PROMPT, max_tokens=12, beam_width=3, n=2),
+        request(PROMPT, max_tokens=60, stop_token_ids=[EOS, 17, 250], ignore_eos=True),
+    ],
+    ids=str,
+)
+async def test_outputs_are_the_schedulers(checkpoint: Path, message: pb.GenerateRequest) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        message.request_id = "same"
+        direct = await stack.generate(message)
+        await stack.until_idle()
+        through = await front.generate(message)
+        assert through.token_ids == direct.token_ids
+        assert through.texts == direct.texts
+        for index, last in through.last.items():
+            assert last.request_id == "same"
+            expected = direct.last[index]
+            assert (last.finish_reason, last.stop_text, last.stop_token_id) == (
+                expected.finish_reason,
+                expected.stop_text,
+                expected.stop_token_id,
+            )
+            assert last.usage.prompt_tokens == expected.usage.prompt_tokens
+            assert last.usage.completion_tokens == expected.usage.completion_tokens
+            assert last.cumulative_logprob == pytest.approx(expected.cumulative_logprob)
+        for field in ("logprobs", "prompt_logprobs"):
+            columns = [
+                [(each.index, entry) for each in result.responses for entry in getattr(each, field)]
+                for result in (through, direct)
+            ]
+            assert sorted(columns[0], key=str) == sorted(columns[1], key=str)
+        await stack.until_idle()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        request(PROMPT, temperature=-1.0),
+        request([VOCAB_SIZE]),
+        request("once", max_tokens=5000),
+        request("x" * 4000),
+        pb.GenerateRequest(),
+        request([1, VOCAB_SIZE - 1, 2], max_tokens=5),
+    ],
+    ids=lambda message: str(message)[:60],
+)
+async def test_errors_are_the_schedulers(checkpoint: Path, message: pb.GenerateRequest) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        errors = []
+        for generate in (stack.generate, front.generate):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await generate(message)
+            errors.append(refused.value)
+        direct, through = errors
+        assert (through.code(), through.details()) == (direct.code(), direct.details())
+        if direct.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            assert details(through) == details(direct)
+
+
+async def test_what_only_the_scheduler_can_refuse(checkpoint: Path) -> None:
+    async with serve_both(checkpoint, max_num_seqs=1, max_waiting_requests=1) as (stack, front):
+        stack.worker.step_seconds = 0.02
+        named = request(PROMPT, max_tokens=200)
+        named.request_id = "named"
+        running = asyncio.create_task(front.generate(named))
+        await stack.until(lambda loads: loads.num_running == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await front.generate(named)
+        assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert details(refused.value)[0].field_violations[0].field == "request_id"
+        waiting = asyncio.create_task(front.generate(request(PROMPT, max_tokens=2)))
+        await stack.until(lambda loads: loads.num_waiting == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await front.generate(request(PROMPT, max_tokens=2))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert details(refused.value)[1].retry_delay.seconds == 1
+        await front.stub.Abort(pb.AbortRequest(request_id="named"))
+        assert (await running).last[0].finish_reason == pb.FINISH_REASON_ABORT
+        assert (await waiting).token_ids[0] == expected_tokens(PROMPT, 2)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await front.stub.Abort(pb.AbortRequest(request_id="named"))
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_many_requests_on_one_call_through_a_front_end(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        shared = SharedStream(front)
+        expected = []
+        for seed in range(12):
+            message = request("once upon" if seed % 2 else PROMPT, max_tokens=20, seed=seed)
+            token_only = not seed % 2
+            expected.append((message, await shared.submit(message, token_only=token_only)))
+        await shared.close()
+        for message, (stream,) in expected:
+            direct = await stack.generate(message)
+            assert stream.token_ids == direct.token_ids[0]
+            assert stream.text == (direct.texts[0] if message.text else "")
+
+
+async def test_the_client_through_a_front_end(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front), Client(front.url) as client, Client(stack.url) as direct:
+        assert await client.server_info() == await direct.server_info()
+        completions = await asyncio.gather(
+            *(
+                client.acomplete(None, SamplingParams(max_tokens=20, seed=seed), prompt_token_ids=PROMPT)
+                for seed in range(40)
+            )
+        )
+        for seed, completion in enumerate(completions):
+            assert completion.outputs[0].token_ids == tuple(expected_tokens(PROMPT, 20, seed=seed))
+
+
+async def test_a_client_that_goes_and_a_deadline_that_passes_free_everything(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        stack.worker.step_seconds = 0.01
+        call = front.stub.Generate(request(PROMPT, max_tokens=240))
+        await stack.until(lambda loads: loads.num_generation_tokens > 0)
+        call.cancel()
+        loads = await stack.until_idle()
+        assert loads.num_generation_tokens < 240
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await front.generate(request(PROMPT, max_tokens=240), timeout=0.3)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        loads = await stack.until_idle()
+        assert loads.num_generation_tokens < 480
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("Submit", pb.SubmitRequest()),
+        ("Attach", pb.AttachRequest()),
+        ("GetResult", pb.GetResultRequest()),
+        ("GetRequest", pb.GetRequestRequest()),
+        ("GetBlocks", pb.GetBlocksRequest()),
+        ("GetLoads", pb.GetLoadsRequest()),
+        ("SubscribeKvEvents", pb.SubscribeKvEventsRequest()),
+    ],
+)
+async def test_what_it_does_not_serve_it_says(checkpoint: Path, method: str, message: object) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        call = getattr(front.stub, method)(message)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await (call.read() if hasattr(call, "read") else call)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert f"does not serve {method}" in refused.value.details()
+        assert stack.url.removeprefix("grpc://") in refused.value.details()
+
+
+async def test_a_lost_scheduler_is_an_error_and_its_successor_is_found(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        port = int(stack.url.rpartition(":")[2])
+        async with serve_front_end(checkpoint, stack.url) as front:
+            stack.worker.step_seconds = 0.02
+            running = [asyncio.create_task(front.generate(request(PROMPT, max_tokens=240))) for _ in range(5)]
+            await stack.until(lambda loads: loads.num_running == 5)
+            stack.stop.set()
+            stack.stop_now.set()
+            for result in await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), DEADLINE):
+                assert result.code() is grpc.StatusCode.UNAVAILABLE
+            await stack.running
+            await front.until_ready(False)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await front.generate(request(PROMPT))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "no connection to the scheduler" in refused.value.details()
+            assert details(refused.value)[1].retry_delay.seconds == 2
+            async with serve(checkpoint, port=port):
+                await front.until_ready()
+                assert (await front.generate(request(PROMPT, max_tokens=9))).token_ids[0] == expected_tokens(PROMPT, 9)
+
+
+async def test_a_lost_worker_is_no_error(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        stack.worker.step_seconds = 0.01
+        running = asyncio.create_task(front.generate(request(PROMPT, max_tokens=60)))
+        await stack.until(lambda loads: loads.num_generation_tokens > 10)
+        await stack.worker.kill()
+        await stack.worker.start()
+        assert (await asyncio.wait_for(running, DEADLINE)).token_ids[0] == expected_tokens(PROMPT, 60)
+
+
+async def test_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", with_tokenizer=False)
+    async with serve(checkpoint) as stack, serve_front_end(other, stack.url, waits=False) as front:
+        async with asyncio.timeout(DEADLINE):
+            while True:  # until it has heard of the scheduler
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await front.generate(request(PROMPT), timeout=5)
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                if "it serves another model" in refused.value.details():
+                    break
+                await asyncio.sleep(0.02)
+        await front.until_ready(False)
+
+
+async def test_draining_ends_what_runs_and_refuses_what_comes(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        stack.worker.step_seconds = 0.01
+        running = asyncio.create_task(front.generate(request(PROMPT, max_tokens=60)))
+        await stack.until(lambda loads: loads.num_generation_tokens > 3)
+        front.stop.set()
+        await front.until_ready(False)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await front.generate(request(PROMPT))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "shutting down" in refused.value.details()
+        assert (await running).token_ids[0] == expected_tokens(PROMPT, 60)
+        assert await asyncio.wait_for(front.running, DEADLINE) == 0
+
+
+async def test_two_front_ends_and_the_scheduler_itself_share_it(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, one), serve_front_end(checkpoint, stack.url) as two:
+        results = await asyncio.gather(
+            *(
+                server.generate(request(PROMPT, max_tokens=30, seed=seed))
+                for seed in range(10)
+                for server in (one, two, stack)
+            )
+        )
+        for i, result in enumerate(results):
+            assert result.token_ids[0] == expected_tokens(PROMPT, 30, seed=i // 3)
+
+
+async def test_the_scheduler_draining_is_unavailable_here_too(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front), Client(front.url) as client:
+        stack.worker.step_seconds = 0.01
+        running = asyncio.create_task(front.generate(request(PROMPT, max_tokens=60)))
+        await stack.until(lambda loads: loads.num_generation_tokens > 3)
+        stack.stop.set()
+        await front.until_ready(False)
+        with pytest.raises(Unavailable):
+            await client.acomplete("once")
+        assert (await running).token_ids[0] == expected_tokens(PROMPT, 60)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_encoded_request_resolves_to_the_same(checkpoint: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    rng, model = random.Random(seed), read_model_info(str(checkpoint))
+    for _ in range(300):
+        message = random_request(rng)
+        resolved = resolve_request(message, PROMPT, model, 256, None)
+        encoded = encode_request(resolved, model.eos_token_ids, 256)
+        assert resolve_request(encoded, list(encoded.token_ids.ids), model, 256, None) == resolved
+        assert encoded.sampling.HasField("max_tokens") == (resolved.max_tokens != 256 - len(PROMPT))
+
+
+def random_request(rng: random.Random) -> pb.GenerateRequest:
+    sampling: dict[str, object] = {
+        "n": rng.randrange(1, 5), "seed": rng.getrandbits(64), "max_tokens": rng.randrange(20, 252),
+        "min_tokens": rng.randrange(20), "stop_token_ids": rng.sample([7, 8, EOS], k=rng.randrange(4)),
+        "ignore_eos": rng.random() < 0.5, "repetition_penalty": rng.choice([0.5, 1.0, 1.25]),
+        "presence_penalty": rng.choice([-1.0, 0.5]), "logit_bias": {3: 1.5, 1: -2.0},
+        "skip_special_tokens": rng.random() < 0.5,
+    }  # fmt: skip
+    if rng.random() < 0.3:
+        sampling |= {"beam_width": 5, "length_penalty": rng.choice([0.0, 0.75]), "early_stopping": rng.randrange(1, 4)}
+        sampling = {key: sampling[key] for key in rng.sample(sorted(sampling), k=rng.randrange(len(sampling)))}
+        sampling["beam_width"] = 5
+    else:
+        sampling |= {
+            "temperature": rng.choice([0.0, 0.5]), "top_p": 0.75, "top_k": 5, "min_p": 0.25, "prompt_logprobs": 1,
+            "logprobs": rng.randrange(3),
+        }  # fmt: skip
+        sampling = {key: sampling[key] for key in rng.sample(sorted(sampling), k=rng.randrange(len(sampling)))}
+    # What fits is filled where max_tokens is unset; seeds and ids are drawn, so they are set here.
+    sampling["seed"] = rng.getrandbits(64)
+    return pb.GenerateRequest(
+        request_id="r",
+        tenant=rng.choice(["", "t"]),
+        cache_salt=rng.choice(["", "s"]),
+        priority=rng.randrange(-5, 5),
+        sampling=pb.SamplingParams(**sampling),
+        token_ids=pb.TokenIds(ids=PROMPT),
+    )

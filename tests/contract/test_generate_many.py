@@ -1,0 +1,320 @@
+"""GenerateMany over real gRPC: the same results and errors as Generate, one message a step for all streams."""
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
+from tests.contract.shared_stream import SharedStream
+
+PROMPT = [1, 2, 3, 4, 5]
+DEADLINE = 30
+
+
+async def test_text_and_tokens_are_those_of_generate(checkpoint: Path) -> None:
+    requests = [
+        request("once upon", max_tokens=20),
+        request(PROMPT, max_tokens=30, n=3),
+        request(PROMPT, max_tokens=9, logprobs=3, prompt_logprobs=2, n=2),
+        request(PROMPT, max_tokens=12, beam_width=3, n=2),
+        request(PROMPT, max_tokens=100, stop=["zz", " "]),
+    ]
+    async with serve(checkpoint) as stack:
+        shared = SharedStream(stack)
+        together = await asyncio.gather(*(shared.generate(each) for each in requests))
+        for each, streams in zip(requests, together, strict=True):
+            alone = await stack.generate(each)
+            for index, stream in enumerate(streams):
+                assert stream.token_ids == alone.token_ids[index]
+                assert stream.text == alone.texts[index]
+                assert stream.last.finish_reason == alone.last[index].finish_reason
+                assert stream.last.stop_text == alone.last[index].stop_text
+                assert stream.last.index == index
+                entries = [entry for delta in stream.deltas for entry in delta.logprobs]
+                assert entries == [
+                    entry for delta in alone.responses if delta.index == index for entry in delta.logprobs
+                ]
+                assert stream.last.cumulative_logprob == alone.last[index].cumulative_logprob
+            prompt_entries = [entry for delta in streams[0].deltas for entry in delta.prompt_logprobs]
+            assert prompt_entries == [entry for delta in alone.responses for entry in delta.prompt_logprobs]
+        await shared.close()
+        await stack.until_idle()
+
+
+async def test_token_only_streams_come_in_columns(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.002
+        shared = SharedStream(stack)
+        first = request([7, 7], max_tokens=60)
+        first.request_id = "mine"
+        submitted = [await shared.submit(first, token_only=True)]
+        for seed in range(1, 8):
+            submitted.append(await shared.submit(request(PROMPT, max_tokens=60, seed=seed, n=2), token_only=True))
+        for seed, streams in enumerate(submitted):
+            for index, stream in enumerate(streams):
+                await asyncio.wait_for(stream.ended.wait(), DEADLINE)
+                prompt = PROMPT if seed else [7, 7]
+                assert stream.token_ids == expected_tokens(prompt, 60, seed=seed, sample_index=index)
+                assert stream.text == ""
+                assert stream.last.finish_reason == pb.FINISH_REASON_LENGTH
+                assert stream.last.usage.prompt_tokens == len(prompt)
+        assert submitted[0][0].last.request_id == "mine"
+        # Steady steps: a message holds a token of every stream, and nothing else.
+        steady = [message for message in shared.messages if len(message.stream_ids) == 15]
+        assert len(steady) > 30
+        assert all(not message.deltas and not message.failures for message in steady)
+        await shared.close()
+
+
+async def test_token_only_with_logprobs_and_beams(checkpoint: Path) -> None:
+    requests = [
+        request(PROMPT, max_tokens=9, logprobs=2, prompt_logprobs=1),
+        request(PROMPT, max_tokens=9, prompt_logprobs=1),
+        request(PROMPT, max_tokens=9, beam_width=3, n=3),
+    ]
+    async with serve(checkpoint) as stack:
+        shared = SharedStream(stack)
+        for each in requests:
+            streams = await shared.generate(each, token_only=True)
+            alone = await stack.generate(each)
+            for index, stream in enumerate(streams):
+                assert stream.token_ids == alone.token_ids[index]
+                assert stream.text == ""
+                assert stream.last.cumulative_logprob == alone.last[index].cumulative_logprob
+        await shared.close()
+
+
+async def test_errors_are_those_of_generate(checkpoint: Path) -> None:
+    bad = [
+        request(PROMPT, temperature=-1.0),
+        request([VOCAB_SIZE]),
+        request(PROMPT, max_tokens=5000),
+        request(PROMPT, n=17),
+        pb.GenerateRequest(),
+        request([1, VOCAB_SIZE - 1, 2], max_tokens=5),  # its logits are no numbers
+    ]
+    async with serve(checkpoint) as stack:
+        shared = SharedStream(stack)
+        for each in bad:
+            alone = await status_of(stack, each)
+            (stream, *_) = await shared.submit(each)
+            await asyncio.wait_for(stream.ended.wait(), DEADLINE)
+            assert stream.failure.code == alone.code().value[0]
+            assert stream.failure.message == alone.details()
+            if alone.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                bad_request, _ = details(alone)
+                assert stream.failure.field == bad_request.field_violations[0].field
+        (good,) = await shared.generate(request(PROMPT, max_tokens=3))
+        assert good.token_ids == expected_tokens(PROMPT, 3)
+        await shared.close()
+
+
+async def test_a_full_queue_says_when_to_try_again(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=1) as stack:
+        stack.worker.step_seconds = 0.02
+        shared = SharedStream(stack)
+        running = await shared.submit(request(PROMPT, max_tokens=200))
+        await stack.until(lambda loads: loads.num_running == 1)
+        await shared.submit(request(PROMPT, max_tokens=2))
+        await stack.until(lambda loads: loads.num_waiting == 1)
+        (refused,) = await shared.generate(request(PROMPT, max_tokens=2))
+        assert refused.failure.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        assert refused.failure.retry_delay_seconds == 1
+        await shared.abort(running[0])
+        await shared.close()
+        assert running[0].last.finish_reason == pb.FINISH_REASON_ABORT
+
+
+@pytest.mark.parametrize(
+    ("message", "field"), [(request("once"), "text"), (request(PROMPT, stop=["a"]), "sampling.stop")]
+)
+async def test_token_only_takes_no_text(checkpoint: Path, message: pb.GenerateRequest, field: str) -> None:
+    async with serve(checkpoint) as stack:
+        shared = SharedStream(stack)
+        (stream,) = await shared.generate(message, token_only=True)
+        assert stream.failure.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert stream.failure.field == field
+        await shared.close()
+
+
+async def test_stop_and_abort(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        shared = SharedStream(stack)
+        (stopped,) = await shared.submit(request(PROMPT, max_tokens=200), token_only=True)
+        (aborted,) = await shared.submit(request(PROMPT, max_tokens=200), token_only=True)
+        (whole,) = await shared.submit(request(PROMPT, max_tokens=30), token_only=True)
+        await stack.until(lambda loads: loads.num_generation_tokens > 20)
+        await shared.stop(stopped, 3)
+        await shared.abort(aborted)
+        for stream, reason in ((stopped, pb.FINISH_REASON_STOP), (aborted, pb.FINISH_REASON_ABORT)):
+            await asyncio.wait_for(stream.ended.wait(), DEADLINE)
+            assert stream.last.finish_reason == reason
+            assert len(stream.token_ids) < 200
+        await shared.abort(aborted)  # once more: nothing happens
+        await shared.close()
+        assert whole.token_ids == expected_tokens(PROMPT, 30)
+        await stack.until_idle()
+
+
+async def test_a_timeout_ends_a_request(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.01
+        shared = SharedStream(stack)
+        (stream,) = await shared.generate(request(PROMPT, max_tokens=240), timeout_seconds=0.3)
+        assert stream.failure.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert 0 < len(stream.token_ids) < 240
+        (late,) = await shared.generate(request(PROMPT, max_tokens=2), timeout_seconds=0)
+        assert late.failure.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        await stack.until_idle()
+        await shared.close()
+
+
+async def test_a_connection_that_goes_takes_its_requests(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.01
+        shared = SharedStream(stack, reads=False)
+        for token_only in (True, False) * 4:
+            await shared.submit(request(PROMPT, max_tokens=240), token_only=token_only)
+        await stack.until(lambda loads: loads.num_running == 8)
+        shared.call.cancel()
+        loads = await stack.until_idle()
+        assert loads.num_generation_tokens < 8 * 240
+
+
+@pytest.mark.parametrize("token_only", [False, True])
+@pytest.mark.parametrize("max_weight", [65_536, 600])
+async def test_a_slow_reader_gets_fewer_and_longer_messages(
+    checkpoint: Path, token_only: bool, max_weight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_service.rpc.shared_call._MAX_MESSAGE_WEIGHT", max_weight)
+    window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with serve(checkpoint) as stack, grpc.aio.insecure_channel(stack.url[len("grpc://") :], window) as channel:
+        shared = SharedStream(replace(stack, stub=pb_grpc.SchedulerServiceStub(channel)), reads=False)
+        submitted = [
+            await shared.submit(request(PROMPT, max_tokens=200, seed=seed, n=4), token_only=token_only)
+            for seed in range(4)
+        ]
+        await stack.until(lambda loads: loads.num_generation_tokens == 4 * 4 * 200)
+        await stack.until_idle()
+        reading = asyncio.create_task(shared.read())
+        for seed, streams in enumerate(submitted):
+            for index, stream in enumerate(streams):
+                await asyncio.wait_for(stream.ended.wait(), DEADLINE)
+                assert stream.token_ids == expected_tokens(PROMPT, 200, seed=seed, sample_index=index)
+        await shared.call.done_writing()
+        await asyncio.wait_for(reading, DEADLINE)
+        sizes = [
+            len(message.token_ids) + sum(len(entry.delta.token_ids) for entry in message.deltas)
+            for message in shared.messages
+        ]
+        assert sum(sizes) == 4 * 4 * 200
+        # What fitted into the window went out while tokens came. The rest is in long messages, whose last stream may
+        # exceed the weight.
+        assert 300 < max(sizes) < max_weight + 200
+        assert len(sizes) < 60
+
+
+async def test_rules_of_the_call(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        repeated = [
+            pb.GenerateManyRequest(submit=pb.Submission(stream_id=id, request=request(PROMPT, max_tokens=2, n=2)))
+            for id in (4, 5)
+        ]
+        for messages, field in ((repeated, "submit.stream_id"), ([pb.GenerateManyRequest()], "command")):
+            call = stack.stub.GenerateMany(iter(messages))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in call:
+                    pass
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            bad_request, _ = details(refused.value)
+            assert bad_request.field_violations[0].field == field
+        await stack.until_idle()
+
+
+async def test_the_server_tells_what_it_is_and_when_that_changes(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        shared = SharedStream(stack)
+        info = await asyncio.wait_for(shared.infos.get(), DEADLINE)
+        assert info == await stack.stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert info.worker.block_size == 4
+        assert info.max_sequence_tokens == 256
+        assert len(info.model_digest) == 32
+        await stack.worker.kill()
+        gone = await asyncio.wait_for(shared.infos.get(), DEADLINE)
+        assert not gone.HasField("worker")
+        await stack.worker.start()
+        back = await asyncio.wait_for(shared.infos.get(), DEADLINE)
+        assert back.worker.epoch > info.worker.epoch
+        await shared.close()
+
+
+async def test_a_worker_that_dies_is_no_error(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.005
+        shared = SharedStream(stack)
+        submitted = [
+            (token_only, await shared.submit(request(PROMPT, max_tokens=100), token_only=token_only))
+            for token_only in (True, False)
+        ]
+        await stack.until(lambda loads: loads.num_generation_tokens > 40)
+        await stack.worker.kill()
+        await stack.worker.start()
+        for _, (stream,) in submitted:
+            await asyncio.wait_for(stream.ended.wait(), DEADLINE)
+            assert stream.token_ids == expected_tokens(PROMPT, 100)
+        await shared.close()
+
+
+async def test_draining_refuses_new_requests_and_ends_the_call(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.step_seconds = 0.01
+        shared = SharedStream(stack)
+        (running,) = await shared.submit(request(PROMPT, max_tokens=50), token_only=True)
+        await stack.until(lambda loads: loads.num_generation_tokens > 3)
+        stack.stop.set()
+        while (info := await asyncio.wait_for(shared.infos.get(), DEADLINE)) and not info.unavailable_reason:
+            pass
+        (refused,) = await shared.generate(request(PROMPT, max_tokens=2))
+        assert refused.failure.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert await asyncio.wait_for(stack.running, DEADLINE) == 0
+        assert running.token_ids == expected_tokens(PROMPT, 50)
+        assert await shared.call.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_requests_together(checkpoint: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    async with serve(checkpoint) as stack:
+        shared = SharedStream(stack)
+        expected = []
+        for i in range(60):
+            prompt = [rng.randrange(200) for _ in range(rng.randrange(1, 20))]
+            num_tokens, n, token_only = rng.randrange(1, 60), rng.randrange(1, 4), rng.random() < 0.5
+            message = request(prompt, max_tokens=num_tokens, n=n, seed=i)
+            streams = await shared.submit(message, token_only=token_only)
+            expected.append((streams, prompt, num_tokens, i, token_only))
+            if rng.random() < 0.2:
+                await shared.abort(streams[0])
+        await shared.close()
+        for streams, prompt, num_tokens, request_seed, token_only in expected:
+            for index, stream in enumerate(streams):
+                if stream.failure is not None:
+                    assert stream.failure.code == grpc.StatusCode.CANCELLED.value[0]
+                    break
+                tokens = expected_tokens(prompt, num_tokens, seed=request_seed, sample_index=index)
+                if stream.last.finish_reason == pb.FINISH_REASON_ABORT:
+                    tokens = tokens[: len(stream.token_ids)]
+                assert stream.token_ids == tokens
+                if not token_only and "\ufffd" not in stream.text:
+                    assert stream.text == tokenizer.decode(tokens)
+        await stack.until_idle()
