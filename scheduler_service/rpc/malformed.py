@@ -1,7 +1,7 @@
 """Requests that are no protobuf message are the client's mistake: gRPC itself calls them UNKNOWN and logs a trace."""
 
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ class _Malformed:
 
 
 class MalformedRequests(grpc.aio.ServerInterceptor):
-    """Answers them INVALID_ARGUMENT, for methods that take one request."""
+    """Answers them INVALID_ARGUMENT."""
 
     async def intercept_service(
         self,
@@ -28,9 +28,17 @@ class MalformedRequests(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        if handler is None:
             return handler
         decode = _decoder(handler.request_deserializer)
+        if handler.request_streaming:
+            serve = handler.stream_stream or handler.stream_unary
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.response_streaming
+                else grpc.stream_unary_rpc_method_handler
+            )
+            return make(_reader(serve), decode, handler.response_serializer)
         if not handler.response_streaming:
             return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary), decode, handler.response_serializer)
         behave = handler.unary_stream
@@ -65,6 +73,27 @@ def _generator(behave: Callable[..., AsyncGenerator[Any, None]]) -> Callable[...
             yield response
 
     return checked
+
+
+def _reader(behave: Callable[..., Any]) -> Callable[..., Any]:
+    """For a behavior that iterates over its requests."""
+
+    async def readable(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async for request in requests:
+            if isinstance(request, _Malformed):
+                await _refuse(request, context)
+            yield request
+
+    async def checked(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+        return await behave(readable(requests, context), context)
+
+    async def checked_generator(
+        requests: AsyncIterator[Any], context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[Any, None]:
+        async for response in behave(readable(requests, context), context):
+            yield response
+
+    return checked_generator if inspect.isasyncgenfunction(behave) else checked
 
 
 async def _refuse(request: _Malformed, context: grpc.aio.ServicerContext) -> None:

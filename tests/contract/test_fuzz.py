@@ -23,6 +23,7 @@ NUM_AT_ONCE = 16
 MAX_MODEL_LEN = 32  # what is valid ends soon
 PROMPT = [5, 6, 7, 8, 9]
 OURS = "/pagewire.scheduler.v1.SchedulerService/"
+SHARED = OURS + "GenerateMany"
 THEIRS = "/vllm.grpc.engine.VllmEngine/"
 
 _sampling = {
@@ -44,6 +45,9 @@ GOOD: list[tuple[str, bool, Message]] = [
     (OURS + "Generate", True, _generate),
     (OURS + "Generate", True, _text),
     (OURS + "Generate", True, _beam),
+    (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "request": _generate, "timeout_seconds": 1})),
+    (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "request": _beam, "token_only": True})),
+    (SHARED, True, pb.GenerateManyRequest(stop={"stream_id": 3, "num_tokens": 1})),
     (OURS + "Abort", False, pb.AbortRequest(request_id="r", tenant="t")),
     (OURS + "Submit", False, pb.SubmitRequest(request=_generate)),
     (OURS + "Attach", True, pb.AttachRequest(request_id="r", tenant="t", from_token=1, from_tokens=[1, 2])),
@@ -174,6 +178,8 @@ class SoundWorker(FakeWorker):
 
 async def send(stack: Stack, method: str, is_stream: bool, data: bytes) -> grpc.StatusCode:
     """How it ended; OK too for a stream that has begun."""
+    if method == SHARED:
+        return await send_shared(stack, data)
     if not is_stream:
         call = stack.channel.unary_unary(method)(data, timeout=2)
         return await call.code()
@@ -184,6 +190,21 @@ async def send(stack: Stack, method: str, is_stream: bool, data: bytes) -> grpc.
         return await call.code()
     call.cancel()
     return grpc.StatusCode.OK
+
+
+async def send_shared(stack: Stack, data: bytes) -> grpc.StatusCode:
+    """On a call of its own, read to its end. What fails in a request is told in a message."""
+    call = stack.channel.stream_stream(SHARED)(timeout=2)
+    try:
+        await call.write(data)
+        await call.done_writing()
+        while (answer := await call.read()) is not grpc.aio.EOF:
+            for failure in pb.GenerateManyResponse.FromString(answer).failures:
+                code = next(code for code in grpc.StatusCode if code.value[0] == failure.code)
+                assert code in ALLOWED, f"{data!r}: {failure}"
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        pass
+    return await call.code()
 
 
 @pytest.mark.parametrize("seed", [1])
