@@ -1,14 +1,15 @@
-"""Spans of OpenTelemetry, under the names of its conventions for generative AI.
+"""Spans of OpenTelemetry, under its conventional names, `gen_ai.*`.
 
 A request is one span, a child of whatever span its caller sent; its samples' times are children: `queue` until it first
-runs, `prefill` until the first token, `decode` until the end. They are made when a sample ends, from times that are
-kept anyway, so a step costs nothing more. This module needs the extra `tracing`.
+runs, `prefill` until the first token, `decode` until the end, and `preempted` wherever it lost its place on the worker.
+They are made when a sample ends, from times that are kept anyway, so a step costs nothing more. This module needs the
+extra `tracing`.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -105,17 +106,21 @@ class Tracing:
 
     def _add_phases(self, span: trace.Span, end: SequenceEnd, now: float) -> None:
         moments = [end.arrived_at, end.first_scheduled_at, end.first_token_at, now]
-        context = trace.set_span_in_context(span)
         for name, (begin, finish) in zip(("queue", "prefill", "decode"), pairwise(moments), strict=True):
             if begin is None:
-                return
-            child = self._tracer.start_span(
-                name,
-                context=context,
-                start_time=self._nanoseconds(begin),
-                attributes={"pagewire.sequence_id": end.sequence_id},
-            )
-            child.end(self._nanoseconds(now if finish is None else finish))
+                break
+            self._add_phase(span, name, begin, now if finish is None else finish, end.sequence_id)
+        for begin, finish in zip_longest(end.pauses[::2], end.pauses[1::2], fillvalue=now):
+            self._add_phase(span, "preempted", begin, finish, end.sequence_id)
+
+    def _add_phase(self, span: trace.Span, name: str, begin: float, finish: float, sequence_id: int) -> None:
+        child = self._tracer.start_span(
+            name,
+            context=trace.set_span_in_context(span),
+            start_time=self._nanoseconds(begin),
+            attributes={"pagewire.sequence_id": sequence_id},
+        )
+        child.end(self._nanoseconds(finish))
 
     def _nanoseconds(self, moment: float) -> int:
         """Since 1970."""

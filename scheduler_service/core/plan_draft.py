@@ -15,6 +15,7 @@ class PlanDraft:
     step: int
     max_tokens: int
     decoding: DecodeBatch
+    now: float
     num_row_tokens: int = 0  # of the rows that are planned one by one
     num_opening_values: int = 0
     has_preempted: bool = False

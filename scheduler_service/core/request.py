@@ -81,6 +81,8 @@ class SequenceEnd:
     arrived_at: float
     first_scheduled_at: float | None
     first_token_at: float | None
+    # In turn when its request was preempted, or lost its worker, and when it ran again; it may end in between.
+    pauses: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

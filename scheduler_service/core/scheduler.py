@@ -156,9 +156,9 @@ class Scheduler:
         epoch = self._epoch
         if epoch is None or len(epoch.unacknowledged) >= self.pipeline_depth:
             return None
-        if not self._quarantine.is_empty and not self._isolate_trial(epoch):
+        if not self._quarantine.is_empty and not self._isolate_trial(epoch, now):
             return None
-        draft = PlanDraft(epoch.num_steps + 1, self.num_step_tokens, epoch.decoding)
+        draft = PlanDraft(epoch.num_steps + 1, self.num_step_tokens, epoch.decoding, now)
         for group, rows in self._rows_to_plan(epoch, draft):
             if group.state is not GroupState.RUNNING:
                 continue
@@ -200,7 +200,7 @@ class Scheduler:
         for row, entries in reading.prompt_logprobs:
             if row.sequence not in dispatch.dropped:
                 self._take_prompt_logprobs(row, entries, outputs)
-        self._take_failures(epoch, dispatch, reading, outputs)
+        self._take_failures(epoch, dispatch, reading, outputs, now)
         del epoch.unacknowledged[0]
         for sample in reading.samples:
             if sample.status is RowStatus.OK and sample.sequence not in dispatch.dropped:
@@ -266,6 +266,8 @@ class Scheduler:
         self._running = GroupQueue()
         for group in self._groups.values():
             is_queued = group.state not in (GroupState.RUNNING, GroupState.SWAPPING_IN)
+            if not is_queued:
+                group.pause(now)
             group.reset()
             if not is_queued:
                 self._enqueue(group)
@@ -515,6 +517,7 @@ class Scheduler:
     def _run(self, epoch: Epoch, draft: PlanDraft, group: SequenceGroup, sequences: list[Sequence]) -> None:
         """Open the rows of a group whose blocks are there."""
         group.state = GroupState.RUNNING
+        group.resume(draft.now)
         self._running.add(group)
         for sequence in sequences:
             self._open(epoch, draft, sequence)
@@ -630,11 +633,11 @@ class Scheduler:
                 epoch.pause(sequence)
         return False
 
-    def _isolate_trial(self, epoch: Epoch) -> bool:
+    def _isolate_trial(self, epoch: Epoch, now: float) -> bool:
         """Nobody runs beside a trial. False while others are still on the worker."""
         for group in [*self._running, *epoch.loading]:
             if not self._quarantine.admits(group):
-                self._discard(epoch, group)
+                self._discard(epoch, group, now)
         return all(self._quarantine.admits(group) for dispatch in epoch.unacknowledged for group in dispatch.groups())
 
     # Preemption
@@ -650,11 +653,12 @@ class Scheduler:
             and epoch.cost.prefers_swap(num_blocks, num_blocks * epoch.cache.block_size)
         )
         if not swaps:
-            self._discard(epoch, group)
+            self._discard(epoch, group, draft.now)
             return
         self._num_preemptions += 1
         self._num_swap_preemptions += 1
         group.num_preemptions += 1
+        group.pause(draft.now)
         self._stop_beams(epoch, group)
         moves = epoch.cache.swap_out(group, draft.step)
         draft.swaps_out.extend(moves)
@@ -666,10 +670,11 @@ class Scheduler:
         epoch.swapped[group] = None
         self._enqueue(group)
 
-    def _discard(self, epoch: Epoch, group: SequenceGroup) -> None:
+    def _discard(self, epoch: Epoch, group: SequenceGroup, now: float) -> None:
         """Take everything a group has on the worker, in whatever state: it will be computed again."""
         self._num_preemptions += 1
         group.num_preemptions += 1
+        group.pause(now)
         self._stop_beams(epoch, group)
         if group.state is GroupState.RUNNING:
             self._running.remove(group)
@@ -766,7 +771,9 @@ class Scheduler:
             if sequence.num_output_tokens > sequence.group.request.sampling.min_tokens:
                 self._end(sequence, EndReason.STOP, outputs, stop_token_id=token_ids[i])
 
-    def _take_failures(self, epoch: Epoch, dispatch: Dispatch, reading: Reading, outputs: TokenOutputs) -> None:
+    def _take_failures(
+        self, epoch: Epoch, dispatch: Dispatch, reading: Reading, outputs: TokenOutputs, now: float
+    ) -> None:
         """Logits were not numbers: the request ends, and whatever was computed on top of its blocks is redone. They are
         no better if the sequence has ended by itself meanwhile."""
         failed = [sample.sequence for sample in reading.samples if sample.status is not RowStatus.OK]
@@ -786,19 +793,19 @@ class Scheduler:
                 if (other is not group or not ends) and any(
                     epoch.cache.stands_on(row, bad) for row in other.sequences for bad in written
                 ):
-                    self._redo(epoch, other)
+                    self._redo(epoch, other, now)
             if ends:
                 message = "the model's logits are not numbers"
                 self._finish_group(group, EndReason.NAN_LOGITS, outputs, message=message)
 
-    def _redo(self, epoch: Epoch, group: SequenceGroup) -> None:
+    def _redo(self, epoch: Epoch, group: SequenceGroup, now: float) -> None:
         """What a group has computed is bad, and so are its samples on their way."""
         for sequence in group.sequences:
             epoch.drop(sequence)
         if group.state is GroupState.WAITING:
             group.resume_step = epoch.num_steps
         else:
-            self._discard(epoch, group)
+            self._discard(epoch, group, now)
 
     def _take_prompt_logprobs(self, row: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
         sequence = row.sequence
@@ -987,4 +994,5 @@ def _sequence_end(
         arrived_at=sequence.group.arrived_at,
         first_scheduled_at=sequence.first_scheduled_at,
         first_token_at=sequence.first_token_at,
+        pauses=tuple(sequence.group.pauses),
     )

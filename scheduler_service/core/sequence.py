@@ -49,6 +49,9 @@ class SequenceGroup:
     moved_step: int = 0  # what it waits for while swapping: the acknowledgement of this step's moves
     resume_step: int = 0  # what it waits for before it is resumed: the result of this step
     num_preemptions: int = 0
+    pauses: list[float] = field(
+        default_factory=list
+    )  # when it was preempted, or lost its worker, and when it ran again
     # What it counts for in the queue. Constant while it is there.
     num_waiting_sequences: int = 0
     num_waiting_tokens: int = 0
@@ -81,6 +84,16 @@ class SequenceGroup:
     @property
     def unopened_sequences(self) -> list["Sequence"]:
         return [sequence for sequence in self.live_sequences if sequence.slot < 0]
+
+    def pause(self, now: float) -> None:
+        """What it had on the worker is gone or on its way to the host."""
+        if len(self.pauses) % 2 == 0:
+            self.pauses.append(now)
+
+    def resume(self, now: float) -> None:
+        """It runs, for the first time or again."""
+        if len(self.pauses) % 2:
+            self.pauses.append(now)
 
     def reset(self) -> None:
         """The worker is lost, and everything the group had there."""

@@ -115,7 +115,7 @@ class WorkerLink:
         """One session, to its end and why it ended."""
         call = self._stub.Execute(wait_for_ready=True)
         try:
-            await call.write(wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
+            await _write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
             capacity = self._admit(await asyncio.wait_for(_read(call), _READY_TIMEOUT))
             logger.info(
                 "worker %s joined in epoch %d: %s, %s, %d blocks of %d tokens",
@@ -231,7 +231,7 @@ class Session:
 
     async def _transmit(self, call: grpc.aio.StreamStreamCall) -> NoReturn:
         while True:
-            await call.write(await self._outbox.get())
+            await _write(call, await self._outbox.get())
 
     async def _watch(self) -> NoReturn:
         while True:
@@ -244,8 +244,19 @@ class Session:
 async def _read(call: grpc.aio.StreamStreamCall) -> wire.WorkerMessage:
     message = await call.read()
     if message is grpc.aio.EOF:
-        raise _SessionEnded(f"the worker ended the stream ({await call.code()}: {await call.details()})")
+        raise await _ended(call)
     return wire.decode_worker_message(message)
+
+
+async def _write(call: grpc.aio.StreamStreamCall, message: worker_pb2.ExecuteRequest) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:  # it had ended before, which the reader has not seen yet
+        raise await _ended(call) from None
+
+
+async def _ended(call: grpc.aio.StreamStreamCall) -> _SessionEnded:
+    return _SessionEnded(f"the worker ended the stream ({await call.code()}: {await call.details()})")
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

@@ -124,6 +124,24 @@ async def test_failed_and_left_requests_say_so_and_strangers_begin_a_trace(check
     assert roots[1].status.code == trace_pb2.Status.STATUS_CODE_ERROR
 
 
+async def test_a_request_that_lost_its_worker_was_preempted(checkpoint: Path) -> None:
+    async with collecting() as (collector, endpoint):
+        async with serve(checkpoint, otlp_traces_endpoint=endpoint, served_model_name="tiny") as stack:
+            stack.worker.step_seconds = 0.01
+            call = stack.stub.Generate(request(PROMPT, max_tokens=60))
+            await call.read()
+            await stack.worker.kill()
+            await stack.until(lambda loads: not loads.worker_connected)
+            await stack.worker.start()
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        spans = {span.name: span for span in collector.spans}
+        assert set(spans) == {"text_completion tiny", "queue", "prefill", "decode", "preempted"}
+        preempted, decode = spans["preempted"], spans["decode"]
+        assert decode.start_time_unix_nano < preempted.start_time_unix_nano
+        assert preempted.start_time_unix_nano < preempted.end_time_unix_nano < decode.end_time_unix_nano
+
+
 async def test_a_missing_collector_delays_nothing(checkpoint: Path) -> None:
     async with serve(checkpoint, otlp_traces_endpoint="http://127.0.0.1:1") as stack:
         await stack.generate(request(PROMPT, max_tokens=3))

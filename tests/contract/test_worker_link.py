@@ -332,3 +332,41 @@ def test_a_gap_of_the_judge_restarts_the_timers() -> None:
     assert liveness.judge(300.1) == ""
     at, _ = judged(liveness, 300.1, 310, heartbeats=False)
     assert 302.5 < at < 303
+
+
+class LateReader:
+    """A call whose end is seen by a write first: nothing of what it receives has been read yet."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
+        self.write, self.code, self.details = call.write, call.code, call.details
+
+    async def read(self) -> worker_pb2.ExecuteResponse:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets the event")
+
+
+class NoEvents:
+    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: Session) -> None:
+        link.send(StepPlan(epoch=epoch, step=1))
+
+    def moved(self, step: int) -> None: ...
+
+    def result(self, result: StepResult) -> None: ...
+
+    def worker_lost(self, reason: str) -> None: ...
+
+
+async def test_a_plan_for_a_worker_that_has_just_left_ends_the_session_only(checkpoint: Path) -> None:
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    await worker.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
+        call = worker_pb2_grpc.WorkerServiceStub(channel).Execute()
+        hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, instance_id="a", epoch=1, pipeline_depth=2)
+        await call.write(worker_pb2.ExecuteRequest(hello=hello))
+        await call.read()
+        await worker.kill()
+        await call.code()
+        session = Session(NoEvents(), 1, lambda num_bytes: None)
+        with pytest.raises(Exception, match="the worker ended the stream") as error:
+            await session.hold(LateReader(call), WorkerCapacity(**worker.capacity))
+    assert not isinstance(error.value, asyncio.InvalidStateError)

@@ -102,6 +102,7 @@ class System:
             assert end.sequence_id not in self.ends, "S6: two ends"
             self.ends[end.sequence_id] = end.reason
             self.ended[end.sequence_id] = end
+            assert list(end.pauses) == sorted(end.pauses)
             assert end.num_output_tokens == len(self.tokens[end.sequence_id]) or end.reason is EndReason.STOP
 
     def add_beams(
@@ -382,7 +383,10 @@ def test_pressure_preempts_the_last_and_loses_nothing():
     system.join()
     system.run()
     system.assert_exact()
-    assert system.scheduler.stats().num_preemptions > 0
+    num_preemptions = system.scheduler.stats().num_preemptions
+    assert num_preemptions > 0
+    pauses = [end.pauses for end in system.ended.values()]
+    assert sum(len(times) for times in pauses) == 2 * num_preemptions, "each began and ended"
 
 
 def test_priority_then_arrival():

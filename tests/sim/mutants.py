@@ -165,7 +165,7 @@ MUTANTS = (
     _mutant(
         "what was computed on bad blocks is kept",
         "scheduler",
-        "                    self._redo(epoch, other)\n",
+        "                    self._redo(epoch, other, now)\n",
         "                    pass\n",
     ),
     _mutant(
