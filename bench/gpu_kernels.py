@@ -79,7 +79,8 @@ def line(result: dict) -> str:
         return f"ok      {result['name']} ({result['wall_seconds']:.1f} s)"
     rate = f", {result['bytes_moved'] / result['seconds'] / 1e9:,.0f} GB/s" if result["bytes_moved"] else ""
     rate += f", {result['flops'] / result['seconds'] / 1e12:,.0f} TFLOP/s" if result["flops"] else ""
-    return f"{result['seconds'] * 1e6:10.1f} us  {result['name']}{rate}"
+    host = ", the host's part included" if result["includes_host"] else ""
+    return f"{result['seconds'] * 1e6:10.1f} us  {result['name']}{rate}{host}"
 
 
 def run_module(command: str, module: str, device: str, report: Report, deadline: float) -> None:

@@ -1,7 +1,7 @@
 """The specification of every kernel, in plain torch: slow, obvious, and what the fast ones are tested against.
 
 Paged attention is that of Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-PagedAttention" (2023), https://arxiv.org/abs/2309.06180.
+PagedAttention" (2023), https://arxiv.org/abs/2309.06180. Sampling is specified in `kernels/sampling.py`.
 """
 
 import torch

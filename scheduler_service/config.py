@@ -21,6 +21,9 @@ class SchedulerConfig:
     max_model_len: int | None = _option(None, "prompt and output tokens of one sequence; the checkpoint's if unset")
     max_num_seqs: int = _option(256, "sequences that run at the same time")
     max_num_batched_tokens: int = _option(2048, "tokens of one step")
+    max_decode_slowdown: float | None = _option(
+        None, "times as long as without them that prompts may make a step which also decodes; no limit if unset"
+    )
     pipeline_depth: int = _option(2, "steps the worker may have ahead of the scheduler")
     worker_timeout: float = _option(60.0, "seconds that requests wait for a missing worker")
     drain_timeout: float = _option(30.0, "seconds that running requests have to finish at shutdown")
@@ -91,6 +94,7 @@ _MINIMA = {
     "max_model_len": 2,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
+    "max_decode_slowdown": 1,
     "pipeline_depth": 1,
     "worker_timeout": 0,
     "drain_timeout": 0,

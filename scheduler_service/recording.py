@@ -68,6 +68,7 @@ class SchedulerArguments:
     watermark: float
     policy: str
     preemption: str
+    max_decode_slowdown: float | None = None
 
     def build(self) -> Scheduler:
         """Raises ValueError for a policy or a mode that does not exist."""

@@ -270,6 +270,7 @@ def _scheduler_arguments(config: SchedulerConfig, max_model_len: int) -> Schedul
         watermark=config.watermark,
         policy=config.policy,
         preemption=config.preemption,
+        max_decode_slowdown=config.max_decode_slowdown,
     )
 
 

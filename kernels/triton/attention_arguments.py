@@ -85,10 +85,10 @@ def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
     8-bit floats become float16, exactly and in fewer instructions than bfloat16 takes. The interpreter cannot multiply
     bfloat16.
     """
-    if query_dtype == torch.bfloat16 and _INTERPRETED:
-        return tl.float32
     if query_dtype == torch.bfloat16 and cache_dtype == torch.float8_e4m3fn:
         return tl.float16
+    if query_dtype == torch.bfloat16 and _INTERPRETED:
+        return tl.float32
     return FLOATS[query_dtype]
 
 

@@ -18,10 +18,10 @@ from kernels.triton.attention_arguments import Rows, Scoring, check_tensors, ope
 from kernels.triton.split_plan import ANY_LEN, SplitPlan
 
 MIN_ROWS = 16  # of a tile: the least that a matrix product takes
+REDUCTION_TILE = 16  # splits
 
 # Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
 _LOWEST = tl.constexpr(-3.0e38)
-_REDUCTION_TILE = 16
 
 
 def paged_attention_v1(
@@ -123,7 +123,7 @@ def paged_attention_v2(
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
-        TILE=_REDUCTION_TILE,
+        TILE=REDUCTION_TILE,
         num_warps=4,
     )
     return output

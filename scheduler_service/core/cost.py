@@ -1,8 +1,10 @@
-"""What a preemption costs: the bytes of a swap against the tokens of a recomputation, in seconds as measured."""
+"""What things cost, in seconds as measured: a swap's bytes against a recomputation's tokens, and a prompt's tokens to
+those who decode beside it."""
 
 from collections import deque
 from enum import Enum
 from itertools import accumulate
+from statistics import median_low
 
 
 class PreemptionMode(Enum):
@@ -13,7 +15,9 @@ class PreemptionMode(Enum):
 
 # Steps that tell the prefill rate: most of their tokens are of prompts.
 _MIN_PROMPT_SHARE = 0.75
-_NUM_STEPS = 31  # that the estimate looks back on
+_NUM_STEPS = 31  # that the estimates look back on
+# Of prompts, in any step: less would never end.
+_MIN_PROMPT_TOKENS = 16
 
 
 class CostModel:
@@ -27,6 +31,7 @@ class CostModel:
         self._has_warmed_up = False
         self._steps: deque[tuple[float, int]] = deque(maxlen=_NUM_STEPS)  # (tokens per second, tokens)
         self.prefill_rate: float | None = None  # tokens per second; None until it is known
+        self._decode_seconds: deque[float] = deque(maxlen=_NUM_STEPS)  # of steps that only decoded
 
     def observe_step(self, num_tokens: int, num_prompt_tokens: int, duration_seconds: float) -> None:
         """A step took `duration_seconds` for `num_tokens`, of them `num_prompt_tokens` of prompts.
@@ -35,13 +40,27 @@ class CostModel:
         small prompts, whose steps cost about as much as larger ones, hardly count. The first step, in which a worker
         compiles and allocates, is left out.
         """
-        if duration_seconds <= 0 or not num_tokens or num_prompt_tokens < _MIN_PROMPT_SHARE * num_tokens:
+        if duration_seconds <= 0 or not num_tokens:
+            return
+        if not num_prompt_tokens:
+            self._decode_seconds.append(duration_seconds)
+        if num_prompt_tokens < _MIN_PROMPT_SHARE * num_tokens:
             return
         if not self._has_warmed_up:
             self._has_warmed_up = True
             return
         self._steps.append((num_tokens / duration_seconds, num_tokens))
         self.prefill_rate = _weighted_median(sorted(self._steps))
+
+    def max_prompt_tokens(self, slowdown: float) -> int | None:
+        """Tokens of prompts that make a step take at most `slowdown` times as long as one that only decodes.
+
+        At least 16. None while that is not known.
+        """
+        if self.prefill_rate is None or not self._decode_seconds:
+            return None
+        seconds = (slowdown - 1.0) * median_low(self._decode_seconds)
+        return max(_MIN_PROMPT_TOKENS, int(seconds * self.prefill_rate))
 
     def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
         """Whether to move a victim's blocks out and in again rather than compute its `num_tokens` anew.

@@ -73,6 +73,7 @@ class Scheduler:
         watermark: float = 0.01,
         policy: Policy | None = None,
         preemption: PreemptionMode = PreemptionMode.AUTO,
+        max_decode_slowdown: float | None = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -85,6 +86,7 @@ class Scheduler:
         self._watermark = watermark
         self._policy = policy or create_policy("priority")
         self._preemption = preemption
+        self._max_decode_slowdown = max_decode_slowdown
         self._epoch: Epoch | None = None
         self._last_epoch = 0
         self._model_digest = b""
@@ -158,7 +160,7 @@ class Scheduler:
             return None
         if not self._quarantine.is_empty and not self._isolate_trial(epoch, now):
             return None
-        draft = PlanDraft(epoch.num_steps + 1, self.num_step_tokens, epoch.decoding, now)
+        draft = PlanDraft(epoch.num_steps + 1, self._draft_tokens(epoch), epoch.decoding, now)
         for group, rows in self._rows_to_plan(epoch, draft):
             if group.state is not GroupState.RUNNING:
                 continue
@@ -600,6 +602,15 @@ class Scheduler:
         for _, sequences in groupby(sorted(rows, key=lambda row: row.order), key=lambda row: row.group.order):
             group_rows = list(sequences)
             yield group_rows[0].group, group_rows
+
+    def _draft_tokens(self, epoch: Epoch) -> int:
+        """The token budget of the next step: where rows decode, prompts slow them down by no more than they may."""
+        if self._max_decode_slowdown is None or not len(epoch.decoding):
+            return self.num_step_tokens
+        max_prompt_tokens = epoch.cost.max_prompt_tokens(self._max_decode_slowdown)
+        if max_prompt_tokens is None:
+            return self.num_step_tokens
+        return min(self.num_step_tokens, len(epoch.decoding) + max_prompt_tokens)
 
     def _share_budget(self, epoch: Epoch, draft: PlanDraft, rows: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
         """How many tokens each row computes. A decoding row has its one already."""

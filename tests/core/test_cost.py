@@ -67,3 +67,14 @@ def test_without_host_blocks_nothing_moves(mode: PreemptionMode) -> None:
     cost = model(mode, bandwidth=0.0)
     assert not cost.prefers_swap(1, 100)
     assert not cost.prefers_load(1, 100)
+
+
+def test_what_prompts_may_take_beside_decoding_rows() -> None:
+    cost = model(rates=(1000.0,))
+    assert cost.max_prompt_tokens(2.0) is None
+    for seconds in (0.030, 0.030, 0.9, 0.030):
+        cost.observe_step(8, 0, seconds)
+    assert cost.max_prompt_tokens(2.0) == 30
+    assert cost.max_prompt_tokens(1.8) == 24
+    assert cost.max_prompt_tokens(1.0) == 16  # never none: a prompt must come to its end
+    assert model().max_prompt_tokens(2.0) is None

@@ -70,6 +70,7 @@ class Scenario:
     max_waiting_requests: int
     max_waiting_tokens: int
     max_tenant_waiting_requests: int | None
+    max_decode_slowdown: float | None
     step_seconds: float
     delay_seconds: float  # of a message on its way, at most
     wake_seconds: float  # between an event and the plan that follows from it, at most
@@ -99,6 +100,8 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         max_waiting_requests=3 if rng.random() < 0.07 else 100,
         max_waiting_tokens=20 if rng.random() < 0.07 else 1000,
         max_tenant_waiting_requests=3 if rng.random() < 0.07 else None,
+        # From a stream of its own: seeds that once found a defect draw all else as they did then.
+        max_decode_slowdown=Random(f"slowdown {seed}").choice((None, None, 1.0, 2.0)),
         step_seconds=0.01,
         delay_seconds=rng.choice((0.0, 0.002, 0.03)),
         wake_seconds=rng.choice((0.0, 0.0, 0.002, 0.02)),

@@ -68,6 +68,7 @@ class Simulation:
             watermark=scenario.watermark,
             policy=create_policy(scenario.policy),
             preemption=scenario.preemption,
+            max_decode_slowdown=scenario.max_decode_slowdown,
         )
         self.clients: dict[tuple[str, str], Client] = {}  # that are served
         self.client_of: dict[int, Client] = {}  # by sequence, also of those that have ended

@@ -60,12 +60,13 @@ def test_no_ids_move_nothing(device):
     assert torch.equal(cache, before)
 
 
-def test_blocks_beyond_32_bits_of_words_are_found(device, make_sparse):
+@pytest.mark.parametrize(("source", "target"), [(0, 2), (2, 0)])
+def test_blocks_beyond_32_bits_of_words_are_found(device, make_sparse, source, target):
     distance = (2**30 + 64) * 4  # bytes: block 2 begins past 2 ** 31 words
     cache = make_sparse(2 * distance + 64).as_strided((3, 64), (distance, 1))
-    cache[0], cache[2] = 5, 0
-    blocks.copy_blocks(cache, torch.tensor([0], device=device), torch.tensor([2], device=device))
-    assert cache[2].unique().tolist() == [5]
+    cache[source], cache[target] = 5, 0
+    blocks.copy_blocks(cache, torch.tensor([source], device=device), torch.tensor([target], device=device))
+    assert cache[target].unique().tolist() == [5]
 
 
 CACHE = torch.zeros(4, 2, 16, 2, 32)

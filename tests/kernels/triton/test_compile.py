@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,18 @@ CHECKS = Path(__file__).parent / "checks"
 MODULES = sorted(path.stem for path in CHECKS.glob("*.py") if path.stem not in {"__init__", "case"})
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_kernels_compile(module, tmp_path):
+@pytest.mark.timeout(900)
+def test_kernels_compile(tmp_path):
+    """In processes side by side, which do not interpret."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.triton.compilation", module]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(" registers, ") >= 1, "no kernel was compiled"
+
+    def compile_module(module: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "tests.kernels.triton.compilation", module]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = dict(zip(MODULES, pool.map(compile_module, MODULES), strict=True))
+    failed = {name: result.stdout + result.stderr for name, result in results.items() if result.returncode}
+    assert not failed, "\n".join(failed.values())
+    assert {name for name, result in results.items() if " registers, " not in result.stdout} == set()

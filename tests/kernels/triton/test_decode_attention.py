@@ -13,6 +13,7 @@ from tests.kernels.triton.checks.decode_attention import (
     VERSIONS,
     Step,
     check_decode,
+    check_large_queries,
     compare,
     make_inputs,
     make_plan,
@@ -99,6 +100,15 @@ def test_splits_without_a_position(device, selected_share):
     check_decode(device, step, ["v2"], seed=3)
 
 
+def test_more_splits_than_the_reduction_adds_up_at_once(device):
+    """Scores rise with the position, so that the highest one is found late."""
+    step = Step((330,), num_kv_heads=1, num_groups=2, num_programs=32, has_alibi=True)
+    inputs, plan = make_inputs(step, device, seed=0), make_plan(step, device)
+    plan.decide(inputs.seq_lens)
+    assert plan.split_starts[1] > decode_attention.REDUCTION_TILE
+    check_decode(device, step, ["v2"])
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_padding_rows_alone_give_zeros(device, version):
     step = Step((0, 0, 0), num_kv_heads=1)
@@ -136,14 +146,8 @@ def test_large_scores_under_a_cap_stay_finite(device, version):
     compare(run_version(version, step, inputs), expected, limit, version)
 
 
-def test_a_query_beyond_float16_meets_a_cache_of_8_bit_floats(device):
-    """Products are made of float16 then; bfloat16 holds more."""
-    step = Step((20,), num_kv_heads=1, dtype=torch.bfloat16, cache_dtype=E4M3)
-    inputs = make_inputs(step, device, seed=0)
-    inputs = dataclasses.replace(inputs, query=inputs.query * 2**20, options=inputs.options | {"scale": 2.0**-22})
-    expected, limit = specify(inputs, step)
-    for version in VERSIONS:
-        compare(run_version(version, step, inputs), expected, limit, version)
+def test_queries_beyond_float16(device):
+    check_large_queries(device, Step((20,), num_kv_heads=1, dtype=torch.bfloat16, cache_dtype=E4M3))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,10 +1,13 @@
 """What `make gpu-check-kernels` and `make gpu-bench-kernels` do around the kernels."""
 
+import collections
+import importlib
 import json
 
 import pytest
 
 from bench import gpu_kernels
+from tests.kernels.triton.checks.case import COPY, MATMUL
 
 SCRIPTED = "tests.kernels.triton.scripted_checks"
 
@@ -14,6 +17,21 @@ def run_checks(tmp_path, *modules: str, seconds: float = 120) -> tuple[int, dict
     arguments = ["check", "--device", "cpu", "--output", str(path), "--seconds", str(seconds), "--modules", *modules]
     status = gpu_kernels.main(arguments)
     return status, {result["name"]: result for result in json.loads(path.read_text())["results"]}
+
+
+def test_cases_have_names_of_their_own_and_goals_that_can_be_judged():
+    modules = [importlib.import_module(f"{gpu_kernels.CHECKS}.{name}") for name in gpu_kernels.MODULES]
+    for offer in ("device_cases", "bench_cases", "compile_cases"):
+        cases = [case for module in modules for case in getattr(module, offer)()]
+        assert [name for name, count in collections.Counter(case.name for case in cases).items() if count > 1] == []
+    bench_cases = {case.name: case for module in modules for case in module.bench_cases()}
+    for case in bench_cases.values():
+        assert case.bytes_moved or case.flops, case.name
+        for goal in case.goals:
+            assert goal.of in {COPY, MATMUL, *bench_cases}, case.name
+            assert case.bytes_moved or goal.of != COPY, case.name
+            assert case.flops or goal.of != MATMUL, case.name
+    assert sum(len(case.goals) for case in bench_cases.values()) >= 10
 
 
 def test_a_case_that_fails_or_kills_its_process_costs_that_case_alone(tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton.language as tl
 
 from kernels.triton import prefill_attention
 from kernels.triton.tiles import Tile
@@ -85,6 +86,14 @@ def test_every_block_size(device, block_size, is_selected):
 @pytest.mark.parametrize("seed", range(6))
 def test_selected_blocks(device, seed):
     check_paged_prefill(device, replace(CASE, rows=((9, 70), (4, 35)), is_selected=True, window=40, seed=seed), TILE)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
+def test_bfloat16_queries_as_float16_operands(device, monkeypatch, factor):
+    """As on a device with 8-bit caches, though queries may be of a size that float16 does not hold."""
+    monkeypatch.setattr(prefill_attention, "operand", lambda *_: tl.float16)
+    case = Case(((9, 20), (2, 17)), torch.bfloat16, E4M3, query_factor=factor)
+    check_paged_prefill(device, case, TILE)
 
 
 def test_rows_of_a_mixed_batch(device):

@@ -132,6 +132,27 @@ def test_a_first_guess_of_the_groups_that_is_wrong(device, small_tiles):
     check_sample(logits, [Row(top_p=0.6, seed=8), Row(top_p=0.99, seed=9)], "few high ones in a flat field")
 
 
+def test_top_p_is_a_share_of_what_top_k_keeps(device):
+    """0.6 of four nearly equal tokens are the first three; 0.45 of four that many equal ones end are the first two."""
+    falling, ending = torch.arange(20) * -0.01, torch.tensor([0.0, -0.01, *[-0.02] * 5, *[-9.0] * 13])
+    draws_third = [seed for seed in range(50) if drawn(falling, Row(top_k=4, top_p=0.6, seed=seed)) == 2][:2]
+    draws_equal = [seed for seed in range(50) if drawn(ending, Row(top_k=4, seed=seed)) >= 2][:2]
+    rows = [Row(top_k=4, top_p=0.6, seed=seed) for seed in draws_third]
+    rows += [Row(top_k=4, top_p=0.45, seed=seed) for seed in draws_equal]
+    sampled = check_sample(torch.stack([falling, falling, ending, ending]).to(device), rows, "nearly equal tokens")
+    assert sampled.token_ids.tolist()[:2] == [2, 2]
+    assert max(sampled.token_ids.tolist()[2:]) < 2
+
+
+def drawn(logits, row):
+    return int(sampling.sample(logits[None].clone(), make_columns([row], logits.device)).token_ids)
+
+
+def test_a_tile_is_skipped_only_where_it_holds_nothing_better(device, small_tiles, monkeypatch):
+    monkeypatch.setattr(sampler, "MIN_PROGRAMS", 1)
+    check_rows(device, [Row(seed=seed) for seed in range(10)], 500, deviation=0.3, seed=22)
+
+
 def test_rows_that_draw_what_their_filters_drop(device, small_tiles):
     """The best token of all is not kept: a second one is looked for among those that are."""
     rows = [Row(top_k=2, seed=seed) for seed in range(4)] + [Row(min_p=0.9, seed=seed) for seed in range(3)]

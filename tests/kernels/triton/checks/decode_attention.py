@@ -212,7 +212,20 @@ def device_cases() -> Iterator[DeviceCase]:
     cases["a long row among short ones"] = dataclasses.replace(plain, seq_lens=(*[100] * 255, 40_000))
     for name, step in cases.items():
         yield DeviceCase(f"decode attention, {name}", functools.partial(check_decode, step=step))
+    quantized = dataclasses.replace(plain, cache_dtype=E4M3)
+    yield DeviceCase("decode attention, large queries", functools.partial(check_large_queries, step=quantized))
     yield DeviceCase("decode attention, replayed for other lengths", check_replay)
+
+
+def check_large_queries(device: torch.device, step: Step) -> None:
+    """Products of 8-bit floats are made of float16, which does not hold what bfloat16 queries may be."""
+    inputs = make_inputs(step, device, seed=0)
+    inputs = dataclasses.replace(
+        inputs, query=inputs.query * 2**20, options=inputs.options | {"scale": 2.0**-20 * step.head_dim**-0.5}
+    )
+    expected, limit = specify(inputs, step)
+    for version in VERSIONS:
+        compare(run_version(version, step, inputs), expected, limit, f"{version}, large queries, {step}")
 
 
 def check_replay(device: torch.device) -> None:
