@@ -22,7 +22,10 @@ run: $(READY)  ## serve the bundled model and stream one completion
 	$(BIN)/python -m pagewire demo $(MODEL)
 
 test: $(READY)  ## every test that needs no GPU
-	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+	@# In two processes, but what starts both services by itself. Exit code 5: ARGS selected none of these.
+	$(BIN)/python -m pytest -m 'not gpu and not system' -n 2 --dist loadfile --no-loadscope-reorder $(or $(ARGS),--ignore=tests/system); \
+	first=$$?; $(BIN)/python -m pytest -m 'not gpu and system' $(or $(ARGS),tests/system); second=$$?; \
+	case "$$first $$second" in '0 0'|'0 5'|'5 0') ;; *) exit 1 ;; esac
 
 sim: $(READY)  ## simulate SEEDS=n histories of the scheduler and a failing worker, from seed FIRST=n on
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --first $(FIRST)

@@ -1,6 +1,12 @@
 """What holds for all tests."""
 
 import os
+from pathlib import Path
 
 # Tests run tiny models, several processes at a time: a second OpenMP thread each would only wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Triton chooses its interpreter while it is imported; transformers imports it before tests/kernels/triton can choose.
+DEVICES = ("nvidia*", "nvhost*", "dxg")
+if not any(device for pattern in DEVICES for device in Path("/dev").glob(pattern)):
+    os.environ["TRITON_INTERPRET"] = "1"

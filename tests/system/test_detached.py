@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 from pagewire import Client, SamplingParams
 from pagewire.errors import NotFound, OutOfRange
 from tests.system import oracle
+from tests.system.forked import running
 from tests.system.oracle import BeamSearch
-from tests.system.services import System, running
+from tests.system.services import System
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 PROMPT = "Once upon a time"

@@ -6,7 +6,7 @@ import pytest
 
 from pagewire import Client, SamplingParams
 from tests.system import oracle
-from tests.system.services import running
+from tests.system.forked import running
 from tests.worker.checkpoints import make_checkpoint
 
 VOCAB_SIZE = 151

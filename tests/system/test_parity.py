@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from pagewire import Client, SamplingParams
-from tests.system.services import running
+from tests.system.forked import running
 from tests.worker.checkpoints import make_checkpoint
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"

@@ -13,7 +13,8 @@ import transformers
 
 from pagewire import Client, SamplingParams
 from pagewire.errors import Unavailable
-from tests.system.services import System, running
+from tests.system.forked import running
+from tests.system.services import System
 from tests.worker.checkpoints import make_checkpoint
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
@@ -28,13 +29,15 @@ def model(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("recovery") / "model", "qwen3", seed=3)
 
 
-def requests_of(seed: int, vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
-    """Half greedy, half seeded; prompts of 1 to 120 tokens, some of which share a prefix."""
+def requests_of(seed: int, vocab_size: int, max_suffix: int = 56) -> list[tuple[list[int], SamplingParams]]:
+    """Half greedy, half seeded; prompts of 1 to 64 + `max_suffix` tokens, some of which share a prefix."""
     rng = random.Random(seed)
     shared = [rng.randrange(vocab_size) for _ in range(64)]
     requests = []
     for i in range(NUM_STREAMS):
-        prompt = shared[: rng.choice((0, 0, 32, 64))] + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 56))]
+        prompt = shared[: rng.choice((0, 0, 32, 64))] + [
+            rng.randrange(vocab_size) for _ in range(rng.randint(1, max_suffix))
+        ]
         temperature = 0.0 if i % 2 else 0.8
         sampling = SamplingParams(temperature=temperature, seed=i, max_tokens=rng.randint(60, 120), ignore_eos=True)
         requests.append((prompt, sampling))
@@ -66,6 +69,11 @@ async def until_connected(client: Client, connected: bool) -> None:
         await asyncio.sleep(0.02)
 
 
+async def until_lost(client: Client, num_losses: int) -> None:
+    while (await client.loads()).num_worker_losses < num_losses:  # noqa: ASYNC110 - in another process
+        await asyncio.sleep(0.005)
+
+
 async def run_streams(client: Client, requests: list, progress: Progress | None = None) -> list[list[int]]:
     """The tokens of every stream. The client itself refuses a token that is lost or repeated."""
 
@@ -83,12 +91,17 @@ async def run_streams(client: Client, requests: list, progress: Progress | None 
     return await asyncio.gather(*(stream(i) for i in range(len(requests))))
 
 
-async def kill_repeatedly(system: System, progress: Progress, num_tokens: int) -> None:
-    """Kill the worker whenever another share of the tokens has arrived."""
+async def kill_repeatedly(system: System, client: Client, progress: Progress, num_tokens: int) -> None:
+    """Kill the worker whenever another share of the tokens has arrived, and some from itself."""
+    goal = 0
     for kill in range(NUM_KILLS):
-        await progress.until(num_tokens * (kill + 1) // (NUM_KILLS + 2))
+        await progress.until(max(goal, num_tokens * (kill + 1) // (NUM_KILLS + 2)))
+        assert progress.num_tokens < num_tokens, f"the streams ended before kill {kill + 1}: give them more tokens"
         system.worker.kill()
         system.restart_worker()
+        await until_lost(client, kill + 1)
+        await until_connected(client, True)
+        goal = progress.num_tokens + NUM_STREAMS
 
 
 async def run_with_kills(model, requests: list, **flags) -> tuple[list[list[int]], list[list[int]]]:
@@ -98,7 +111,7 @@ async def run_with_kills(model, requests: list, **flags) -> tuple[list[list[int]
             calm = await run_streams(client, requests)
             progress = Progress()
             num_tokens = sum(sampling.max_tokens for _, sampling in requests)
-            killing = asyncio.create_task(kill_repeatedly(system, progress, num_tokens))
+            killing = asyncio.create_task(kill_repeatedly(system, client, progress, num_tokens))
             disturbed = await run_streams(client, requests, progress)
             await killing
             loads = await client.loads()
@@ -112,7 +125,7 @@ async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
     """Another batch shape may round a near tie the other way, and from there on the texts differ; every token that was
     served must still be a choice that float32 would nearly have made."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(STORYTELLER, dtype=torch.float32)
-    requests = requests_of(4, oracle.config.vocab_size)
+    requests = requests_of(4, oracle.config.vocab_size, max_suffix=16)
     requests = [
         (prompt, replace(sampling, temperature=0.0, max_tokens=sampling.max_tokens // 2))
         for prompt, sampling in requests

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from pagewire import Client, SamplingParams
-from tests.system.services import System, running
+from tests.system.forked import running
+from tests.system.services import System
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 NUM_REQUESTS = 80
+NUM_ENDED_PER_KILL = 20
 CALM = {"worker": ["--dtype", "float32"]}
 WILD = {
     "worker": ["--dtype", "float32", "--num-device-blocks", 40, "--max-num-batched-tokens", 48, "--max-num-seqs", 12],
@@ -55,9 +57,11 @@ def logprobs(completion: Any) -> list[float]:
     return [entry.logprob for entry in [*entries, *(completion.prompt_logprobs or ())]]
 
 
-async def kill_now_and_then(system: System) -> None:
+async def kill_now_and_then(system: System, ended: asyncio.Semaphore) -> None:
+    """Kill the worker whenever so many more requests have ended."""
     while True:
-        await asyncio.sleep(6)
+        for _ in range(NUM_ENDED_PER_KILL):
+            await ended.acquire()
         system.worker.kill()
         system.restart_worker()
 
@@ -71,11 +75,12 @@ async def test_what_completes_is_what_a_calm_run_gives(seed):
         async with Client(system.url) as client:
             expected = [await client.acomplete(**request) for request in requests]
 
-    async def one(client: Client, limit: asyncio.Semaphore, i: int) -> Any:
+    async def one(client: Client, limit: asyncio.Semaphore, ended: asyncio.Semaphore, i: int) -> Any:
         """None: cancelled."""
         async with limit:
             task = asyncio.create_task(client.acomplete(**requests[i]))
             await asyncio.wait({task}, timeout=patience[i])
+            ended.release()
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
@@ -84,9 +89,9 @@ async def test_what_completes_is_what_a_calm_run_gives(seed):
 
     with running(STORYTELLER, **WILD) as system:
         async with Client(system.url) as client:
-            limit = asyncio.Semaphore(40)
-            killing = asyncio.create_task(kill_now_and_then(system))
-            completions = await asyncio.gather(*(one(client, limit, i) for i in range(NUM_REQUESTS)))
+            limit, ended = asyncio.Semaphore(40), asyncio.Semaphore(0)
+            killing = asyncio.create_task(kill_now_and_then(system, ended))
+            completions = await asyncio.gather(*(one(client, limit, ended, i) for i in range(NUM_REQUESTS)))
             killing.cancel()
             loads = await client.loads()
     assert loads.num_worker_losses > 0

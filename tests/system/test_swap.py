@@ -7,7 +7,8 @@ import pytest
 
 from pagewire import Client, SamplingParams
 from tests.system import oracle
-from tests.system.services import System, running
+from tests.system.forked import running
+from tests.system.services import System
 from tests.worker.checkpoints import make_checkpoint
 
 VOCAB_SIZE = 151

@@ -29,6 +29,7 @@ class Model:
         self.transformers = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self.prompt = torch.randint(150, (NUM_PROMPT_TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
         self._ranked: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+        self.stop_sets = self._stop_sets()
 
     def candidates(self, beams: list[BeamState], num: int) -> list[list[tuple[int, float]]]:
         outputs = [tuple(beam.output_token_ids) for beam in beams]
@@ -41,7 +42,7 @@ class Model:
                 self._ranked[output] = list(zip(row_ids, row, strict=True))
         return [self._ranked[output][:num] for output in outputs]
 
-    def stop_sets(self) -> list[frozenset[int]]:
+    def _stop_sets(self) -> list[frozenset[int]]:
         """None, one, and three of the tokens that the model likes to emit: at first, later, or at all."""
         output = self.transformers.generate(
             torch.tensor([self.prompt]),
@@ -109,7 +110,7 @@ def generated(model: Model, case: Case) -> list[tuple[tuple[int, ...], float]]:
 
 
 def cases(model: Model, width: int, early_stopping: EarlyStopping) -> Iterator[Case]:
-    for stops in model.stop_sets():
+    for stops in model.stop_sets:
         for length_penalty in LENGTH_PENALTIES:
             yield Case(BeamParams(width, length_penalty, early_stopping), stops)
         if stops:

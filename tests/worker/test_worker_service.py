@@ -548,25 +548,43 @@ def test_mutual_tls(checkpoint: Path, start: Callable[..., Process], tmp_path: P
             next(stub.Execute(iter([hello(2)]), timeout=20))
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"model": "/nowhere"}, "config.json"),
-        ({"max_model_len": 100_000}, "--max-model-len is 100000; the checkpoint has 1024 positions"),
-        ({"num_host_blocks": 1 << 30}, "--num-host-blocks is 1073741824, which takes"),
-        ({"swap_space": "1KiB"}, "--swap-space is 1KiB; two blocks take"),
-        ({"kv_cache_memory": "1KiB"}, "raise --kv-cache-memory"),
-    ],
-)
-def test_bad_start_is_one_clear_line(
-    checkpoint: Path, start: Callable[..., Process], options: dict[str, Any], text: str
-) -> None:
-    worker = start(**{"model": str(checkpoint), "port": 0, "device": "cpu", **options})
-    status, stdout, stderr = worker.finish()
-    assert (status, stdout) == (1, "")
+BAD_STARTS = [
+    ({"model": "/nowhere"}, "config.json"),
+    ({"max_model_len": 100_000}, "--max-model-len is 100000; the checkpoint has 1024 positions"),
+    ({"num_host_blocks": 1 << 30}, "--num-host-blocks is 1073741824, which takes"),
+    ({"swap_space": "1KiB"}, "--swap-space is 1KiB; two blocks take"),
+    ({"kv_cache_memory": "1KiB"}, "raise --kv-cache-memory"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad_starts(checkpoint: Path) -> list[tuple[str, str]]:
+    """What each writes to standard output, its exit code last, and to standard error. All import torch once."""
+    configs = [{"model": str(checkpoint), "port": 0, "device": "cpu", **options} for options, _ in BAD_STARTS]
+    code = (
+        "import logging, sys; logging.basicConfig(level='INFO')\n"
+        "from worker_service.config import WorkerConfig; from worker_service.server import serve\n"
+        f"for config in {configs!r}:\n"
+        "    print('exit code', serve(WorkerConfig(**config)), end=chr(0))\n"
+        "    print(end=chr(0), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return list(zip(done.stdout.split("\0")[:-1], done.stderr.split("\0")[:-1], strict=True))
+
+
+@pytest.mark.parametrize("number", range(len(BAD_STARTS)))
+def test_bad_start_is_one_clear_line(bad_starts: list[tuple[str, str]], number: int) -> None:
+    stdout, stderr = bad_starts[number]
+    assert stdout == "exit code 1"
     errors = [line for line in stderr.splitlines() if line.startswith("ERROR")]
     assert len(errors) == 1
-    assert text in errors[0]
+    assert BAD_STARTS[number][1] in errors[0]
+    assert "Traceback" not in stderr
+
+
+def test_process_that_cannot_start_ends(start: Callable[..., Process]) -> None:
+    status, stdout, stderr = start(model="/nowhere", port=0, device="cpu").finish()
+    assert (status, stdout) == (1, "")
     assert "Traceback" not in stderr
 
 

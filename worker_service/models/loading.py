@@ -71,7 +71,8 @@ def load_model(
     model.to(dtype)
     table = list(_weights(family, config, checkpoint))
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
-    model.to_empty(device=device)
+    # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a second.
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     load_weights(model, checkpoint, table, family.ignored, progress)
     if is_tied:
         model.head.weight = model.embedding.weight
