@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-gateway bench-frontend gpu-check-kernels gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-gateway bench-frontend gpu-check-kernels gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -71,6 +71,12 @@ bench-fork: $(READY)  ## what eight samples of a prompt cost
 
 bench-beam: $(READY)  ## beam search against transformers
 	$(BIN)/python -m bench.beam
+
+bench-interference: $(READY)  ## what arriving prompts do to those who stream
+	$(BIN)/python -m bench.interference
+
+bench-attention: $(READY)  ## how fast a CPU's attention reads the cache, beside the machine's memory
+	$(BIN)/python -m bench.attention
 
 bench-frontend: $(READY)  ## what delivering a token to a client costs the scheduler
 	$(BIN)/python -m bench.front_end
