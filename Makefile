@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-frontend gpu-check-kernels gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-gateway bench-frontend gpu-check-kernels gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -72,8 +72,17 @@ bench-fork: $(READY)  ## what eight samples of a prompt cost
 bench-beam: $(READY)  ## beam search against transformers
 	$(BIN)/python -m bench.beam
 
+bench-interference: $(READY)  ## what arriving prompts do to those who stream
+	$(BIN)/python -m bench.interference
+
+bench-attention: $(READY)  ## how fast a CPU's attention reads the cache, beside the machine's memory
+	$(BIN)/python -m bench.attention
+
 bench-frontend: $(READY)  ## what delivering a token to a client costs the scheduler
 	$(BIN)/python -m bench.front_end
+
+bench-gateway: $(READY)  ## what the gateway adds to the first token, and conversations that follow their cache
+	$(BIN)/python -m bench.gateway
 
 # These install nothing: PYTHON=/path/to/python has torch with CUDA (2.11 or later) and Triton (3.6 or later).
 gpu-check-kernels:  ## on a GPU: every Triton kernel against the reference

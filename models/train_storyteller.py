@@ -66,7 +66,15 @@ CONFIG = {
     "use_sliding_window": False,
     "vocab_size": 1024,
 }
+# The model goes on with what was said. It knows empty lines between the stories of a collection, so one stands before
+# every further turn of the user.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if not loop.last and message['role'] != 'user' %}{{ '\n\n' }}{% endif %}"
+    "{% endfor %}"
+)
 TOKENIZER_CONFIG = {
+    "chat_template": CHAT_TEMPLATE,
     "clean_up_tokenization_spaces": False,
     "eos_token": END_OF_TEXT,
     "model_max_length": MAX_MODEL_LEN,

@@ -6,13 +6,17 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagewire import logs, options
+from pagewire.gateway import GatewayConfig, gateway_command
 from pagewire.supervisor import Supervisor, child_environ, free_port
 
 log = logging.getLogger(__name__)
+
+# The gateway of a scheduler's URL.
+GatewayFactory = Callable[[str], Supervisor]
 
 LOOPBACK = "127.0.0.1"
 # The supervisor connects the two on loopback: these have no meaning for `serve`.
@@ -32,19 +36,27 @@ def serve(arguments: Sequence[str]) -> int:
     from worker_service.config import WorkerConfig
 
     description = "Serve a model: a scheduler and its worker on this machine."
-    known = options.options_of(SchedulerConfig, WorkerConfig, logs.LogConfig, without=LINK_OPTIONS)
+    known = options.options_of(SchedulerConfig, WorkerConfig, GatewayConfig, logs.LogConfig, without=LINK_OPTIONS)
     parser = _parser("serve", description, known, positional="model")
     resolved = _resolve(parser, known, arguments)
     worker_port = free_port(LOOPBACK)
     link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0}
     worker_config = _build(parser, resolved, WorkerConfig, host=LOOPBACK, port=worker_port, **link)
     scheduler_config = _build(parser, resolved, SchedulerConfig, worker=f"{LOOPBACK}:{worker_port}")
+    gateway_config = _build(parser, resolved, GatewayConfig)
+    if gateway_config.gateway and scheduler_config.tls_cert is not None:
+        parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
     log_config = _start_logging(known, resolved)
     flags = [*options.to_flags(worker_config), *options.to_flags(log_config)]
     variables = [option.variable for option in options.options_of(WorkerConfig, logs.LogConfig).values()]
     environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
     supervisor = Supervisor([sys.executable, "-m", "pagewire", "worker", *flags], environ)
-    return asyncio.run(_run(scheduler_config, supervisor))
+
+    def gateway_of(url: str) -> Supervisor:
+        command = gateway_command(gateway_config, url, log_config.log_level, free_port)
+        return Supervisor(command, environ, name="gateway", on_ready=_announce)
+
+    return asyncio.run(_run(scheduler_config, supervisor, gateway_of if gateway_config.gateway else None))
 
 
 def scheduler(arguments: Sequence[str]) -> int:
@@ -122,29 +134,40 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
     return config
 
 
-async def _run(config: Any, supervisor: Supervisor) -> int:
-    """Serves until the first signal, then drains; a second signal ends at once. The worker goes last."""
+async def _run(config: Any, worker: Supervisor, gateway_of: GatewayFactory | None) -> int:
+    """Serves until the first signal, then drains; a second signal ends at once. The gateway goes when the scheduler
+    has, and the worker last."""
     from scheduler_service import server
 
+    loop = asyncio.get_running_loop()
     stop, stop_now = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop, stop_now)
+        loop.add_signal_handler(number, _on_signal, stop, stop_now)
+    url: asyncio.Future[str] = loop.create_future()
+    url.add_done_callback(lambda url: _announce(url.result()))
     serving = asyncio.create_task(
-        server.run(config, stop=stop, ready=_announce, stop_now=stop_now, on_worker_hangs=supervisor.kill)
+        server.run(config, stop=stop, ready=url.set_result, stop_now=stop_now, on_worker_hangs=worker.kill)
     )
-    supervising = asyncio.create_task(supervisor.run())
+    supervising = [asyncio.create_task(worker.run())]
+    if gateway_of is not None:
+        supervising.append(asyncio.create_task(_run_gateway(gateway_of, url)))
     try:
-        await asyncio.wait({serving, supervising}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, *supervising}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             return serving.result()
-        log.error("%s: giving up", supervising.result())
+        log.error("%s: giving up", next(task.result() for task in supervising if task.done()))
         stop.set()
         stop_now.set()
         await serving
         return 1
     finally:
-        supervising.cancel()
-        await asyncio.wait({supervising})
+        for task in reversed(supervising):
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def _run_gateway(gateway_of: GatewayFactory, url: "asyncio.Future[str]") -> str:
+    return await gateway_of(await url).run()
 
 
 def _on_signal(stop: asyncio.Event, stop_now: asyncio.Event) -> None:

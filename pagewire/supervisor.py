@@ -1,18 +1,21 @@
-"""Keeps a worker process running: starts it, restarts it when it dies, and never leaves one behind."""
+"""Keeps a child process running, the worker or the gateway: starts it, restarts it when it dies, and never leaves one
+behind."""
 
 import asyncio
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
 READY_PREFIX = "ready on "
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Below the ports that Linux gives to outgoing connections: nobody takes the port while the worker restarts, and a
 # client that dials it meanwhile cannot connect to itself.
 WORKER_PORTS = range(20_000, 32_768)
@@ -71,16 +74,27 @@ class Supervisor:
     other lines are logged.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], policy: RestartPolicy | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        policy: RestartPolicy | None = None,
+        *,
+        name: str = "worker",
+        on_ready: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        """`name` is what log lines call the child. `on_ready` gets its URL whenever it comes up."""
         self._command = command
         self._environ = environ
         self._policy = policy or RestartPolicy()
+        self._name = name
+        self._on_ready = on_ready
         self._process: asyncio.subprocess.Process | None = None
 
     def kill(self) -> None:
         """End a child that hangs; `run` starts the next one."""
         if self._process is not None and self._process.returncode is None:
-            log.warning("the worker hangs: killing process %d", self._process.pid)
+            log.warning("the %s hangs: killing process %d", self._name, self._process.pid)
             self._process.kill()
 
     async def run(self) -> str:
@@ -90,8 +104,8 @@ class Supervisor:
             ended = await self._run_once()
             delay_s = restarts.delay_after(ended)
             if delay_s is None:
-                return f"the worker failed to start {self._policy.max_failed_starts} times in a row ({ended})"
-            log.warning("the worker ended (%s) after %.1f s; next start in %.1f s", ended, ended.ran_s, delay_s)
+                return f"the {self._name} failed to start {self._policy.max_failed_starts} times in a row ({ended})"
+            log.warning("the %s ended (%s) after %.1f s; next start in %.1f s", self._name, ended, ended.ran_s, delay_s)
             await asyncio.sleep(delay_s)
 
     async def _run_once(self) -> Exit:
@@ -104,7 +118,7 @@ class Supervisor:
             process_group=0,
         )
         self._process = process
-        log.info("the worker is process %d", process.pid)
+        log.info("the %s is process %d", self._name, process.pid)
         ready = asyncio.Event()
         watching = asyncio.create_task(self._watch(process, ready))
         try:
@@ -120,10 +134,11 @@ class Supervisor:
         """Reads the child's standard output to its end."""
         assert process.stdout is not None
         async for line in process.stdout:
-            text = line.decode(errors="replace").rstrip()
+            text = _COLOURS.sub("", line.decode(errors="replace")).rstrip()
             if text.startswith(READY_PREFIX):
                 ready.set()
-            log.info("worker: %s", text)
+                self._on_ready(text.removeprefix(READY_PREFIX))
+            log.info("%s: %s", self._name, text)
 
     async def _terminate(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is not None:
@@ -132,7 +147,9 @@ class Supervisor:
         try:
             await asyncio.wait_for(process.wait(), self._policy.stop_timeout_s)
         except TimeoutError:
-            log.warning("the worker did not stop within %.0f s of SIGTERM: killing it", self._policy.stop_timeout_s)
+            log.warning(
+                "the %s did not stop within %.0f s of SIGTERM: killing it", self._name, self._policy.stop_timeout_s
+            )
             process.kill()
             await process.wait()
 

@@ -12,7 +12,9 @@ from scheduler_service.config import FrontEndConfig
 from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.health import Health
+from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
+from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
 from scheduler_service.server import CLOSE_TIMEOUT, EXIT_ERROR, SERVER_OPTIONS, bind, cancel, read_pem
 from scheduler_service.stream import Outlet
 from scheduler_service.tokenizer import Tokenizer
@@ -69,7 +71,7 @@ class _FrontEnd:
             eos_token_ids=model.eos_token_ids,
             on_availability_changed=self._availability_changed.set,
         )
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=[MalformedRequests()], options=SERVER_OPTIONS)
         self._servicer = FrontEndServicer(
             self._link,
             config.scheduler,
@@ -79,7 +81,7 @@ class _FrontEnd:
             max_pending_calls=config.max_pending_calls,
         )
         self._servicer.add_to(self._server)
-        self._health = Health(self._server)
+        self._health = Health(self._server, [SERVICE_NAME])
         self._url = f"grpc://{config.host}:{bind(self._server, config)}"
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:

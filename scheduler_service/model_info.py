@@ -25,10 +25,15 @@ class SamplingDefaults:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     name: str  # of the directory
+    directory: Path  # absolute
+    model_type: str
+    architectures: tuple[str, ...]
     digest: bytes  # SHA-256 over config.json and, where there is one, tokenizer.json
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    pad_token_id: int | None
     sampling_defaults: SamplingDefaults
     chat_template: str | None
     tokenizer_path: Path | None
@@ -53,10 +58,15 @@ def read_model_info(directory: str) -> ModelInfo:
     eos = generation.get("eos_token_id")
     return ModelInfo(
         name=path.resolve().name,
+        directory=path.resolve(),
+        model_type=str(config.get("model_type") or ""),
+        architectures=tuple(map(str, config.get("architectures") or ())),
         digest=digest.digest(),
         vocab_size=_positive(config, ("vocab_size",), path),
         max_model_len=_positive(config, _LENGTH_KEYS, path),
         eos_token_ids=_token_ids(config.get("eos_token_id") if eos is None else eos, path),
+        bos_token_id=_token_id(config, "bos_token_id"),
+        pad_token_id=_token_id(config, "pad_token_id"),
         sampling_defaults=_sampling_defaults(generation, path),
         chat_template=_chat_template(path),
         tokenizer_path=tokenizer_path if has_tokenizer else None,
@@ -89,6 +99,12 @@ def _token_ids(value: Any, path: Path) -> tuple[int, ...]:
     if not all(isinstance(token_id, int) and token_id >= 0 for token_id in token_ids):
         raise ValueError(f"{path}: eos_token_id is {value!r}, but must be a token id or a list of them")
     return tuple(sorted(set(token_ids)))
+
+
+def _token_id(config: dict[str, Any], key: str) -> int | None:
+    """None too for what nobody here would use it for anyway: it is only told on."""
+    value = config.get(key)
+    return value if isinstance(value, int) and 0 <= value < 2**31 else None
 
 
 def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaults:

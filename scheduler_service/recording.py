@@ -46,6 +46,7 @@ EVENTS: dict[str, tuple[type, ...]] = {
     "worker_joined": (WorkerCapacity, int),
     "worker_lost": (),
     "worker_timed_out": (),
+    "flush_cache": (),
 }
 _FLUSH_INTERVAL = 1.0  # seconds
 _MAX_PENDING_CHARS = 262_144

@@ -54,6 +54,9 @@ class RecordingScheduler:
     def worker_timed_out(self, now: float) -> TokenOutputs:
         return self._perform("worker_timed_out", (), now)
 
+    def flush_cache(self, now: float) -> None:
+        self._perform("flush_cache", (), now)
+
     def _perform(self, name: str, arguments: tuple[Any, ...], now: float) -> Any:
         event = getattr(self._scheduler, name)
         if not self._recorder.is_open:

@@ -26,9 +26,11 @@ from scheduler_service.rpc.authentication import Authentication
 from scheduler_service.rpc.credentials import server_credentials
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
+from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.interception import Enter, Interception
+from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.quota import Quotas
-from scheduler_service.rpc.scheduler_servicer import SchedulerServicer, ServerInfo
+from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME, SchedulerServicer, ServerInfo
 from scheduler_service.rpc.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context, trace_context_of_call
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
@@ -144,19 +146,16 @@ class _Service:
             DetachedRequests(retention=config.detached_retention, max_ended=config.max_detached_requests),
             lambda: self._activity.generation_throughput,
             Outlet,
-            Quotas(tenants.quota, self._block_size) if tenants is not None else None,
+            Quotas(tenants.quota, lambda: self._step_loop.capacity) if tenants is not None else None,
         )
         self._servicer.add_to(self._server)
-        self._health = Health(self._server)
+        service_names = [SERVICE_NAME, *self._add_vllm(self._servicer.intake, model, info)]
+        self._health = Health(self._server, service_names)
         self._url = f"grpc://{config.host}:{bind(self._server, config)}"
         self._probed_server = _probed_server(config, self._health)
         if self._recorder is not None:
             self._recorder.open()
         self._metrics_server = self._serve_metrics(info.served_model_name)
-
-    def _block_size(self) -> int | None:
-        capacity = self._step_loop.capacity
-        return None if capacity is None else capacity.block_size
 
     def _serve_metrics(self, model_name: str) -> MetricsServer | None:
         """Raises OSError."""
@@ -164,6 +163,17 @@ class _Service:
             return None
         collector = MetricsCollector(self._metrics, self._step_loop.stats, model_name)
         return MetricsServer(collector, self._config.metrics_host, self._config.metrics_port)
+
+    def _add_vllm(self, intake: Intake, model: ModelInfo, info: ServerInfo) -> list[str]:
+        """Serve VllmEngine too; its name. Without its stubs everything else is served."""
+        try:
+            from scheduler_service.rpc.vllm import servicer
+        except (ImportError, RuntimeError) as error:  # the stubs refuse an older grpcio with a RuntimeError
+            logger.warning("VllmEngine is not served, gateways will not find this server: %s", error)
+            return []
+        vllm = servicer.VllmServicer(self._step_loop, intake, model, info, lambda: self._activity.generation_throughput)
+        vllm.add_to(self._server)
+        return [servicer.SERVICE_NAME]
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         await self._health.set_liveness()
@@ -298,13 +308,13 @@ def _request_observers(
 
 
 def _interceptors(tenants: TenantFile | None, tracing: "Tracing | None") -> list[grpc.aio.ServerInterceptor]:
-    """Nothing stands before a call that nobody asked for."""
+    """What stands before a call: who calls comes first, then whether it can be read."""
     enters: list[Enter] = []
     if tenants is not None:
         enters.append(Authentication(tenants).enter)
     if tracing is not None:
         enters.append(note_trace_context)
-    return [Interception(enters)] if enters else []
+    return [Interception(enters), MalformedRequests()] if enters else [MalformedRequests()]
 
 
 def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> ServerInfo:

@@ -60,6 +60,8 @@ class Scheduler(Protocol):
 
     def worker_timed_out(self, now: float) -> TokenOutputs: ...
 
+    def flush_cache(self, now: float) -> None: ...
+
     def stats(self) -> SchedulerStats: ...
 
     def report(self, tenant: str, request_id: str) -> RequestReport: ...
@@ -149,6 +151,7 @@ class StepLoop:
         self.epoch = 0
         self.capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
         self.num_worker_losses = 0
+        self.missing_reason = ""  # why there is no worker, as far as is known
 
     # Requests
 
@@ -192,6 +195,7 @@ class StepLoop:
         self._has_timed_out = False
         self._link, self.capacity, self.epoch = link, capacity, epoch
         self._epoch_is_fruitless = False
+        self.missing_reason = ""
         self._observer.worker_changed(capacity, epoch)
         self._publish(self._scheduler.worker_joined(capacity, epoch, self._clock()))
         self._settled.set()
@@ -213,6 +217,10 @@ class StepLoop:
             self._empty_inbox()
         if self._link is not None:
             self._end_epoch(reason)
+
+    def worker_missing(self, reason: str) -> None:
+        """The worker does not begin an epoch."""
+        self.missing_reason = reason
 
     # Running
 
@@ -294,7 +302,22 @@ class StepLoop:
         """Before it, nobody knows what fits. Returns too when requests have become unavailable meanwhile."""
         await self._settled.wait()
 
-    # Events of the prefix cache
+    # The prefix cache
+
+    async def flush_cache(self, patience: float) -> bool:
+        """Forget all cached content as soon as there are no requests; False if there are some all the time.
+
+        `patience` in seconds; 0 does not wait.
+        """
+        try:
+            async with asyncio.timeout(patience):
+                while self._streams:
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        self._scheduler.flush_cache(self._clock())
+        self._take_kv_events()
+        return True
 
     def kv_snapshot(self) -> KvEventBatch:
         """What is cached now, under the number of the last batch."""

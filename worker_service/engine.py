@@ -71,6 +71,7 @@ class Engine:
 
     def __init__(self, load: Callable[[], LoadedWorker]) -> None:
         self._load = load
+        self.load_percent = 0  # of the checkpoint's tensors
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._loaded: LoadedWorker | None = None
         self._thread: threading.Thread | None = None

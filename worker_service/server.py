@@ -43,7 +43,7 @@ def serve(config: WorkerConfig) -> int:
     """Serve until SIGTERM or SIGINT; a second one exits at once. Returns the process's exit status."""
     parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
     if parent:
-        _exit_with_parent(int(parent))
+        exit_with_parent(int(parent))
     try:
         config.validate()
         server = _Server(config)
@@ -120,9 +120,23 @@ class _Server:
         from worker_service.loader import load_worker
 
         try:
-            return load_worker(self._config, worker_id=uuid.uuid4().hex, report=_progress_log())
+            return load_worker(self._config, worker_id=uuid.uuid4().hex, report=self._progress())
         except CheckpointError as error:
             raise ValueError(f"--model {self._config.model}: {error}") from error
+
+    def _progress(self) -> Callable[[int, int], None]:
+        """A callback that logs a line for every 10 % of the checkpoint that has loaded, and tells the engine."""
+        told = 0
+
+        def report(done: int, total: int) -> None:
+            nonlocal told
+            self._engine.load_percent = 100 * done // max(total, 1)
+            tenths = self._engine.load_percent // 10
+            if tenths > told:
+                told = tenths
+                logger.info("loading: %d %%", 10 * tenths)
+
+        return report
 
     async def _until_loaded(self) -> bool:
         """False if told to stop before. Raises what loading raised."""
@@ -233,21 +247,7 @@ def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _progress_log() -> Callable[[int, int], None]:
-    """A callback that logs a line for every 10 % of the checkpoint that has loaded."""
-    told = 0
-
-    def report(done: int, total: int) -> None:
-        nonlocal told
-        tenths = 10 * done // max(total, 1)
-        if tenths > told:
-            told = tenths
-            logger.info("loading: %d %%", 10 * tenths)
-
-    return report
-
-
-def _exit_with_parent(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent, a process id, ends, however that ends. Linux only."""
     if sys.platform != "linux":
         logger.warning("PAGEWIRE_EXIT_WITH_PARENT works on Linux only: this process may outlive its parent")

@@ -368,7 +368,14 @@ class CacheManager:
         """What the sequence wrote, from its first block that it did not match on, and all content computed on top of
         it, is no longer to be found."""
         node = self.index.find(sequence.root_key, sequence.token_ids, sequence.num_matched_blocks)
-        blocks, host_blocks = self.index.forget_subtree(node) if node else ((), ())
+        if node is not None:
+            self._expose(*self.index.forget_subtree(node))
+
+    def flush(self) -> None:
+        """Nothing that was computed until now is to be found."""
+        self._expose(*self.index.forget_all())
+
+    def _expose(self, blocks: list[int], host_blocks: list[int]) -> None:
         for block in blocks:
             self.pool.expose(block)
         for host_block in host_blocks:

@@ -142,11 +142,21 @@ class PrefixIndex:
             self.forget_host(host_block)
         return blocks, host_blocks
 
+    def forget_all(self) -> tuple[list[int], list[int]]:
+        """Forget every copy of every content; the device and host blocks they were in."""
+        blocks: list[int] = []
+        host_blocks: list[int] = []
+        for root in list(self._roots.values()):
+            found, found_on_host = self.forget_subtree(root)
+            blocks += found
+            host_blocks += found_on_host
+        return blocks, host_blocks
+
     def take_events(self) -> list[KvEvent]:
         """What can be matched now and could not at the last call, and the other way round, in order."""
         changes, self._changes = self._changes, []
         return [
-            _stored(node, tier) if is_stored else BlockRemoved(node.block_hash, tier)
+            _stored(node, tier) if is_stored else BlockRemoved(node.block_hash, tier, *node.root_key[:2])
             for node, tier, is_stored in changes
         ]
 
@@ -190,4 +200,5 @@ class PrefixIndex:
 
 def _stored(node: Node, tier: Tier) -> BlockStored:
     assert node.parent is not None
-    return BlockStored(node.block_hash, node.parent.block_hash, node.token_ids, tier)
+    is_first = node.parent.parent is None
+    return BlockStored(node.block_hash, node.parent.block_hash, node.token_ids, tier, is_first, *node.root_key[:2])

@@ -205,6 +205,9 @@ class BlockStored:
     parent_hash: int  # the root's own where the block is the first
     token_ids: tuple[int, ...]
     tier: Tier
+    is_first: bool = False  # of its prefix
+    tenant: str = ""  # whose requests can hit it, with an equal salt
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,8 @@ class BlockRemoved:
 
     block_hash: int
     tier: Tier
+    tenant: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,6 +286,11 @@ class Scheduler:
                 self._finish_group(group, EndReason.NO_WORKER, outputs, message="no worker is connected")
         return outputs
 
+    def flush_cache(self, now: float) -> None:
+        """Forget all cached content. Nothing happens while there are requests: their caches are built on it."""
+        if self._epoch is not None and not self._groups:
+            self._epoch.cache.flush()
+
     # What others may ask
 
     @property

@@ -1,14 +1,13 @@
 """Standard gRPC health and reflection, where their packages are installed.
 
-`liveness` says that the process is there. The service's own name, and the empty one, say whether to send requests.
+`liveness` says that the process is there. The services' own names, and the empty one, say whether to send requests.
 """
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 
 import grpc.aio
-
-from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -16,10 +15,11 @@ LIVENESS = "liveness"
 
 
 class Health:
-    def __init__(self, server: grpc.aio.Server) -> None:
-        """Adds what there is to a server that has not started."""
+    def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+        """Adds what there is to a server that has not started, for services that are ready together."""
         self._servicer = None
-        service_names = [SERVICE_NAME]
+        self._ready_names = ("", *service_names)
+        service_names = list(service_names)
         if importlib.util.find_spec("grpc_health"):
             from grpc_health.v1 import health_pb2
             from grpc_health.v1.health import aio
@@ -47,8 +47,8 @@ class Health:
         await self._set(LIVENESS, True)
 
     async def set_readiness(self, is_serving: bool) -> None:
-        await self._set("", is_serving)
-        await self._set(SERVICE_NAME, is_serving)
+        for name in self._ready_names:
+            await self._set(name, is_serving)
 
     async def _set(self, name: str, is_serving: bool) -> None:
         if self._servicer is not None:

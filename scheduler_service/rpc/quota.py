@@ -7,6 +7,7 @@ from typing import Protocol
 
 import grpc
 
+from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.status import RpcError, invalid
@@ -38,10 +39,9 @@ class _Usage:
 
 
 class Quotas:
-    def __init__(self, limits_of: Callable[[str], Limits], read_block_size: Callable[[], int | None]) -> None:
-        """`read_block_size`: tokens of a block of the worker that is there, None without one."""
+    def __init__(self, limits_of: Callable[[str], Limits], read_capacity: Callable[[], WorkerCapacity | None]) -> None:
         self._limits_of = limits_of
-        self._read_block_size = read_block_size
+        self._read_capacity = read_capacity
         self._usages: dict[str, _Usage] = {}
 
     @contextmanager
@@ -60,10 +60,11 @@ class Quotas:
             self._forget_if_unused(tenant)
 
     def claim(self, request: Request) -> "Claim | None":
-        """Take what the request can come to use; None while there is no worker. Raises RpcError."""
-        block_size = self._read_block_size()
-        if block_size is None:
+        """Take what the request can come to use; nothing as long as no worker has ever been there. Raises RpcError."""
+        capacity = self._read_capacity()
+        if capacity is None:
             return None
+        block_size = capacity.block_size
         limits = self._limits_of(request.tenant)
         num_tokens, num_blocks = len(request.prompt_token_ids), num_blocks_at_most(request, block_size)
         if limits.max_queued_tokens is not None and num_tokens > limits.max_queued_tokens:

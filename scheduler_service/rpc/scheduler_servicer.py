@@ -103,6 +103,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         self._shared_calls = SharedCalls(self._intake, step_loop, make_outlet, self._server_info)
 
+    @property
+    def intake(self) -> intake.Intake:
+        """For other services of the same server: its limits hold for all of them together."""
+        return self._intake
+
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 

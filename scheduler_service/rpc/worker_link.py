@@ -54,6 +54,9 @@ class LinkEvents(Protocol):
 
     def worker_lost(self, reason: str) -> None: ...
 
+    def worker_missing(self, reason: str) -> None:
+        """There is no session, and why the last attempt to begin one failed."""
+
 
 class FencedError(Exception):
     """Another scheduler has taken the worker that this one held."""
@@ -104,6 +107,7 @@ class WorkerLink:
                 backoff = _MIN_BACKOFF
             else:
                 logger.warning("no session with the worker: %s", reason)
+                self._events.worker_missing(reason)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
 

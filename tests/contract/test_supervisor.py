@@ -126,6 +126,21 @@ async def test_a_killed_child_is_started_again(
     assert "signal SIGKILL" in caplog.text
 
 
+async def test_another_child_has_its_name_and_says_where_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    child = Child(tmp_path, 'print("\\x1b[33mready on http://here\\x1b[0m", flush=True)\nsignal.pause()\n')
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    supervisor = Supervisor(child.command, os.environ, QUICK, name="gateway", on_ready=url.set_result)
+    running = asyncio.create_task(supervisor.run())
+    assert await asyncio.wait_for(url, 20) == "http://here"
+    running.cancel()
+    await asyncio.wait({running})
+    assert "the gateway is process" in caplog.text
+    assert "gateway: ready on http://here\n" in caplog.text, "colours are for terminals"
+
+
 async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
     child = Child(tmp_path, "sys.exit(1)")
     async with supervised(child) as task:

@@ -190,6 +190,9 @@ class Listener:
     def worker_lost(self, reason: str) -> None:
         self.events.put_nowait(("lost", reason))
 
+    def worker_missing(self, reason: str) -> None:
+        self.events.put_nowait(("missing", reason))
+
     async def next(self) -> tuple[str, object]:
         return await asyncio.wait_for(self.events.get(), 20)
 

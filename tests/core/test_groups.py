@@ -376,3 +376,40 @@ def test_kv_events_tell_what_can_be_matched():
     assert {tier for _, tier in known} == {Tier.DEVICE, Tier.HOST}
     system.lose()
     assert system.scheduler.take_kv_events() == [CacheCleared()]
+
+
+def test_kv_events_say_whose_block_it_is_and_where_a_prefix_begins():
+    system = System(num_blocks=8)
+    system.join()
+    system.add(prompt_of(8), 1, tenant="red", cache_salt="salt")
+    system.run()
+    first, second = system.scheduler.kv_snapshot()
+    assert (first.is_first, second.is_first) == (True, False)
+    assert {(event.tenant, event.cache_salt) for event in (first, second)} == {("red", "salt")}
+    system.scheduler.take_kv_events()
+    system.scheduler.flush_cache(system.now)
+    removed = system.scheduler.take_kv_events()
+    assert {(event.block_hash, event.tenant, event.cache_salt) for event in removed} == {
+        (event.block_hash, "red", "salt") for event in (first, second)
+    }
+
+
+def test_a_flush_forgets_both_tiers_once_nobody_runs():
+    system = System(num_blocks=8, num_host_blocks=8)
+    system.join()
+    for i in range(3):
+        system.add(prompt_of(12, i), 1)
+        system.run()
+    assert {event.tier for event in system.scheduler.kv_snapshot()} == {Tier.DEVICE, Tier.HOST}
+    system.add(prompt_of(12), 4)
+    system.scheduler.flush_cache(system.now)
+    assert system.scheduler.kv_snapshot(), "a request was there"
+    system.run()
+    system.scheduler.flush_cache(system.now)
+    system.scheduler.check()
+    stats = system.scheduler.stats()
+    assert (stats.num_cached_blocks, stats.num_cached_host_blocks, system.scheduler.kv_snapshot()) == (0, 0, [])
+    num_cached_tokens = stats.num_cached_prompt_tokens
+    system.add(prompt_of(12), 1)
+    system.run()
+    assert system.scheduler.stats().num_cached_prompt_tokens == num_cached_tokens

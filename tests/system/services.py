@@ -57,6 +57,10 @@ class Service:
         assert line.startswith(READY_PREFIX), f"the process ended with {self._process.wait()} and said {line!r}"
         return line.removeprefix(READY_PREFIX)
 
+    def next_line(self) -> str:
+        """What it prints next."""
+        return self._process.stdout.readline().strip()
+
     @property
     def pid(self) -> int:
         return self._process.pid

@@ -155,6 +155,28 @@ async def served(load: Callable[[], LoadedWorker], **options: Any) -> AsyncItera
     await server.stop(0)
 
 
+async def test_a_hello_that_comes_too_early_is_told_how_far_loading_is() -> None:
+    may_load = threading.Event()
+
+    def load() -> LoadedWorker:
+        assert may_load.wait(20)
+        return LoadedWorker(FakeRunner(), READY)
+
+    async with served(load, load_patience_s=0.05) as stub:
+        early = Stream(stub)
+        await early.call.write(hello(1))
+        status = (grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model: 0 %")
+        assert await early.status() == status
+        may_load.set()
+        async with asyncio.timeout(20):
+            for epoch in range(2, 1000):  # as the scheduler does
+                stream = Stream(stub)
+                await stream.call.write(hello(epoch))
+                if (await stream.call.read()) is not grpc.aio.EOF:
+                    return
+                assert await stream.status() == status
+
+
 async def test_pipelined_generation_equals_transformers(checkpoint: Path) -> None:
     rng = random.Random(4)
     prompts = [[rng.randrange(151) for _ in range(length)] for length in (1, 50, 23, 8)]

@@ -19,8 +19,8 @@ from worker_service.step import Heartbeat, Hello, Ready, Refusal, StepPlan, Step
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
-# A hello that arrives while the model loads is answered as soon as that is done, or told to come back.
-_LOAD_PATIENCE_S = 30.0
+# A hello that arrives while the model loads is answered as soon as that is done, or told how far that is.
+_LOAD_PATIENCE_S = 10.0
 _WRITE_TIMEOUT_S = 5.0  # for a peer that does not read
 _CLOSE_TIMEOUT_S = 2 * _WRITE_TIMEOUT_S
 _SHUTTING_DOWN = (grpc.StatusCode.UNAVAILABLE, "the worker is shutting down")
@@ -43,6 +43,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         *,
         heartbeat_interval_s: float = 1.0,
         begin_timeout_s: float = 60.0,
+        load_patience_s: float = _LOAD_PATIENCE_S,
         on_stuck: Callable[[str], NoReturn] = exit_process,
         client_names: frozenset[str] | None = None,
     ) -> None:
@@ -52,6 +53,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._client_names = client_names
         self._heartbeat_interval_s = heartbeat_interval_s
         self._begin_timeout_s = begin_timeout_s
+        self._load_patience_s = load_patience_s
         self._on_stuck = on_stuck
         self._register = SessionRegister()
         self._loaded = asyncio.Event()
@@ -129,9 +131,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _begin(self, stream: "_Stream") -> None:
         """Answer Ready once every earlier step has finished."""
         try:
-            await asyncio.wait_for(self._loaded.wait(), _LOAD_PATIENCE_S)
+            await asyncio.wait_for(self._loaded.wait(), self._load_patience_s)
         except TimeoutError:
-            raise _SessionEnded(grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model") from None
+            message = f"the worker is still loading its model: {self._engine.load_percent} %"
+            raise _SessionEnded(grpc.StatusCode.UNAVAILABLE, message) from None
         begun = asyncio.Event()
         self._engine.begin(stream.engine_session, lambda: stream.loop.call_soon_threadsafe(begun.set))
         try:

@@ -40,13 +40,11 @@ INLINE void NAME(direct_scores)(const int R, const int U, const tile* t, const E
     for (int u = 0; u < U; u++) scores[r * TILE_POSITIONS + u] = sum_lanes(sums[r][u]);
 }
 
-// What is read next: this position's values, and the keys as far on as there are scored at once.
-INLINE void NAME(prefetch)(const tile* t, const ELEMENT* values, const ELEMENT* next_keys) {
-  const int64_t row_bytes = t->head_dim * (int64_t)sizeof(ELEMENT);
-  for (int64_t byte = 0; byte < row_bytes; byte += 64) {
-    __builtin_prefetch((const char*)values + byte);
-    __builtin_prefetch((const char*)next_keys + byte);
-  }
+// Keys or values of one position. While keys are scored the values of the tile are fetched, and while values are weighed
+// the keys of the next tile: a core has so few outstanding reads that either must not wait for the other.
+INLINE void NAME(prefetch)(const tile* t, const ELEMENT* position) {
+  const int64_t num_bytes = t->head_dim * (int64_t)sizeof(ELEMENT);
+  for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch((const char*)position + byte);
 }
 
 INLINE void NAME(score_directly_rows)(const int R, const tile* t, const ELEMENT* const* keys,
@@ -54,7 +52,7 @@ INLINE void NAME(score_directly_rows)(const int R, const tile* t, const ELEMENT*
   const int U = R <= 2 ? 4 : R <= 4 ? 2 : 1;
   int j = 0;
   for (; j + U <= t->num_positions; j += U) {
-    for (int u = 0; u < U; u++) NAME(prefetch)(t, values[j + u], keys[j + u + TILE_POSITIONS]);
+    for (int u = 0; u < U; u++) NAME(prefetch)(t, values[j + u]);
     NAME(direct_scores)(R, U, t, keys + j, t->scores + j);
   }
   for (; j < t->num_positions; j++) NAME(direct_scores)(R, 1, t, keys + j, t->scores + j);
@@ -67,7 +65,7 @@ INLINE void NAME(score_in_pairs_rows)(const int R, const tile* t, const bfloat16
   const int64_t num_full = t->head_dim / 32 * 32, num_rest = t->head_dim - num_full;
   const __mmask32 rest = (__mmask32)((1ull << num_rest) - 1);
   for (int j = 0; j < t->num_positions; j++) {
-    NAME(prefetch)(t, values[j], keys[j + TILE_POSITIONS]);
+    NAME(prefetch)(t, values[j]);
     __m512 sums[DIRECT_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
@@ -127,7 +125,7 @@ static void NAME(pack_keys)(const tile* t, const ELEMENT* const* keys, float* pa
 
 // sums[r][d...] += weights[r][j] * values[j][d...] over all positions, for R rows and C vectors.
 INLINE void NAME(weigh_columns)(const int R, const int C, const int is_tail, const tile* t, int row,
-                                const ELEMENT* const* values, int64_t d) {
+                                const ELEMENT* const* values, const ELEMENT* const* next_keys, int64_t d) {
   float* sums = t->sums + row * t->stride + d;
   const float* weights = t->scores + row * TILE_POSITIONS;
   floats columns[6][4];
@@ -136,6 +134,7 @@ INLINE void NAME(weigh_columns)(const int R, const int C, const int is_tail, con
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) columns[r][c] = load_float(sums + r * t->stride + c * LANES);
   for (int j = 0; j < t->num_positions; j++) {
+    if (next_keys) NAME(prefetch)(t, next_keys[j]);
     floats value[4];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++)
@@ -153,20 +152,21 @@ INLINE void NAME(weigh_columns)(const int R, const int C, const int is_tail, con
     for (int c = 0; c < C; c++) store_float(sums + r * t->stride + c * LANES, columns[r][c]);
 }
 
-INLINE void NAME(weigh_rows)(const int R, const tile* t, int row, const ELEMENT* const* values) {
+INLINE void NAME(weigh_rows)(const int R, const tile* t, int row, const ELEMENT* const* values,
+                             const ELEMENT* const* next_keys) {
   const int C = R <= 2 ? 4 : 2;
   int64_t d = 0;
-  for (; d + C * LANES <= t->head_dim; d += C * LANES) NAME(weigh_columns)(R, C, 0, t, row, values, d);
-  for (; d + LANES <= t->head_dim; d += LANES) NAME(weigh_columns)(R, 1, 0, t, row, values, d);
-  if (d < t->head_dim) NAME(weigh_columns)(R, 1, 1, t, row, values, d);
+  for (; d + C * LANES <= t->head_dim; d += C * LANES) NAME(weigh_columns)(R, C, 0, t, row, values, d ? NULL : next_keys, d);
+  for (; d + LANES <= t->head_dim; d += LANES) NAME(weigh_columns)(R, 1, 0, t, row, values, NULL, d);
+  if (d < t->head_dim) NAME(weigh_columns)(R, 1, 1, t, row, values, NULL, d);
 }
 
-static void NAME(weigh_values)(const tile* t, const ELEMENT* const* values) {
-#define WEIGH(R) case R: NAME(weigh_rows)(R, t, row, values); break;
+static void NAME(weigh_values)(const tile* t, const ELEMENT* const* values, const ELEMENT* const* next_keys) {
+#define WEIGH(R) case R: NAME(weigh_rows)(R, t, row, values, row ? NULL : next_keys); break;
   for (int row = 0; row < t->num_rows; row += 6)
     switch (t->num_rows - row) {
       WEIGH(1) WEIGH(2) WEIGH(3) WEIGH(4) WEIGH(5)
-      default: NAME(weigh_rows)(6, t, row, values);
+      default: NAME(weigh_rows)(6, t, row, values, row ? NULL : next_keys);
     }
 #undef WEIGH
 }
@@ -211,10 +211,11 @@ static void NAME(attend_item)(const attention_step* step, const item* work, cons
       memcpy(raw_queries + m * MAX_HEAD_DIM, source, sizeof(ELEMENT) * (size_t)step->head_dim);
     }
   }
-  for (int64_t first = work->start; first < work->end; first += TILE_POSITIONS) {
+  t->max_positions = is_direct ? DIRECT_POSITIONS : TILE_POSITIONS;
+  for (int64_t first = work->start; first < work->end; first += t->max_positions) {
     const int64_t rest = work->end - first;
-    t->num_positions = rest < TILE_POSITIONS ? (int)rest : TILE_POSITIONS;
-    const int num_known = rest < 2 * TILE_POSITIONS ? (int)rest : 2 * TILE_POSITIONS;
+    t->num_positions = rest < t->max_positions ? (int)rest : t->max_positions;
+    const int num_known = rest < 2 * t->max_positions ? (int)rest : 2 * t->max_positions;
     NAME(find_positions)(step, work, first, num_known, key_cache, value_cache, keys, values);
     if (is_direct) {
       NAME(score_directly)(t, raw_queries, keys, values);
@@ -223,7 +224,7 @@ static void NAME(attend_item)(const attention_step* step, const item* work, cons
       score_packed(t, packed);
     }
     weigh_scores(step, work, t, first);
-    NAME(weigh_values)(t, values);
+    NAME(weigh_values)(t, values, keys + t->max_positions);
   }
 }
 

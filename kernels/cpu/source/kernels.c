@@ -25,6 +25,7 @@ enum {
   MAX_HEAD_DIM = 256,
   TILE_ROWS = 64,        // (query, head) pairs that attend together: keys are loaded once for all of them
   TILE_POSITIONS = 64,   // scored at once
+  DIRECT_POSITIONS = 32, // the same of a few rows: keys and values of a tile stay in the nearest cache
   DIRECT_ROWS = 8,       // up to so many rows, packing the keys costs more than it saves
   MIN_PART = 256,        // positions below which a row's context is not split between threads
   TASKS_PER_THREAD = 4,  // wanted before contexts are split no further

@@ -19,6 +19,7 @@ typedef struct {
 typedef struct {
   int num_rows;       // pairs
   int num_positions;  // that are scored at once
+  int max_positions;  // in every tile but the last
   int64_t head_dim, stride;
   float scale;
   float* queries;  // [num_rows, stride], scaled

@@ -1,0 +1,78 @@
+"""The OpenAI-compatible gateway that `pagewire serve --gateway` runs in front of its scheduler.
+
+It is smg (PyPI, the extra `gateway`) as a process of its own. It speaks HTTP to clients and
+`vllm.grpc.engine.VllmEngine` to the scheduler; chat templates, tokenizing and detokenizing are its business.
+"""
+
+import importlib.util
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+REQUIREMENT = "pagewire[gateway]"
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+_LOG_LEVELS = {"debug": "debug", "info": "warn", "warning": "warn", "error": "error"}
+# Seconds between two looks at a replica that does not answer, and between two looks at one that does.
+_STARTUP_CHECK_INTERVAL = 1
+_HEALTH_CHECK_INTERVAL = 5
+_SHUTDOWN_GRACE = 1  # seconds; it is ended when the scheduler has drained
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    gateway: bool = _option(False, f"also run an OpenAI-compatible gateway; needs {REQUIREMENT}")
+    gateway_host: str = _option("127.0.0.1", "address that the gateway binds; whoever reaches it may use all of it")
+    gateway_port: int = _option(8000, "port that the gateway binds, HTTP")
+    gateway_metrics_port: int = _option(0, "port of the gateway's own /metrics on loopback; 0 takes a free one")
+
+    def validate(self) -> None:
+        """Raises ValueError that names the flag at fault."""
+        for name in ("gateway_port", "gateway_metrics_port"):
+            lowest = 1 if name == "gateway_port" else 0
+            if not lowest <= getattr(self, name) <= 65535:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} is {getattr(self, name)}, but must be {lowest} to 65535")
+        if not self.gateway:
+            return
+        if importlib.util.find_spec("smg") is None:
+            raise ValueError(f"--gateway needs smg, which is not installed: pip install '{REQUIREMENT}'")
+        with socket.socket(socket.AF_INET6 if ":" in self.gateway_host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.gateway_host, self.gateway_port))
+            except OSError as error:
+                raise ValueError(
+                    f"--gateway-port {self.gateway_port} on {self.gateway_host} cannot be bound ({error.strerror}); "
+                    "choose another"
+                ) from None
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.gateway_host}]" if ":" in self.gateway_host else self.gateway_host
+        return f"http://{host}:{self.gateway_port}"
+
+
+def gateway_command(
+    config: GatewayConfig, scheduler_url: str, log_level: str, free_port: Callable[[str], int]
+) -> list[str]:
+    """What starts it for the scheduler at `grpc://HOST:PORT`."""
+    host, _, port = scheduler_url.removeprefix("grpc://").rpartition(":")
+    options = {
+        "host": config.gateway_host,
+        "port": config.gateway_port,
+        "worker-urls": f"grpc://{_LOOPBACK.get(host, host)}:{port}",
+        "prometheus-host": "127.0.0.1",
+        "prometheus-port": config.gateway_metrics_port or free_port("127.0.0.1"),
+        "worker-startup-check-interval": _STARTUP_CHECK_INTERVAL,
+        "health-check-interval-secs": _HEALTH_CHECK_INTERVAL,
+        "shutdown-grace-period-secs": _SHUTDOWN_GRACE,
+        "log-level": _LOG_LEVELS[log_level],
+    }
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "pagewire.gateway_process", config.url, *flags]

@@ -1,0 +1,63 @@
+"""The gateway's process: `python -m pagewire.gateway_process URL FLAGS_OF_SMG...`. It ends with its parent."""
+
+import http.client
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from pagewire.supervisor import READY_PREFIX
+from worker_service.server import exit_with_parent
+
+_POLL_INTERVAL = 0.1  # seconds
+_TIMEOUT = 5.0
+
+
+def main(arguments: list[str]) -> None:
+    from smg.launch_router import parse_router_args
+    from smg.router import Router
+
+    parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
+    if parent:
+        exit_with_parent(int(parent))
+    url, *flags = arguments
+    threading.Thread(target=_announce, args=(url,), daemon=True).start()
+    Router.from_args(parse_router_args(flags)).start()
+
+
+def _announce(url: str) -> None:
+    """Say that the gateway is ready once it can serve a request."""
+    while not _is_ready(url):
+        time.sleep(_POLL_INTERVAL)
+    print(f"{READY_PREFIX}{url}", flush=True)
+
+
+def _is_ready(url: str) -> bool:
+    """Whether it has a scheduler and that one's tokenizer, which it loads last."""
+    try:
+        _fetch(url, "GET", "/readiness")
+        models = json.loads(_fetch(url, "GET", "/v1/models"))["data"]
+        _fetch(url, "POST", "/v1/tokenize", {"model": models[0]["id"], "prompt": "a"})
+    except (OSError, http.client.HTTPException, LookupError, ValueError):
+        return False
+    return True
+
+
+def _fetch(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    """Raises OSError, HTTPException, and LookupError for what is no success."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT)
+    try:
+        connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise LookupError(path)
+        return response.read()
+    finally:
+        connection.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

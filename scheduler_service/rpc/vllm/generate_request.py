@@ -1,0 +1,104 @@
+"""A VllmEngine GenerateRequest as one of ours. Ranges are checked where ours are; here only what has no counterpart.
+
+proto3 cannot tell an unset number from 0, so 0 means what vLLM's servicer takes it for. The checkpoint's own sampling
+defaults are not filled in: a gateway reads them from GetModelInfo and sends them itself.
+"""
+
+import grpc
+from smg_grpc_proto import vllm_engine_pb2
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.rpc.status import RpcError, invalid
+
+# Fields of the same name, type and meaning; sent as they are, 0 included.
+_SAME = (
+    "min_p",
+    "top_k",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "skip_special_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+)
+# Fields whose 0 means 1, off.
+_ZERO_IS_ONE = ("n", "top_p", "repetition_penalty")
+_OPTIONAL = ("temperature", "max_tokens")
+_UNSUPPORTED_INPUTS = {
+    "mm_inputs": "images, audio and video",
+    "extra_mm_inputs": "images, audio and video",
+    "media_refs": "images, audio and video",
+    "kv_transfer_params": "a KV cache of another engine",
+    "kv_transfer_params_json": "a KV cache of another engine",
+}
+
+
+def translate_request(message: vllm_engine_pb2.GenerateRequest) -> scheduler_pb2.GenerateRequest:
+    """Raises RpcError for what this engine does not do."""
+    _check_supported(message)
+    request = scheduler_pb2.GenerateRequest()
+    if message.request_id:
+        request.request_id = message.request_id
+    given = message.WhichOneof("input")
+    if given is None:
+        raise invalid("input", "the request has no prompt; set tokenized or text")
+    if given == "text":
+        request.text = message.text
+    else:
+        request.token_ids.ids.extend(message.tokenized.input_ids)
+    _translate_sampling(message.sampling_params, request.sampling)
+    return request
+
+
+def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
+    for field, what in _UNSUPPORTED_INPUTS.items():
+        if field in {name.name for name, _ in message.ListFields()}:
+            raise _unimplemented(field, f"this server does not take {what}; leave {field} unset")
+    if message.data_parallel_rank != 0:
+        raise invalid(
+            "data_parallel_rank", f"data_parallel_rank is {message.data_parallel_rank}, but there is only rank 0 here"
+        )
+    sampling = message.sampling_params
+    constraint = sampling.WhichOneof("constraint")
+    if constraint is not None:
+        raise _unimplemented(
+            f"sampling_params.{constraint}",
+            f"this server has no structured output; leave {constraint} unset, or ask for the format in the prompt",
+        )
+    if sampling.HasField("truncate_prompt_tokens"):
+        raise _unimplemented(
+            "sampling_params.truncate_prompt_tokens",
+            "this server does not truncate prompts; cut the prompt and leave truncate_prompt_tokens unset",
+        )
+
+
+def _translate_sampling(given: vllm_engine_pb2.SamplingParams, sampling: scheduler_pb2.SamplingParams) -> None:
+    for field in _SAME:
+        setattr(sampling, field, getattr(given, field))
+    for field in _ZERO_IS_ONE:
+        setattr(sampling, field, getattr(given, field) or 1)
+    sampling.temperature = 1.0
+    for field in _OPTIONAL:
+        if given.HasField(field):
+            setattr(sampling, field, getattr(given, field))
+    for field in ("logprobs", "prompt_logprobs"):
+        if given.HasField(field):
+            count = getattr(given, field)
+            if count < 0:
+                raise invalid(
+                    f"sampling_params.{field}",
+                    f"{field} is {count}, but this server does not send the whole vocabulary; ask for a number of them",
+                )
+            setattr(sampling, field, count)
+    if given.HasField("seed"):
+        sampling.seed = given.seed % 2**64
+    sampling.stop.extend(given.stop)
+    sampling.stop_token_ids.extend(given.stop_token_ids)
+    for token_id, bias in given.logit_bias.items():
+        if token_id < 0:
+            raise invalid(f"sampling_params.logit_bias[{token_id}]", f"{token_id} is no token id; send 0 or more")
+        sampling.logit_bias[token_id] = bias
+
+
+def _unimplemented(field: str, message: str) -> RpcError:
+    return RpcError(grpc.StatusCode.UNIMPLEMENTED, message, field)

@@ -1,0 +1,110 @@
+"""Our GenerateResponses as VllmEngine's: deltas as chunks if they are wanted, and one `complete` for each sample."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from smg_grpc_proto import vllm_engine_pb2
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+
+_FINISH_REASONS = {
+    scheduler_pb2.FINISH_REASON_STOP: "stop",
+    scheduler_pb2.FINISH_REASON_LENGTH: "length",
+    scheduler_pb2.FINISH_REASON_ABORT: "abort",
+}
+
+
+class ResponseTranslator:
+    """For one call. Output tokens are kept until the end of their sample, since `complete` repeats them."""
+
+    def __init__(
+        self, message: vllm_engine_pb2.GenerateRequest, prompt_token_ids: Sequence[int], num_samples: int
+    ) -> None:
+        sampling = message.sampling_params
+        self._is_streaming = message.stream
+        self._prompt_token_ids = prompt_token_ids
+        self._with_logprobs = sampling.HasField("logprobs")
+        self._with_top = sampling.logprobs > 0
+        self._with_top_of_prompt = sampling.prompt_logprobs > 0
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._token_ids = [array("I") for _ in range(num_samples)]
+        self._logprobs = [vllm_engine_pb2.OutputLogProbs() for _ in range(num_samples)]
+        self._prompt_logprobs: vllm_engine_pb2.InputLogProbs | None = None
+        if sampling.HasField("prompt_logprobs"):
+            self._prompt_logprobs = vllm_engine_pb2.InputLogProbs(token_ids=prompt_token_ids[:1])
+            self._prompt_logprobs.token_logprobs.add()  # nothing comes before the first token
+            if self._with_top_of_prompt:
+                self._prompt_logprobs.top_logprobs.add()
+        self._has_sent_chunk = False
+
+    def translate(self, response: scheduler_pb2.GenerateResponse) -> Iterator[vllm_engine_pb2.GenerateResponse]:
+        """What is to be sent for it."""
+        index = response.index
+        self._take_prompt_logprobs(response.prompt_logprobs)
+        self._token_ids[index].extend(response.token_ids)
+        if self._is_streaming and response.token_ids:
+            yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(response))
+        elif self._with_logprobs:
+            self._add_logprobs(response.logprobs, self._logprobs[index])
+        if response.HasField("usage"):
+            yield vllm_engine_pb2.GenerateResponse(complete=self._complete(response))
+
+    def _chunk(self, response: scheduler_pb2.GenerateResponse) -> vllm_engine_pb2.GenerateStreamChunk:
+        chunk = vllm_engine_pb2.GenerateStreamChunk(
+            token_ids=response.token_ids,
+            prompt_tokens=len(self._prompt_token_ids),
+            completion_tokens=len(response.token_ids),
+            index=response.index,
+        )
+        if self._with_logprobs:
+            self._add_logprobs(response.logprobs, chunk.output_logprobs)
+        if self._prompt_logprobs is not None and not self._has_sent_chunk:
+            chunk.input_logprobs.CopyFrom(self._prompt_logprobs)
+        self._has_sent_chunk = True
+        return chunk
+
+    def _complete(self, response: scheduler_pb2.GenerateResponse) -> vllm_engine_pb2.GenerateComplete:
+        index, usage = response.index, response.usage
+        complete = vllm_engine_pb2.GenerateComplete(
+            output_ids=self._token_ids[index],
+            finish_reason=_FINISH_REASONS[response.finish_reason],
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            index=index,
+        )
+        if not self._is_streaming:
+            if self._with_logprobs:
+                complete.output_logprobs.CopyFrom(self._logprobs[index])
+            if self._prompt_logprobs is not None:
+                complete.input_logprobs.CopyFrom(self._prompt_logprobs)
+        match response.WhichOneof("stop"):
+            case "stop_text":
+                complete.matched_stop_str = response.stop_text
+            case "stop_token_id" if response.stop_token_id in self._stop_token_ids:
+                complete.matched_token_id = response.stop_token_id
+        return complete
+
+    def _take_prompt_logprobs(self, entries: Sequence[scheduler_pb2.TokenLogprobs]) -> None:
+        if self._prompt_logprobs is None:
+            return
+        for entry in entries:
+            self._prompt_logprobs.token_ids.append(entry.token_id)
+            self._prompt_logprobs.token_logprobs.add(value=entry.logprob)
+            if self._with_top_of_prompt:
+                _add_top(entry, self._prompt_logprobs.top_logprobs.add())
+
+    def _add_logprobs(
+        self, entries: Sequence[scheduler_pb2.TokenLogprobs], logprobs: vllm_engine_pb2.OutputLogProbs
+    ) -> None:
+        for entry in entries:
+            logprobs.token_ids.append(entry.token_id)
+            logprobs.token_logprobs.append(entry.logprob)
+            if self._with_top:
+                _add_top(entry, logprobs.top_logprobs.add())
+
+
+def _add_top(entry: scheduler_pb2.TokenLogprobs, top: vllm_engine_pb2.TopLogProbs) -> None:
+    for candidate in entry.top:
+        top.token_ids.append(candidate.token_id)
+        top.values.append(candidate.logprob)

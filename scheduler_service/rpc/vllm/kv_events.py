@@ -1,0 +1,162 @@
+"""One VllmEngine subscription to the prefix cache, with the scheduler's load.
+
+A subscriber's cursor outlives the server, so sequence numbers begin at the server's start time: no two servers' ranges
+meet. Whoever has no cursor, another server's, or one that the log no longer reaches gets a snapshot. Content of other
+tenants and salts is left out: no request of this service can hit it.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+
+from smg_grpc_proto.generated import common_pb2
+
+from scheduler_service.core.request import BlockRemoved, BlockStored, CacheCleared, KvEvent, Tier
+from scheduler_service.rpc.kv_event_stream import KvEventBatch, KvEventSource
+from scheduler_service.rpc.vllm.load import Load, engine_load, engine_load_in_full
+
+# Seconds between two looks at the load, and between two records of a load that stays the same.
+_LOOK_INTERVAL = 0.25
+_HEARTBEAT_INTERVAL = 1.0
+_MAX_CHUNK_BLOCKS = 4096  # of a snapshot's message
+
+_TIERS = {Tier.DEVICE: common_pb2.KV_CACHE_TIER_DEVICE, Tier.HOST: common_pb2.KV_CACHE_TIER_HOST}
+_LEVELS = {Tier.DEVICE: 0, Tier.HOST: 1}
+
+
+class KvEventFeed:
+    """For one subscriber."""
+
+    def __init__(self, source: KvEventSource, first_number: int, read_load: Callable[[], Load], tenant: str) -> None:
+        """`first_number` is the server's: the sequence number of what happened before its first event. `tenant` is
+        whose requests the subscriber sends."""
+        self._source = source
+        self._first_number = first_number
+        self._read_load = read_load
+        self._tenant = tenant
+        self._num_records = 0
+        self._num_events = 0
+        self._last_load: Load | None = None
+        self._sent_at = 0.0
+
+    async def batches(
+        self, request: common_pb2.SubscribeKvEventsRequest
+    ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
+        """As long as the server lives."""
+        last = request.start_sequence_number - self._first_number  # as the log counts
+        is_known = self._is_held(last)
+        while True:
+            if not is_known:
+                snapshot = self._source.kv_snapshot()
+                last, is_known = snapshot.sequence_number, True
+                for batch in self._snapshot(snapshot):
+                    yield batch
+            try:
+                async with asyncio.timeout(_LOOK_INTERVAL):
+                    happened = await self._source.next_kv_events(last)
+                if happened is None:
+                    return
+                last = happened.sequence_number
+                yield self._live(happened)
+            except TimeoutError:
+                if self._is_load_due():
+                    yield self._load_only(last)
+            except LookupError:
+                is_known = False
+
+    def _is_held(self, number: int) -> bool:
+        first_start, last_start = self._source.kv_event_starts
+        return first_start <= number <= last_start
+
+    def _is_theirs(self, event: KvEvent) -> bool:
+        return isinstance(event, CacheCleared) or (event.tenant == self._tenant and not event.cache_salt)
+
+    def _live(self, happened: KvEventBatch) -> common_pb2.KvEventBatch:
+        batch = self._batch(happened.sequence_number)
+        for event in _encode([event for event in happened.events if self._is_theirs(event)]):
+            self._num_events += 1
+            event.event_id = self._num_events
+            batch.events.append(event)
+        self._add_load(batch, engine_load)
+        return batch
+
+    def _snapshot(self, snapshot: KvEventBatch) -> Iterator[common_pb2.KvEventBatch]:
+        blocks = [event for event in snapshot.events if self._is_theirs(event)]
+        starts = range(0, max(1, len(blocks)), _MAX_CHUNK_BLOCKS)
+        for index, start in enumerate(starts):
+            batch = self._batch(snapshot.sequence_number - len(starts) + 1 + index)
+            batch.snapshot.index, batch.snapshot.count, batch.snapshot.blocks = index, len(starts), len(blocks)
+            if index == 0:
+                batch.events.add().cleared.SetInParent()
+            batch.events.extend(_encode(blocks[start : start + _MAX_CHUNK_BLOCKS]))
+            self._add_load(batch, engine_load_in_full)
+            yield batch
+
+    def _load_only(self, last: int) -> common_pb2.KvEventBatch:
+        batch = self._batch(last)
+        self._add_load(batch, engine_load_in_full)
+        batch.load.load_only = True
+        return batch
+
+    def _batch(self, number: int) -> common_pb2.KvEventBatch:
+        return common_pb2.KvEventBatch(sequence_number=self._first_number + number, timestamp=time.time(), dp_rank=0)
+
+    def _is_load_due(self) -> bool:
+        is_stale = time.monotonic() - self._sent_at >= _HEARTBEAT_INTERVAL
+        return is_stale or self._read_load() != self._last_load
+
+    def _add_load(self, batch: common_pb2.KvEventBatch, encode: Callable[[Load], common_pb2.EngineLoad]) -> None:
+        load = self._last_load = self._read_load()
+        batch.load.CopyFrom(encode(load))
+        self._num_records += 1
+        batch.load.sample = self._num_records
+        self._sent_at = time.monotonic()
+
+
+def _encode(events: Sequence[KvEvent]) -> Iterator[common_pb2.KvCacheEvent]:
+    """One message for each run of blocks that follow one another, and for each run of removals."""
+    message: common_pb2.KvCacheEvent | None = None
+    previous: KvEvent | None = None
+    for event in events:
+        if message is None or not _continues(event, previous):
+            if message is not None:
+                yield message
+            message = _begin(event)
+        if isinstance(event, BlockStored):
+            message.stored.blocks.add(
+                block_hash=_signed(event.block_hash),
+                token_ids=event.token_ids,
+                block_size=len(event.token_ids),
+                cache_level=_LEVELS[event.tier],
+            )
+        elif isinstance(event, BlockRemoved):
+            message.removed.block_hashes.append(_signed(event.block_hash))
+        previous = event
+    if message is not None:
+        yield message
+
+
+def _continues(event: KvEvent, previous: KvEvent | None) -> bool:
+    if isinstance(event, BlockStored) and isinstance(previous, BlockStored):
+        return event.tier is previous.tier and event.parent_hash == previous.block_hash
+    if isinstance(event, BlockRemoved) and isinstance(previous, BlockRemoved):
+        return event.tier is previous.tier
+    return False
+
+
+def _begin(event: KvEvent) -> common_pb2.KvCacheEvent:
+    message = common_pb2.KvCacheEvent()
+    if isinstance(event, BlockStored):
+        message.stored.tier = _TIERS[event.tier]
+        if not event.is_first:
+            message.stored.parent_block_hash = _signed(event.parent_hash)
+    elif isinstance(event, BlockRemoved):
+        message.removed.tier, message.removed.cache_level = _TIERS[event.tier], _LEVELS[event.tier]
+    else:
+        message.cleared.SetInParent()
+    return message
+
+
+def _signed(block_hash: int) -> int:
+    """The same 64 bits as a signed number."""
+    return block_hash - 2**64 if block_hash >= 2**63 else block_hash

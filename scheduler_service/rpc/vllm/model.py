@@ -1,0 +1,70 @@
+"""What is served, in VllmEngine's words. Pure translation."""
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+from smg_grpc_proto import vllm_engine_pb2
+
+from scheduler_service.core.plan import WorkerCapacity
+from scheduler_service.rpc.generate_request import SamplingDefaults, ServedModel
+
+SERVER_TYPE = "vllm-grpc"
+_API_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class DescribedModel(ServedModel, Protocol):
+    """A checkpoint, as far as gateways ask."""
+
+    @property
+    def directory(self) -> Path: ...
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def architectures(self) -> tuple[str, ...]: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def pad_token_id(self) -> int | None: ...
+
+
+def model_info(
+    model: DescribedModel, served_model_name: str, max_sequence_tokens: int
+) -> vllm_engine_pb2.GetModelInfoResponse:
+    """Paths are this machine's: a gateway that does not find them asks for the files."""
+    return vllm_engine_pb2.GetModelInfoResponse(
+        model_path=str(model.directory),
+        tokenizer_path=str(model.directory),
+        served_model_name=served_model_name,
+        is_generation=True,
+        max_context_length=max_sequence_tokens,
+        max_req_input_len=max_sequence_tokens - 1,
+        vocab_size=model.vocab_size,
+        model_type=model.model_type,
+        architectures=model.architectures,
+        eos_token_ids=model.eos_token_ids,
+        bos_token_id=model.bos_token_id,
+        pad_token_id=model.pad_token_id,
+        default_sampling_params_json=_sampling_json(model.sampling_defaults),
+    )
+
+
+def server_info(capacity: WorkerCapacity | None, max_num_seqs: int) -> vllm_engine_pb2.GetServerInfoResponse:
+    """All but the counters."""
+    info = vllm_engine_pb2.GetServerInfoResponse(
+        server_type=SERVER_TYPE, data_parallel_size=1, max_num_seqs=max_num_seqs
+    )
+    if capacity is not None:
+        info.block_size = capacity.block_size
+        info.attention_backend = capacity.attention_backend
+        info.model_dtype = info.kv_cache_dtype = capacity.dtype
+    return info
+
+
+def _sampling_json(defaults: SamplingDefaults) -> str:
+    values = {name: getattr(defaults, name) for name in _API_DEFAULTS}
+    return json.dumps({name: value for name, value in values.items() if value != _API_DEFAULTS[name]})

@@ -1,0 +1,269 @@
+"""`vllm.grpc.engine.VllmEngine`, what OpenAI-compatible gateways speak: the same requests on the same way as
+`SchedulerService`, in other words. The protocol is the one that PyPI's smg-grpc-proto publishes.
+
+Its requests belong to the caller's tenant, to none where callers are not told apart. Text is made of tokens only where
+a stop text is to be found: gateways detokenise.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+from datetime import UTC, datetime
+from typing import Any, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import common_pb2
+
+from scheduler_service.core.plan import WorkerCapacity
+from scheduler_service.core.request import SchedulerStats
+from scheduler_service.rpc.authentication import check_operator, tenant_of_call
+from scheduler_service.rpc.call import Call
+from scheduler_service.rpc.delivery import SequenceStopper
+from scheduler_service.rpc.intake import Intake
+from scheduler_service.rpc.kv_event_stream import KvEventSource
+from scheduler_service.rpc.sample import Sample
+from scheduler_service.rpc.status import RpcError, abort, invalid
+from scheduler_service.rpc.vllm.generate_request import translate_request
+from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
+from scheduler_service.rpc.vllm.kv_events import KvEventFeed
+from scheduler_service.rpc.vllm.load import Load, scheduler_load
+from scheduler_service.rpc.vllm.model import DescribedModel, model_info, server_info
+from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
+from scheduler_service.rpc.vllm.unread_call import UnreadCall
+
+SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+_TENANT = ""  # that a request names: it has no field for one
+_MAX_FLUSH_WAIT = 600.0  # seconds
+# Our fields' paths in VllmEngine's requests.
+_FIELDS = {"sampling.": "sampling_params.", "token_ids.ids": "tokenized.input_ids"}
+
+
+class StepLoop(KvEventSource, SequenceStopper, Protocol):
+    """What the service needs of the step loop."""
+
+    @property
+    def is_serving(self) -> bool: ...
+
+    @property
+    def unavailable_reason(self) -> str: ...
+
+    @property
+    def missing_reason(self) -> str: ...
+
+    @property
+    def capacity(self) -> WorkerCapacity | None: ...
+
+    @property
+    def max_sequence_tokens(self) -> int: ...
+
+    def cancel(self, sequence_ids: list[int]) -> None: ...
+
+    def abort(self, tenant: str, request_id: str) -> None: ...
+
+    def stats(self) -> SchedulerStats: ...
+
+    async def flush_cache(self, patience: float) -> bool: ...
+
+
+class ServerInfo(Protocol):
+    @property
+    def version(self) -> str: ...
+
+    @property
+    def served_model_name(self) -> str: ...
+
+    @property
+    def max_num_seqs(self) -> int: ...
+
+
+class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    def __init__(
+        self,
+        step_loop: StepLoop,
+        intake: Intake,
+        model: DescribedModel,
+        info: ServerInfo,
+        generation_throughput: Callable[[], float],
+    ) -> None:
+        """`intake` is that of all services of this server. `generation_throughput` is in output tokens per second."""
+        self._step_loop = step_loop
+        self._intake = intake
+        self._model = model
+        self._info = info
+        self._generation_throughput = generation_throughput
+        self._archive: asyncio.Task[bytes] | None = None
+        self._started_at = time.monotonic()
+        self._last_request_at = 0.0  # seconds since 1970
+        self._first_event_number = time.time_ns() // 1000
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
+
+    # Requests
+
+    async def Generate(self, request: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        self._last_request_at = time.time()
+        try:
+            await self._generate(request, context)
+        except RpcError as error:
+            await abort(context, _in_their_words(error))
+
+    async def Abort(
+        self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> vllm_engine_pb2.AbortResponse:
+        """Requests that have ended are as well: the gateway cannot know."""
+        tenant = tenant_of_call(_TENANT)
+        for request_id in request.request_ids:
+            with contextlib.suppress(KeyError):
+                self._step_loop.abort(tenant, request_id)
+        return vllm_engine_pb2.AbortResponse()
+
+    async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext) -> NoReturn:
+        await _refuse(context, "this server generates text and makes no embeddings")
+
+    # What is served
+
+    async def HealthCheck(
+        self, request: vllm_engine_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> vllm_engine_pb2.HealthCheckResponse:
+        """UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model before."""
+        if self._step_loop.is_serving:
+            return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
+        reason = self._step_loop.unavailable_reason
+        if self._step_loop.capacity is None:
+            why = self._step_loop.missing_reason or "no worker has joined yet"
+            message = reason or f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
+            await abort(context, RpcError(grpc.StatusCode.UNAVAILABLE, message))
+        message = reason or "the worker is lost again and again before it has made a token; see the server's log"
+        return vllm_engine_pb2.HealthCheckResponse(healthy=False, message=message)
+
+    async def GetModelInfo(
+        self, request: vllm_engine_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> vllm_engine_pb2.GetModelInfoResponse:
+        return model_info(self._model, self._info.served_model_name, self._step_loop.max_sequence_tokens)
+
+    async def GetServerInfo(
+        self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> vllm_engine_pb2.GetServerInfoResponse:
+        info, load = server_info(self._step_loop.capacity, self._info.max_num_seqs), self._load()
+        info.active_requests = load.num_running + load.num_waiting
+        info.last_receive_timestamp = self._last_request_at
+        info.uptime_seconds = time.monotonic() - self._started_at
+        return info
+
+    async def GetLoads(
+        self, request: vllm_engine_pb2.GetLoadsRequest, context: grpc.aio.ServicerContext
+    ) -> vllm_engine_pb2.GetLoadsResponse:
+        if request.dp_rank != 0:
+            await abort(context, invalid("dp_rank", f"dp_rank is {request.dp_rank}, but there is only rank 0 here"))
+        return vllm_engine_pb2.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=self._info.version,
+            dp_rank_count=1,
+            loads=[scheduler_load(self._load())],
+        )
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[common_pb2.GetTokenizerChunk, None]:
+        try:
+            archive = await self._tokenizer_archive()
+        except RpcError as error:
+            await abort(context, error)
+        for chunk in archive_chunks(archive):
+            yield chunk
+
+    # The prefix cache
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        # The gateway takes the subscription for made when the headers come.
+        await context.send_initial_metadata(())
+        feed = KvEventFeed(self._step_loop, self._first_event_number, self._load, tenant_of_call(_TENANT))
+        await _write_all(feed.batches(request), context)
+
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.FlushCacheResponse:
+        try:
+            check_operator("the prefix cache")
+        except RpcError as error:
+            await abort(context, error)
+        if not 0 <= request.timeout_s <= _MAX_FLUSH_WAIT:
+            message = f"timeout_s is {request.timeout_s:g}, but must be 0 to {_MAX_FLUSH_WAIT:g}"
+            await abort(context, invalid("timeout_s", message))
+        if await self._step_loop.flush_cache(request.timeout_s):
+            return common_pb2.FlushCacheResponse(success=True, message="the prefix cache is empty")
+        load = self._load()
+        message = f"{load.num_running} sequences run and {load.num_waiting} wait; try again, or with a longer timeout_s"
+        return common_pb2.FlushCacheResponse(success=False, message=message)
+
+    # The profiler
+
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext
+    ) -> NoReturn:
+        await _refuse(context, "this server has no profiler to start; see `pagewire bench latency --profile`")
+
+    async def StopProfile(self, request: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext) -> NoReturn:
+        await _refuse(context, "this server has no profiler to stop")
+
+    async def _generate(self, message: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        translated = translate_request(message)
+        request = await self._intake.resolve(translated, context.time_remaining(), clamps_max_tokens=True)
+        with_text = bool(translated.sampling.stop)
+        samples = [
+            Sample(request.request_id, index, transcript, with_logprobs=request.sampling.num_logprobs is not None)
+            for index, transcript in enumerate(self._intake.transcripts(translated, request, with_text=with_text))
+        ]
+        call = Call(samples, self._step_loop) if message.stream else UnreadCall(samples, self._step_loop)
+        translator = ResponseTranslator(message, request.prompt_token_ids, len(samples))
+        self._intake.submit(request, call.delivery)
+        try:
+            async with contextlib.aclosing(call.responses()) as responses:
+                async for response in responses:
+                    for translation in translator.translate(response):
+                        await context.write(translation)
+        finally:
+            self._step_loop.cancel(call.delivery.sequence_ids)
+
+    def _load(self) -> Load:
+        return Load(
+            self._step_loop.stats(),
+            self._step_loop.capacity,
+            self._info.max_num_seqs,
+            round(self._generation_throughput(), 1),
+        )
+
+    async def _tokenizer_archive(self) -> bytes:
+        """Made once, off the event loop. Raises RpcError."""
+        if not self._model.has_tokenizer:
+            raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
+        if self._archive is None:
+            self._archive = asyncio.create_task(asyncio.to_thread(read_tokenizer_archive, self._model.directory))
+        try:
+            return await asyncio.shield(self._archive)
+        except OSError as error:
+            self._archive = None
+            raise RpcError(grpc.StatusCode.UNAVAILABLE, f"the tokenizer's files cannot be read: {error}") from error
+
+
+async def _write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
+    async with contextlib.aclosing(messages) as closing:
+        async for message in closing:
+            await context.write(message)
+
+
+async def _refuse(context: grpc.aio.ServicerContext, message: str) -> NoReturn:
+    await abort(context, RpcError(grpc.StatusCode.UNIMPLEMENTED, message))
+
+
+def _in_their_words(error: RpcError) -> RpcError:
+    for ours, theirs in _FIELDS.items():
+        if error.field.startswith(ours):
+            return RpcError(error.code, str(error), theirs + error.field.removeprefix(ours))
+    return error

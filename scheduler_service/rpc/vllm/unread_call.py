@@ -1,0 +1,28 @@
+"""One Generate call whose client wants no deltas: nobody is woken before all samples have ended."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.rpc.delivery import Delivery, SequenceStopper
+from scheduler_service.rpc.sample import Sample
+
+
+class UnreadCall:
+    def __init__(self, samples: list[Sample], stopper: SequenceStopper) -> None:
+        self._samples = samples
+        self._end = asyncio.Event()
+        self.delivery = Delivery(samples, stopper, self._take_news)
+
+    async def responses(self) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
+        """All there is, in pieces. Raises RpcError."""
+        await self._end.wait()
+        if self.delivery.error is not None:
+            raise self.delivery.error
+        for sample in self._samples:
+            for response in sample.take():
+                yield response
+
+    def _take_news(self) -> None:
+        if self.delivery.error is not None or all(sample.transcript.end is not None for sample in self._samples):
+            self._end.set()

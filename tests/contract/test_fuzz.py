@@ -1,0 +1,235 @@
+"""10,000 mutated requests of both public services: whatever comes, it is served or refused as what it is."""
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import common_pb2 as common
+
+from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.model_info import read_model_info
+from tests.contract.fake_worker import FakeWorker
+from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
+from tests.core.simulated_worker import SimulatedWorker
+
+NUM_REQUESTS = 10_000
+NUM_AT_ONCE = 16
+MAX_MODEL_LEN = 32  # what is valid ends soon
+PROMPT = [5, 6, 7, 8, 9]
+OURS = "/pagewire.scheduler.v1.SchedulerService/"
+SHARED = OURS + "GenerateMany"
+THEIRS = "/vllm.grpc.engine.VllmEngine/"
+
+_sampling = {
+    "max_tokens": 4,
+    "seed": 1,
+    "n": 2,
+    "stop": ["x"],
+    "stop_token_ids": [7],
+    "logprobs": 2,
+    "logit_bias": {3: 1},
+}
+_generate = pb.GenerateRequest(
+    request_id="r", tenant="t", cache_salt="s", priority=1, token_ids={"ids": PROMPT}, sampling=_sampling
+)
+_text = pb.GenerateRequest(text="once upon a time é", sampling={"max_tokens": 4, "temperature": 0.5, "top_p": 0.9})
+_beam = pb.GenerateRequest(token_ids={"ids": PROMPT}, sampling={"beam_width": 3, "n": 2, "length_penalty": 0.5})
+# Method and, from a good request of it, whether it answers with a stream.
+GOOD: list[tuple[str, bool, Message]] = [
+    (OURS + "Generate", True, _generate),
+    (OURS + "Generate", True, _text),
+    (OURS + "Generate", True, _beam),
+    (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "request": _generate, "timeout_seconds": 1})),
+    (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "request": _beam, "token_only": True})),
+    (SHARED, True, pb.GenerateManyRequest(stop={"stream_id": 3, "num_tokens": 1})),
+    (OURS + "Abort", False, pb.AbortRequest(request_id="r", tenant="t")),
+    (OURS + "Submit", False, pb.SubmitRequest(request=_generate)),
+    (OURS + "Attach", True, pb.AttachRequest(request_id="r", tenant="t", from_token=1, from_tokens=[1, 2])),
+    (OURS + "GetResult", False, pb.GetResultRequest(request_id="r", tenant="t")),
+    (OURS + "GetRequest", False, pb.GetRequestRequest(request_id="r", tenant="t")),
+    (OURS + "GetBlocks", False, pb.GetBlocksRequest()),
+    (OURS + "SubscribeKvEvents", True, pb.SubscribeKvEventsRequest(start_sequence_number=1)),
+    (OURS + "GetServerInfo", False, pb.GetServerInfoRequest()),
+    (OURS + "GetLoads", False, pb.GetLoadsRequest()),
+    (
+        THEIRS + "Generate",
+        True,
+        vllm.GenerateRequest(
+            request_id="r", tokenized={"input_ids": PROMPT}, stream=True, sampling_params=_sampling | {"min_p": 0.5}
+        ),
+    ),
+    (THEIRS + "Generate", True, vllm.GenerateRequest(text="once", sampling_params={"max_tokens": 4, "temperature": 1})),
+    (THEIRS + "Embed", False, vllm.EmbedRequest(tokenized={"input_ids": PROMPT})),
+    (THEIRS + "HealthCheck", False, vllm.HealthCheckRequest()),
+    (THEIRS + "Abort", False, vllm.AbortRequest(request_ids=["r", "q"])),
+    (THEIRS + "GetModelInfo", False, vllm.GetModelInfoRequest()),
+    (THEIRS + "GetServerInfo", False, vllm.GetServerInfoRequest()),
+    (THEIRS + "GetLoads", False, vllm.GetLoadsRequest(dp_rank=0, include=["core"])),
+    (THEIRS + "GetTokenizer", True, common.GetTokenizerRequest()),
+    (THEIRS + "SubscribeKvEvents", True, common.SubscribeKvEventsRequest(start_sequence_number=1)),
+    (THEIRS + "FlushCache", False, common.FlushCacheRequest(timeout_s=0.1)),
+    (THEIRS + "StartProfile", False, common.StartProfileRequest(output_dir="/", num_steps=1)),
+    (THEIRS + "StopProfile", False, common.StopProfileRequest()),
+]
+# What a request may be answered with. CANCELLED is ours: a stream that has begun is not read to its end.
+ALLOWED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+INTEGERS = (0, 1, 2, 127, 128, 255, 299, 300, 2**31 - 1)
+FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-38, 3e38, float("nan"), float("inf"), float("-inf"))
+TEXTS = ("", "x", "r", "q", "é😀", "a" * 129, "once upon a time", "\0")
+
+
+def value_for(rng: random.Random, field: FieldDescriptor) -> object:
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_BOOL:
+            return rng.random() < 0.5
+        case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
+            return rng.choice(FLOATS)
+        case FieldDescriptor.CPPTYPE_STRING:
+            text = rng.choice(TEXTS)
+            return text.encode() if field.type == FieldDescriptor.TYPE_BYTES else text
+        case FieldDescriptor.CPPTYPE_INT32 | FieldDescriptor.CPPTYPE_INT64:
+            return rng.choice((*INTEGERS, -1, -(2**31)))
+        case FieldDescriptor.CPPTYPE_ENUM:
+            return rng.choice((0, 1, 2, 3, 99))
+        case _:
+            return rng.choice((*INTEGERS, 2**32 - 1))
+
+
+def mutate_fields(rng: random.Random, message: Message) -> None:
+    """Change one field, at any depth."""
+    fields = message.DESCRIPTOR.fields
+    if not fields:
+        return
+    field = rng.choice(fields)
+    if rng.random() < 0.15:
+        message.ClearField(field.name)
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        entry = field.message_type.fields_by_name
+        if entry["value"].message_type is None:
+            getattr(message, field.name)[value_for(rng, entry["key"])] = value_for(rng, entry["value"])
+    elif field.message_type is not None:
+        child = getattr(message, field.name)
+        if field.is_repeated:
+            child = child.add()
+        else:
+            child.SetInParent()
+        mutate_fields(rng, child)
+    elif field.is_repeated:
+        getattr(message, field.name).extend(value_for(rng, field) for _ in range(rng.choice((1, 2, 17, 65))))
+    else:
+        setattr(message, field.name, value_for(rng, field))
+
+
+def mutate_bytes(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        start = rng.randrange(len(changed) + 1)
+        end = min(len(changed), start + rng.randrange(1, 9))
+        match rng.randrange(6):
+            case 0:
+                del changed[start:end]
+            case 1:
+                changed[start:start] = rng.randbytes(end - start + 1)
+            case 2:
+                changed[start:start] = changed[start:end]
+            case 3:
+                del changed[start:]
+            case 4:
+                changed[start:] = other[: rng.randrange(len(other) + 1)]
+            case 5 if start < len(changed):
+                changed[start] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def mutant(rng: random.Random) -> tuple[str, bool, bytes]:
+    method, is_stream, good = rng.choice(GOOD)
+    if rng.random() < 0.4:
+        return method, is_stream, mutate_bytes(rng, good.SerializeToString(), rng.choice(GOOD)[2].SerializeToString())
+    message = type(good)()
+    message.CopyFrom(good)
+    for _ in range(rng.randrange(1, 4)):
+        mutate_fields(rng, message)
+    return method, is_stream, message.SerializeToString()
+
+
+class SoundWorker(FakeWorker):
+    """Without the fake worker's token that makes bad logits: what is INTERNAL here is a defect."""
+
+    def _simulated_worker(self) -> SimulatedWorker:
+        worker = super()._simulated_worker()
+        worker.poisoned = frozenset()
+        return worker
+
+
+async def send(stack: Stack, method: str, is_stream: bool, data: bytes) -> grpc.StatusCode:
+    """How it ended; OK too for a stream that has begun."""
+    if method == SHARED:
+        return await send_shared(stack, data)
+    if not is_stream:
+        call = stack.channel.unary_unary(method)(data, timeout=2)
+        return await call.code()
+    call = stack.channel.unary_stream(method)(data, timeout=2)
+    try:
+        await call.read()
+    except grpc.aio.AioRpcError:
+        return await call.code()
+    call.cancel()
+    return grpc.StatusCode.OK
+
+
+async def send_shared(stack: Stack, data: bytes) -> grpc.StatusCode:
+    """On a call of its own, read to its end. What fails in a request is told in a message."""
+    call = stack.channel.stream_stream(SHARED)(timeout=2)
+    try:
+        await call.write(data)
+        await call.done_writing()
+        while (answer := await call.read()) is not grpc.aio.EOF:
+            for failure in pb.GenerateManyResponse.FromString(answer).failures:
+                code = next(code for code in grpc.StatusCode if code.value[0] == failure.code)
+                assert code in ALLOWED, f"{data!r}: {failure}"
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        pass
+    return await call.code()
+
+
+@pytest.mark.parametrize("seed", [1])
+async def test_mutated_requests_are_served_or_refused_as_what_they_are(checkpoint: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    worker = SoundWorker(read_model_info(str(checkpoint)).digest, max_model_len=MAX_MODEL_LEN)
+    await worker.start()
+    codes: Counter[tuple[str, grpc.StatusCode]] = Counter()
+    async with serve(checkpoint, worker=worker, max_detached_requests=16, max_waiting_requests=64) as stack:
+        mutants = iter([mutant(rng) for _ in range(NUM_REQUESTS)])
+
+        async def send_some() -> None:
+            for method, is_stream, data in mutants:
+                code = await send(stack, method, is_stream, data)
+                assert code in ALLOWED, f"{method} {data!r}: {code}"
+                codes[method, code] += 1
+
+        await asyncio.gather(*(send_some() for _ in range(NUM_AT_ONCE)))
+        assert codes.total() == NUM_REQUESTS
+        for method, _, _ in GOOD:
+            assert sum(count for (each, _), count in codes.items() if each == method) > 100, method
+        assert codes[OURS + "Generate", grpc.StatusCode.OK] > 50
+        assert codes[OURS + "Generate", grpc.StatusCode.INVALID_ARGUMENT] > 50
+        await stack.until_idle()
+        result = await stack.generate(request(PROMPT, max_tokens=9))
+        assert result.token_ids[0] == expected_tokens(PROMPT, 9)
+        assert len(worker.epochs) == 1, "no mutant has cost the worker's session"

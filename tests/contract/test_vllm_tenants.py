@@ -1,0 +1,71 @@
+"""VllmEngine where callers are told apart: each sees its own requests and its own content."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+from smg_grpc_proto import vllm_engine_pb2
+from smg_grpc_proto.generated import common_pb2
+
+from tests.contract.scheduler_stack import Stack, serve
+from tests.contract.test_tenants import PROMPT, code_of, credentials, slow_stack, write_tenants
+from tests.contract.vllm_client import request, stub_of
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    write_tenants(tmp_path / "tenants.yaml")
+    return tmp_path / "tenants.yaml"
+
+
+async def ends_of(stack: Stack, tenant: str, message: vllm_engine_pb2.GenerateRequest) -> list[str]:
+    responses = stub_of(stack).Generate(message, metadata=credentials(tenant))
+    return [response.complete.finish_reason async for response in responses if response.HasField("complete")]
+
+
+async def cached_tokens_of(stack: Stack, tenant: str) -> set[int]:
+    """First tokens of the blocks that the tenant is told of."""
+    call = stub_of(stack).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), metadata=credentials(tenant))
+    batch = await call.read()
+    call.cancel()
+    assert batch.snapshot.count == 1
+    return {block.token_ids[0] for event in batch.events for block in event.stored.blocks}
+
+
+async def test_strangers_are_refused(checkpoint: Path, tenants: Path) -> None:
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        stub = stub_of(stack)
+        for call in (
+            stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest()),
+            stub.Generate(request(PROMPT, max_tokens=2)).read(),
+            stub.GetTokenizer(common_pb2.GetTokenizerRequest()).read(),
+            stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read(),
+        ):
+            assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_nobody_aborts_anothers_request(checkpoint: Path, tenants: Path) -> None:
+    async with slow_stack(checkpoint, tenants) as stack:
+        stub, abort = stub_of(stack), vllm_engine_pb2.AbortRequest(request_ids=["same"])
+        message = request(PROMPT, request_id="same", max_tokens=30)
+        calls = [asyncio.create_task(ends_of(stack, tenant, message)) for tenant in ("acme", "globex")]
+        async with asyncio.timeout(10):
+            while stack.worker.num_steps < 3:  # noqa: ASYNC110 -- the worker tells nobody of its steps
+                await asyncio.sleep(0.01)
+        await stub.Abort(abort, metadata=credentials("acme"))
+        stack.worker.step_seconds = 0
+        assert await asyncio.gather(*calls) == [["abort"], ["length"]]
+
+
+async def test_everybody_is_told_of_what_is_their_own(checkpoint: Path, tenants: Path) -> None:
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        for first, tenant in ((100, "acme"), (200, "globex")):
+            await ends_of(stack, tenant, request([first, 1, 2, 3, 4], max_tokens=1))
+        assert await cached_tokens_of(stack, "acme") == {100}
+        assert await cached_tokens_of(stack, "globex") == {200}
+        flush = common_pb2.FlushCacheRequest()
+        refused = stub_of(stack).FlushCache(flush, metadata=credentials("acme"))
+        assert await code_of(refused) is grpc.StatusCode.PERMISSION_DENIED
+        assert (await stub_of(stack).FlushCache(flush, metadata=credentials("root"))).success
+        assert await cached_tokens_of(stack, "globex") == set()
