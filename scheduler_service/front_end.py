@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -15,7 +15,15 @@ from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
-from scheduler_service.server import CLOSE_TIMEOUT, EXIT_ERROR, SERVER_OPTIONS, bind, cancel, read_pem
+from scheduler_service.server import (
+    CLOSE_TIMEOUT,
+    EXIT_ERROR,
+    SERVER_OPTIONS,
+    bind,
+    cancel,
+    read_pem,
+    serve_until_signalled,
+)
 from scheduler_service.stream import Outlet
 from scheduler_service.tokenizer import Tokenizer
 
@@ -24,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 def serve(config: FrontEndConfig) -> int:
     """Serve until SIGTERM or SIGINT; a second one ends at once. The exit code."""
-    return asyncio.run(_serve(config))
+    return asyncio.run(serve_until_signalled(partial(run, config)))
 
 
 async def run(
@@ -41,17 +49,6 @@ async def run(
         logger.error("%s", error)
         return EXIT_ERROR
     return await front_end.run(stop, stop_now or asyncio.Event(), ready)
-
-
-async def _serve(config: FrontEndConfig) -> int:
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return await run(config, stop=stop, ready=lambda url: print(f"ready on {url}", flush=True), stop_now=stop_now)
 
 
 class _FrontEnd:

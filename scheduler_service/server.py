@@ -5,7 +5,8 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ SERVER_OPTIONS = (
 
 def serve(config: SchedulerConfig) -> int:
     """Serve until SIGTERM or SIGINT; a second one ends at once. The exit code."""
-    return asyncio.run(_serve(config))
+    return asyncio.run(serve_until_signalled(partial(run, config)))
 
 
 async def run(
@@ -88,7 +89,8 @@ async def run(
     return await service.run(stop, stop_now or asyncio.Event(), ready)
 
 
-async def _serve(config: SchedulerConfig) -> int:
+async def serve_until_signalled(run: Callable[..., Coroutine[Any, Any, int]]) -> int:
+    """`run` until SIGTERM or SIGINT, and not beyond a second one. The exit code."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -96,7 +98,7 @@ async def _serve(config: SchedulerConfig) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return await run(config, stop=stop, ready=lambda url: print(f"ready on {url}", flush=True), stop_now=stop_now)
+    return await run(stop=stop, ready=lambda url: print(f"ready on {url}", flush=True), stop_now=stop_now)
 
 
 class _Service:

@@ -118,6 +118,8 @@ class DecoderStack:
         check("x", x, torch.float32, (num_tokens, self._hidden_size))
         check("cos", cos, torch.float32, (num_tokens, head_dim))
         check("sin", sin, torch.float32, (num_tokens, head_dim))
+        if len(rows.slot_mapping) != num_tokens:
+            raise ValueError(f"x has {num_tokens} tokens and the rows {len(rows.slot_mapping)}; they must agree")
         self._use_cache(kv_cache, scorings)
         step = cache_step(rows, scorings[0], num_tokens, self._num_heads, self._heads_size, *kv_cache[0])
         hidden = torch.empty_like(x)
@@ -136,13 +138,28 @@ class DecoderStack:
         if kv_cache is self._kv_cache:
             return
         first_key, first_value = kv_cache[0]
+        self._check_heads(*first_key.shape[2:])
         for layer, scoring, (key, value) in zip(self._layers, scorings, kv_cache, strict=True):
-            if (key.shape, key.stride()) != (first_key.shape, first_key.stride()) or (
-                (value.shape, value.stride(), value.dtype) != (first_value.shape, first_value.stride(), torch.float32)
-            ):
+            found = (key.shape, key.stride(), value.shape, value.stride(), key.dtype, value.dtype)
+            first = (first_key.shape, first_key.stride(), first_value.shape, first_value.stride())
+            if found != (*first, torch.float32, torch.float32):
                 raise ValueError(
                     f"caches of {key.dtype} {tuple(key.shape)} with strides {key.stride()} and of {first_key.dtype} "
                     f"{tuple(first_key.shape)} with strides {first_key.stride()}: all layers have one shape, in float32"
                 )
             layer.key_cache, layer.value_cache, layer.window = key.data_ptr(), value.data_ptr(), scoring.window
         self._kv_cache = kv_cache
+
+    def _check_heads(self, num_kv_heads: int, head_dim: int) -> None:
+        """Raises ValueError unless the weights give and take heads of this number and size."""
+        num_all = self._num_heads + 2 * num_kv_heads
+        for weights in self._weights:
+            sizes = (weights.qkv.out_size, weights.output.in_size)
+            if sizes != (num_all * head_dim, self._num_heads * head_dim):
+                raise ValueError(
+                    f"qkv gives {sizes[0]} and output takes {sizes[1]}; {self._num_heads} query heads and "
+                    f"{num_kv_heads} KV heads of {head_dim} need {num_all * head_dim} and {self._num_heads * head_dim}"
+                )
+            for name, norm in (("query_norm", weights.query_norm), ("key_norm", weights.key_norm)):
+                if norm is not None:
+                    check(name, norm, torch.float32, (head_dim,))

@@ -1,14 +1,12 @@
 import pytest
 
-from kernels.cpu import BuildError, CpuKernels
-from kernels.cpu.library import find_compiler, load_library
+from kernels.cpu import CpuKernels
+from kernels.cpu.library import load_library
+from tests.compiler import skip_without_compiler
 
 
 @pytest.fixture(scope="session")
 def cpu_kernels() -> CpuKernels:
     """The C kernels, built for this processor."""
-    try:
-        find_compiler()
-    except BuildError as error:
-        pytest.skip(str(error))
+    skip_without_compiler()
     return CpuKernels(load_library())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import make_checkpoint
 
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -61,6 +62,7 @@ def test_throughput(model: str, tmp_path: Path) -> None:
 
 
 def test_profile(model: str) -> None:
+    skip_without_compiler()
     flags = ["--num-iters", "3", "--num-iters-warmup", "1", "--profile"]
     arguments = command("latency", "--model", model, *LENGTHS, *flags, *SERVE_FLAGS)
     printed = subprocess.run(arguments, env=ENVIRON, capture_output=True, text=True, check=True, timeout=120)

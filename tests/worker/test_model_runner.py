@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.plans import Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
@@ -209,6 +210,7 @@ def test_nan_logits_fail_their_row_only(checkpoints: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize(("family", "is_told_apart"), [("qwen3", True), ("gpt2", False)])
 def test_parts_of_a_step_add_up(checkpoints: dict[str, Path], family: str, is_told_apart: bool) -> None:
+    skip_without_compiler()
     worker = load(checkpoints[family])
     row = opening(0, random_prompts(5, [60])[0], 0, (1, 2, 3, 4))
     result = worker.runner.execute(StepPlan(1, 1, openings=(row,), work_slots=(0,), work_num_tokens=(60,)))

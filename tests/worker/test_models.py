@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service import models
 from worker_service.attention import AttentionBatch, create_backend
@@ -66,8 +67,14 @@ VARIANTS = [
 @pytest.fixture(params=["fused", "kernels", "torch"])
 def path_of_model(request, monkeypatch):
     """Every test with all layers in one call of the CPU kernels, with a call for each operation, and in plain torch."""
-    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off" if request.param == "torch" else "require")
+    use_kernels(monkeypatch, "off" if request.param == "torch" else "require")
     return request.param
+
+
+def use_kernels(monkeypatch, mode):
+    if mode == "require":
+        skip_without_compiler()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
 
 
 @pytest.fixture
@@ -175,7 +182,7 @@ def test_head_in_the_checkpoint_counts_even_if_config_ties_it(load_model, tmp_pa
 
 @pytest.mark.parametrize("mode", ["require", "off"])
 def test_weights_are_not_held_twice(tmp_path, monkeypatch, mode):
-    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
+    use_kernels(monkeypatch, mode)
     path = make_checkpoint(tmp_path, "llama", seed=16, **TIED)
     model = models.load_model(path, dtype=torch.float32, device=CPU, operations=create_operations(CPU))
     linears = [module for module in model.modules() if isinstance(module, Linear)]
@@ -186,8 +193,9 @@ def test_weights_are_not_held_twice(tmp_path, monkeypatch, mode):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("held", ["bfloat16", "float16"])
-def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, held, tied):
+def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch, held, tied):
     """The kernels multiply with half precision as it is; the model computes what it does with widened weights."""
+    use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "qwen3", seed=19, dtype=held, tie_word_embeddings=tied)
     operations = create_operations(CPU)
     model = models.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
@@ -198,7 +206,8 @@ def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, held, tied):
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
-def test_only_what_the_kernels_compute_whole_is_fused(tmp_path):
+def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
+    use_kernels(monkeypatch, "require")
     operations, backend = create_operations(CPU), create_backend("auto", CPU)
     for family, dtype, expected in [
         ("qwen3", torch.float32, True), ("qwen3", torch.bfloat16, False), ("gpt2", torch.float32, False),
@@ -213,7 +222,7 @@ def test_only_what_the_kernels_compute_whole_is_fused(tmp_path):
 @pytest.mark.parametrize("num_rows", [0, 1, 17, 300])
 @pytest.mark.parametrize("mode", ["require", "off"])
 def test_linear_keeps_its_values_when_packed(monkeypatch, mode, num_rows, bias):
-    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
+    use_kernels(monkeypatch, mode)
     torch.manual_seed(0)
     linear = Linear(24, [8, 3, 3], create_operations(CPU), bias=bias)
     weights = [torch.randn(size, 24) for size in linear.out_sizes]

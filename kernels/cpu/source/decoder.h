@@ -2,7 +2,7 @@
 // region of threads: they meet after each part of a layer instead of being sent home. Activations and cache are float32,
 // weights of any element type.
 
-// `operations.py` mirrors these structures.
+// `decoder.py` mirrors these structures.
 typedef struct {
   const float *attention_norm, *mlp_norm;  // [hidden_size]
   const float *query_norm, *key_norm;      // [head_dim], or NULL
@@ -18,7 +18,7 @@ typedef struct {
   float eps;
 } decoder;
 
-// Which of a step's parts takes how long. `operations.py` mirrors their order.
+// Which of a step's parts takes how long. `decoder.py` mirrors their order.
 enum { NORMS, PRODUCTS, ROTARY, ATTENTION, ACTIVATION, NUM_PARTS };
 
 typedef struct {

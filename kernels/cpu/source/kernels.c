@@ -5,8 +5,8 @@
 #define JOIN(name, type) JOIN_(name, type)
 #define NAME(name) JOIN(name, ELEMENT_NAME)
 
-// A step's rows over one layer's paged cache; the same for all its layers. Strides count elements. `operations.py`
-// mirrors this structure.
+// A step's rows over one layer's paged cache; the same for all its layers. Strides count elements. `paged.py` mirrors
+// this structure.
 typedef struct {
   const int32_t* query_start_loc;  // [num_rows + 1]
   const int32_t* seq_lens;         // [num_rows]

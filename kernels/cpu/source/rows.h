@@ -12,7 +12,7 @@ enum {
 #define GROUP_ROWS 6
 #endif
 
-// y = x W^T + b. `operations.py` mirrors this structure.
+// y = x W^T + b. `linear.py` mirrors this structure.
 typedef struct {
   const void* panels;  // packed weights of an element type
   const float* bias;   // [out_size], or NULL
