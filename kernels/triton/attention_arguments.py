@@ -1,4 +1,4 @@
-"""What the attention kernels take besides queries and caches, and what they refuse."""
+"""What the attention kernels take, what they make of it, and what they refuse."""
 
 from dataclasses import dataclass
 
@@ -129,3 +129,16 @@ def check_integers(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
             f"{name} are {list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}; "
             f"make them {list(shape)} torch.int32, dense"
         )
+
+
+@triton.jit
+def prepare_queries(queries, score_factor, OPERAND: tl.constexpr):
+    """Queries as operands, and what their products are to be multiplied by."""
+    factors = tl.full([queries.shape[0]], score_factor, tl.float32)
+    wide = queries.to(tl.float32)
+    if queries.dtype == tl.bfloat16 and tl.float16 == OPERAND:  # which does not hold all that bfloat16 does
+        peaks = tl.max(tl.abs(wide), axis=1)
+        peaks = tl.where(peaks == 0.0, 1.0, peaks)
+        factors *= peaks
+        wide /= peaks[:, None]
+    return wide.to(OPERAND), factors

@@ -165,8 +165,8 @@ def _reshape_and_cache_kernel(
     value_sources = tokens * value_stride_token + heads * value_stride_head
     values = tl.load(value + value_sources[:, None] + dims[None, :], mask=mask, other=0.0)
     if IS_QUANTIZED:
-        keys = _quantize(keys, inverse_key_scale)
-        values = _quantize(values, inverse_value_scale)
+        keys = quantize(keys, inverse_key_scale)
+        values = quantize(values, inverse_value_scale)
     tl.store(key_cache + targets[:, None] + dims[None, :], keys.to(key_cache.dtype.element_ty), mask=mask)
     targets = (
         blocks * value_cache_stride_block + positions * value_cache_stride_position + heads * value_cache_stride_head
@@ -175,7 +175,7 @@ def _reshape_and_cache_kernel(
 
 
 @triton.jit
-def _quantize(x, inverse_scale):
+def quantize(x, inverse_scale):
     """Saturated; a NaN stays one."""
     scaled = x.to(tl.float32) * inverse_scale
     return tl.clamp(scaled, -_MAX_E4M3, _MAX_E4M3, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton import tiles
-from kernels.triton.attention_arguments import Rows, Scoring, check_tensors, operand
+from kernels.triton.attention_arguments import Rows, Scoring, check_tensors, operand, prepare_queries
 from kernels.triton.split_plan import ANY_LEN, SplitPlan
 
 MIN_ROWS = 16  # of a tile: the least that a matrix product takes
@@ -276,7 +276,7 @@ def _attend_split(
     heads = head * NUM_GROUPS + groups
     query += row * query_stride_row + heads[:, None] * query_stride_head + dims[None, :]
     mask = (groups < NUM_GROUPS)[:, None] & is_dim
-    queries, factors = _prepare(tl.load(query, mask=mask, other=0.0), score_factor, OPERAND)
+    queries, factors = prepare_queries(tl.load(query, mask=mask, other=0.0), score_factor, OPERAND)
     slopes = factors
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=groups < NUM_GROUPS, other=0.0) * 1.4426950408889634  # log2(e)
@@ -318,19 +318,6 @@ def _attend_split(
             start + BLOCK_N + columns, end, first, seq_len, block_table, selected, BLOCK_SIZE
         )
     return sums, highest, totals
-
-
-@triton.jit
-def _prepare(queries, score_factor, OPERAND: tl.constexpr):
-    """Queries as operands, and what their products are to be multiplied by."""
-    factors = tl.full([queries.shape[0]], score_factor, tl.float32)
-    wide = queries.to(tl.float32)
-    if queries.dtype == tl.bfloat16 and tl.float16 == OPERAND:  # which does not hold all that bfloat16 does
-        peaks = tl.max(tl.abs(wide), axis=1)
-        peaks = tl.where(peaks == 0.0, 1.0, peaks)
-        factors *= peaks
-        wide /= peaks[:, None]
-    return wide.to(OPERAND), factors
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.cache import check_caches, check_scales
+from kernels.triton.cache import check_caches, check_scales, quantize
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_NORM_SIZE = 65536
@@ -388,12 +388,12 @@ def _norm_rope_kernel(
             block, position = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             keys = key_cache + block * key_cache_stride_block + position * key_cache_stride_position
             keys += (head - NUM_HEADS) * key_cache_stride_head + pair
-            tl.store(keys, _cached(turned_first, inverse_key_scale, key_cache, IS_QUANTIZED), mask=is_key)
-            tl.store(keys + HALF, _cached(turned_second, inverse_key_scale, key_cache, IS_QUANTIZED), mask=is_key)
+            tl.store(keys, _cached(turned_first, inverse_key_scale, IS_QUANTIZED), mask=is_key)
+            tl.store(keys + HALF, _cached(turned_second, inverse_key_scale, IS_QUANTIZED), mask=is_key)
             values = value_cache + block * value_cache_stride_block + position * value_cache_stride_position
             values += (head - NUM_HEADS - NUM_KV_HEADS) * value_cache_stride_head + pair
-            tl.store(values, _cached(raw_first, inverse_value_scale, value_cache, IS_QUANTIZED), mask=is_value)
-            tl.store(values + HALF, _cached(raw_second, inverse_value_scale, value_cache, IS_QUANTIZED), mask=is_value)
+            tl.store(values, _cached(raw_first, inverse_value_scale, IS_QUANTIZED), mask=is_value)
+            tl.store(values + HALF, _cached(raw_second, inverse_value_scale, IS_QUANTIZED), mask=is_value)
     else:
         tl.store(sources, turned_first, mask=is_key)
         tl.store(sources + HALF, turned_second, mask=is_key)
@@ -431,10 +431,9 @@ def _turn(x, other, cos, sin):
 
 
 @triton.jit
-def _cached(x, inverse_scale, cache, IS_QUANTIZED: tl.constexpr):
-    """As the cache holds it; 8-bit floats saturate, and a NaN stays one."""
+def _cached(x, inverse_scale, IS_QUANTIZED: tl.constexpr):
+    """As the cache holds it."""
     if IS_QUANTIZED:
-        scaled = x.to(tl.float32) * inverse_scale
-        return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(cache.dtype.element_ty)
+        return quantize(x, inverse_scale)
     else:
         return x

@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton import tiles
-from kernels.triton.attention_arguments import Rows, Scoring, check_integers, check_tensors, operand
+from kernels.triton.attention_arguments import (
+    Rows,
+    Scoring,
+    check_integers,
+    check_tensors,
+    operand,
+    prepare_queries,
+)
 
 # Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
 _LOWEST = tl.constexpr(-3.0e38)
@@ -143,7 +150,7 @@ def _paged_prefill_kernel(
     mask = is_member[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = (start + queries_of).to(tl.int64)
     query += (tokens * query_stride_token + heads * query_stride_head)[:, None] + dims[None, :]
-    queries, factors = _prepare(tl.load(query, mask=mask, other=0.0), score_factor, OPERAND)
+    queries, factors = prepare_queries(tl.load(query, mask=mask, other=0.0), score_factor, OPERAND)
     slopes = factors
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=is_member, other=0.0) * 1.4426950408889634  # log2(e)
@@ -193,19 +200,6 @@ def _find_tile(query_start_loc, num_rows, index, TILE_QUERIES: tl.constexpr):
         end = tl.where(is_before, end, middle)
     first_tile = (tl.load(query_start_loc + row) - origin) // TILE_QUERIES + row
     return row, (index - first_tile) * TILE_QUERIES
-
-
-@triton.jit
-def _prepare(queries, score_factor, OPERAND: tl.constexpr):
-    """The queries as operands, and what their products are to be multiplied by."""
-    factors = tl.full([queries.shape[0]], score_factor, tl.float32)
-    wide = queries.to(tl.float32)
-    if queries.dtype == tl.bfloat16 and tl.float16 == OPERAND:  # which would not hold them as they are
-        peaks = tl.max(tl.abs(wide), axis=1)
-        peaks = tl.where(peaks == 0.0, 1.0, peaks)
-        factors *= peaks
-        wide /= peaks[:, None]
-    return wide.to(OPERAND), factors
 
 
 @triton.jit
