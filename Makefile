@@ -27,8 +27,8 @@ test: $(READY)  ## every test that needs no GPU
 	first=$$?; $(BIN)/python -m pytest -m 'not gpu and system' $(or $(ARGS),tests/system); second=$$?; \
 	case "$$first $$second" in '0 0'|'0 5'|'5 0') ;; *) exit 1 ;; esac
 
-sim: $(READY)  ## simulate SEEDS=n histories of the scheduler and a failing worker, from seed FIRST=n on
-	$(BIN)/python -m tests.sim --seeds $(SEEDS) --first $(FIRST)
+sim: $(READY)  ## simulate SEEDS=n histories of the scheduler and a failing worker, from seed FIRST=n on; COMPILED=1: faster
+	$(BIN)/python -m tests.sim --seeds $(SEEDS) --first $(FIRST) $(if $(COMPILED),--compiled)
 
 sim-mutants: $(READY)  ## plant bugs, and see that the simulator finds each
 	$(BIN)/python -m tests.sim.mutants --seeds $(SEEDS) --first $(FIRST)

@@ -7,7 +7,7 @@ is SWAPPED, and then no move names its host blocks.
 from __future__ import annotations
 
 from array import array
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from scheduler_service.core.block_pool import BlockPool
@@ -65,8 +65,11 @@ def check_sample(scheduler: Scheduler) -> None:
 
 def _check_queues(scheduler: Scheduler, groups: LiveGroups) -> None:
     running = list(scheduler._running)
-    assert all(a.order < b.order for a, b in pairwise(running))
-    waiting = {group for queued in scheduler._waiting._groups.values() for group in queued}
+    for earlier, later in pairwise(running):
+        assert earlier.order < later.order
+    waiting: set[SequenceGroup] = set()
+    for queued in scheduler._waiting._groups.values():
+        waiting.update(queued)
     num_running = num_loading = num_samples = 0
     for group, live in groups:
         state = group.state
@@ -80,7 +83,8 @@ def _check_queues(scheduler: Scheduler, groups: LiveGroups) -> None:
             num_samples += len(live)
     assert len(waiting) + len(running) + num_loading == len(groups), "S8"
     assert len(running) == num_running
-    assert all(group.state is GroupState.RUNNING for group in running)
+    for group in running:
+        assert group.state is GroupState.RUNNING
     assert len(scheduler._sequences) == num_samples, "S8: a sequence is in no request, or in one too many"
     assert sum(scheduler._num_tenant_requests.values()) == len(groups), "S8: a tenant is counted wrong"
 
@@ -126,8 +130,10 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]
                 assert num_computed == num_expected - 1, f"S5: a decoding row is not at its end: {sequence}"
                 assert sequence.due_step > epoch.num_steps, "a decoding row was not looked at when it was due"
         if group.state is GroupState.RUNNING:
-            slots += [sequence.slot for sequence in group.sequences if sequence.slot >= 0]
-            num_rows += sum(sequence.slot >= 0 for sequence in group.sequences)
+            for sequence in group.sequences:
+                if sequence.slot >= 0:
+                    slots.append(sequence.slot)
+                    num_rows += 1
             if group.beam is not None:
                 num_rows -= len(group.beam.unborn_slots)
     assert num_rows == epoch.num_rows
@@ -198,11 +204,16 @@ def _check_pool(pool: BlockPool, holders: list[int]) -> None:
     if pool._ref_counts != holders:
         wrong = [block for block, num_holders in enumerate(holders) if pool.ref_count(block) != num_holders]
         raise AssertionError(f"S2: the reference counts of blocks {wrong}")
-    free = list(islice(pool.free_blocks(), pool.num_blocks + 1))
-    assert len(free) == len(set(free)) == pool.num_free, "S1: the free list is cut, or a loop"
-    assert not any(map(holders.__getitem__, free)), "S1: a block is free and held"
-    assert holders.count(0) - 1 == len(free), "S1: a block is lost"
-    assert pool.num_idle_cached == sum(pool._is_idle_cached)
+    num_lost = holders.count(0) - 1
+    assert num_lost == pool.num_free, "S1: a block is lost, or counted twice"
+    links, block = pool._next, pool._next[0]
+    while block:
+        assert holders[block] == 0, "S1: a block is free and held, or the free list is a loop"
+        holders[block] = -1
+        num_lost -= 1
+        block = links[block]
+    assert num_lost == 0, "S1: the free list is cut"
+    assert pool.num_idle_cached == pool._is_idle_cached.count(1)
 
 
 def _check_content(cache: CacheManager) -> None:
@@ -226,8 +237,12 @@ def _check_content(cache: CacheManager) -> None:
 
 
 def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
-    idle = [node is not None and count == 0 for node, count in zip(nodes, pool._ref_counts, strict=True)]
-    assert pool._is_idle_cached == bytes(idle), "S1: an idle block is taken for cached, or is not"
+    num_idle = 0
+    for block, node in enumerate(nodes):
+        if node is not None and pool._ref_counts[block] == 0:
+            assert pool._is_idle_cached[block], "S1: an idle block is not taken for cached"
+            num_idle += 1
+    assert num_idle == pool.num_idle_cached, "S1: a block is taken for idle and cached, and is not"
 
 
 def _check_published(block_size: int, sequence: Sequence) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 
 from tests.sim.campaign import Summary, command_for, run_campaign, trace_seed
+from tests.sim.compiled import run_compiled
 from tests.sim.reach import STATES
 
 # With fewer seeds a rare state may be missed by chance.
@@ -18,7 +19,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--trace", action="store_true", help="print the history of the first seed, and no other")
+    parser.add_argument("--compiled", action="store_true", help="compile all with mypyc first: for long campaigns")
     arguments = parser.parse_args()
+    if arguments.compiled:
+        return run_compiled([argument for argument in sys.argv[1:] if argument != "--compiled"])
     if arguments.trace:
         return 0 if trace_seed(arguments.first) else 1
     started = time.perf_counter()

@@ -54,7 +54,10 @@ class MoveLedger:
             self.num_in += len(plan.swap_in_device_blocks)
 
     def _named(self) -> tuple[set[int], set[int], set[int], set[int]]:
-        read_device, written_device, read_host, written_host = set(), set(), set(), set()
+        read_device: set[int] = set()
+        written_device: set[int] = set()
+        read_host: set[int] = set()
+        written_host: set[int] = set()
         for plan in self._moves.values():
             read_device.update(plan.swap_out_device_blocks)
             written_host.update(plan.swap_out_host_blocks)

@@ -383,6 +383,12 @@ MUTANTS = (
         "return not self._trial or request in self._trial",
         "return True",
     ),
+    _mutant(
+        "the cache is emptied under requests",
+        "scheduler",
+        "        if self._epoch is not None and not self._groups:\n            self._epoch.cache.flush()",
+        "        if self._epoch is not None:\n            self._epoch.cache.flush()",
+    ),
     # What is told
     _mutant(
         "a block's removal from the device is told to nobody",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -242,9 +241,12 @@ class WorkerProcess:
             self.simulation.reached["a plan too many is refused"] += 1
 
     def _refuse_plan(self, epoch: int, step: int) -> None:
-        assert self.session is not None
+        session = self.session
+        assert session is not None
+        before = session.last_planned_step
         try:
-            copy(self.session).plan(epoch, step)
+            session.plan(epoch, step)
         except ProtocolError:
+            assert session.last_planned_step == before, "S9: a refused plan moved the session on"
             return
-        raise AssertionError(f"S9: step {step} of epoch {epoch} was taken by {vars(self.session)}")
+        raise AssertionError(f"S9: step {step} of epoch {epoch} was taken in epoch {session.epoch} after {before}")

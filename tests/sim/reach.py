@@ -44,6 +44,7 @@ STATES = (
     "a block is demoted",
     "a block is matched while it is demoted",
     "a host block's content is dropped",
+    "the cache is emptied",
     "a sample copies the tail of its prompt",
     "a beam copies its tail",
     "a beam forks into a new row",

@@ -78,6 +78,7 @@ class Scenario:
     worker_timeout: float  # without a worker for so long, all requests end
     faults: tuple[str, ...]
     fault_rate: float
+    flush_times: tuple[float, ...]  # when an operator wants the cache emptied
     arrivals: tuple[Arrival, ...]
 
 
@@ -86,6 +87,8 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     num_faults = rng.choice((0, 1, 2, 3, 5, len(FAULTS)))
     arrivals = _draw_arrivals(rng, capacity)
     max_num_seqs = rng.randint(1, 6)
+    # From streams of their own: seeds that once found a defect draw all else as they did then.
+    slowdown, flushes = Random(f"slowdown {seed}"), Random(f"flush {seed}")
     return Scenario(
         seed=seed,
         capacity=capacity,
@@ -100,8 +103,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         max_waiting_requests=3 if rng.random() < 0.07 else 100,
         max_waiting_tokens=20 if rng.random() < 0.07 else 1000,
         max_tenant_waiting_requests=3 if rng.random() < 0.07 else None,
-        # From a stream of its own: seeds that once found a defect draw all else as they did then.
-        max_decode_slowdown=Random(f"slowdown {seed}").choice((None, None, 1.0, 2.0)),
+        max_decode_slowdown=slowdown.choice((None, None, 1.0, 2.0)),
         step_seconds=0.01,
         delay_seconds=rng.choice((0.0, 0.002, 0.03)),
         wake_seconds=rng.choice((0.0, 0.0, 0.002, 0.02)),
@@ -109,6 +111,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         worker_timeout=rng.choice((0.3, 60.0, 60.0, 60.0)),
         faults=tuple(rng.sample(FAULTS, num_faults)),
         fault_rate=rng.choice((0.01, 0.03, 0.1)),
+        flush_times=tuple(flushes.random() for _ in range(flushes.choice((0, 0, 5)))),
         arrivals=arrivals,
     )
 
@@ -134,14 +137,15 @@ def _draw_capacity(rng: Random) -> WorkerCapacity:
     )
 
 
-def smaller(rng: Random, capacity: WorkerCapacity) -> dict[str, int]:
+def smaller(rng: Random, capacity: WorkerCapacity) -> WorkerCapacity:
     """What a worker may come back with: at most what it had."""
-    return {
-        "num_device_blocks": rng.randint(max(2, capacity.num_device_blocks // 2), capacity.num_device_blocks),
-        "num_host_blocks": rng.randint(0, capacity.num_host_blocks),
-        "max_num_seqs": rng.randint(1, capacity.max_num_seqs),
-        "max_num_batched_tokens": rng.randint(1, capacity.max_num_batched_tokens),
-    }
+    return replace(
+        capacity,
+        num_device_blocks=rng.randint(max(2, capacity.num_device_blocks // 2), capacity.num_device_blocks),
+        num_host_blocks=rng.randint(0, capacity.num_host_blocks),
+        max_num_seqs=rng.randint(1, capacity.max_num_seqs),
+        max_num_batched_tokens=rng.randint(1, capacity.max_num_batched_tokens),
+    )
 
 
 def _draw_arrivals(rng: Random, capacity: WorkerCapacity) -> tuple[Arrival, ...]:

@@ -105,6 +105,8 @@ class Simulation:
             self.trace(_brief(replace(self.scenario, arrivals=())))
         for arrival in self.scenario.arrivals:
             self.at(arrival.time, self.arrive, arrival)
+        for time in self.scenario.flush_times:
+            self.at(time, self.flush)
         self.dial()
         heap = self.heap
         while heap:
@@ -431,9 +433,9 @@ class Simulation:
         self.process.end_session("out of memory")
 
     def bad_row(self) -> None:
-        rows = sorted(self.process.machine.rows) if self.process.machine else []
-        if rows:
-            self.bad_sequences.add(self.process.machine.rows[self.rng.choice(rows)].opening.sequence_id)
+        machine = self.process.machine
+        if machine is not None and machine.rows:
+            self.bad_sequences.add(machine.rows[self.rng.choice(sorted(machine.rows))].opening.sequence_id)
 
     def _any_client(self) -> Client | None:
         """Often one whose blocks are not where it could run."""
@@ -525,6 +527,19 @@ class Simulation:
         self.cache_view.check(self.scheduler.kv_snapshot())
         self._audit(12)
 
+    def flush(self) -> None:
+        """An operator empties the cache; while there are requests nothing happens."""
+        before = self.scheduler.kv_snapshot()
+        self.scheduler.flush_cache(self.clock)
+        self.note("flush", len(before))
+        after = self.scheduler.kv_snapshot()
+        if self.clients:
+            assert after == before, "the cache was emptied under requests"
+        elif before and self.connection is not None:
+            assert not after, "content outlives a flush"
+            self.reached["the cache is emptied"] += 1
+        self._audit(15)
+
     def clock_jump(self) -> None:
         self.clock_offset += self.rng.choice((0.5, 100.0))
 
@@ -548,6 +563,6 @@ class Simulation:
         """The supervisor starts the worker again, sometimes a smaller one."""
         capacity = self.scenario.capacity
         if self.rng.random() < 0.3:
-            capacity = replace(capacity, **smaller(self.rng, capacity))
+            capacity = smaller(self.rng, capacity)
             self.reached["a worker comes back smaller"] += 1
         self.process = WorkerProcess(self, capacity)
