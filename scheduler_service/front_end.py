@@ -4,28 +4,34 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.model_info import read_model_info
+from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.rpc.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.health import Health
+from scheduler_service.rpc.interception import Interception
 from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
+from scheduler_service.rpc.trace_context import note_trace_context
 from scheduler_service.server import (
     CLOSE_TIMEOUT,
     EXIT_ERROR,
     SERVER_OPTIONS,
     bind,
     cancel,
+    import_vllm,
     read_pem,
     serve_until_signalled,
 )
 from scheduler_service.stream import Outlet
 from scheduler_service.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from scheduler_service.rpc.vllm.load import Load
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +74,8 @@ class _FrontEnd:
             eos_token_ids=model.eos_token_ids,
             on_availability_changed=self._availability_changed.set,
         )
-        self._server = grpc.aio.server(interceptors=[MalformedRequests()], options=SERVER_OPTIONS)
+        interceptors = [Interception([note_trace_context]), MalformedRequests()]
+        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._servicer = FrontEndServicer(
             self._link,
             config.scheduler,
@@ -78,8 +85,24 @@ class _FrontEnd:
             max_pending_calls=config.max_pending_calls,
         )
         self._servicer.add_to(self._server)
-        self._health = Health(self._server, [SERVICE_NAME])
+        self._health = Health(self._server, [SERVICE_NAME, *self._add_vllm(model)])
         self._url = f"grpc://{config.host}:{bind(self._server, config)}"
+
+    def _add_vllm(self, model: ModelInfo) -> list[str]:
+        """Serve VllmEngine too; its name, if it can be served."""
+        vllm = import_vllm()
+        if vllm is None:
+            return []
+
+        async def read_load() -> "Load":
+            loads, worker = await self._link.loads(), self._link.capacity
+            throughput = round(loads.generation_throughput, 1)
+            max_num_seqs = self._link.server_info().max_num_seqs
+            return vllm.Load(loads, worker.block_size if worker else 0, max_num_seqs, throughput)
+
+        servicer = vllm.VllmServicer(self._link, self._servicer.intake, model, self._link.server_info, read_load, None)
+        servicer.add_to(self._server)
+        return [vllm.SERVICE_NAME]
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         await self._health.set_liveness()

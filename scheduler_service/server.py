@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -40,6 +41,7 @@ from scheduler_service.stream import Outlet
 from scheduler_service.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from scheduler_service.rpc.vllm.load import Load
     from scheduler_service.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,16 @@ async def run(
     return await service.run(stop, stop_now or asyncio.Event(), ready)
 
 
+def import_vllm() -> ModuleType | None:
+    """The module that serves VllmEngine. Without its stubs everything else is served."""
+    try:
+        from scheduler_service.rpc.vllm import servicer
+    except (ImportError, RuntimeError) as error:  # the stubs refuse an older grpcio with a RuntimeError
+        logger.warning("VllmEngine is not served, gateways will not find this server: %s", error)
+        return None
+    return servicer
+
+
 async def serve_until_signalled(run: Callable[..., Coroutine[Any, Any, int]]) -> int:
     """`run` until SIGTERM or SIGINT, and not beyond a second one. The exit code."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
@@ -117,15 +129,13 @@ class _Service:
         scheduler = arguments.build()
         info = _server_info(config, model, max_model_len)
         self._tracing = _tracing(config, info)
-        on_submitted, on_sequence_ended = _request_observers(config, self._tracing)
         self._step_loop = StepLoop(
             RecordingScheduler(scheduler, self._recorder) if self._recorder else scheduler,
             self._metrics,
             worker_timeout=config.worker_timeout,
             kv_event_log=KvEventLog(config.kv_events_buffer),
             on_availability_changed=self._availability_changed.set,
-            on_submitted=on_submitted,
-            on_sequence_ended=on_sequence_ended,
+            **_request_observers(config, self._tracing),
         )
         self._activity = Activity(self._step_loop.stats, time.monotonic)
         self._channel = _worker_channel(config)
@@ -167,15 +177,24 @@ class _Service:
         return MetricsServer(collector, self._config.metrics_host, self._config.metrics_port)
 
     def _add_vllm(self, intake: Intake, model: ModelInfo, info: ServerInfo) -> list[str]:
-        """Serve VllmEngine too; its name. Without its stubs everything else is served."""
-        try:
-            from scheduler_service.rpc.vllm import servicer
-        except (ImportError, RuntimeError) as error:  # the stubs refuse an older grpcio with a RuntimeError
-            logger.warning("VllmEngine is not served, gateways will not find this server: %s", error)
+        """Serve VllmEngine too; its name, if it can be served."""
+        vllm = import_vllm()
+        if vllm is None:
             return []
-        vllm = servicer.VllmServicer(self._step_loop, intake, model, info, lambda: self._activity.generation_throughput)
-        vllm.add_to(self._server)
-        return [servicer.SERVICE_NAME]
+
+        def load() -> "Load":
+            capacity = self._step_loop.capacity
+            throughput = round(self._activity.generation_throughput, 1)
+            return vllm.Load(
+                self._step_loop.stats(), capacity.block_size if capacity else 0, info.max_num_seqs, throughput
+            )
+
+        async def read_load() -> "Load":
+            return load()
+
+        cache = (self._step_loop, load)
+        vllm.VllmServicer(self._step_loop, intake, model, lambda: info, read_load, cache).add_to(self._server)
+        return [vllm.SERVICE_NAME]
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         await self._health.set_liveness()
@@ -294,19 +313,17 @@ def _tracing(config: SchedulerConfig, info: ServerInfo) -> "Tracing | None":
     )
 
 
-def _request_observers(
-    config: SchedulerConfig, tracing: "Tracing | None"
-) -> tuple[Callable[[Request], None], Callable[[Request, SequenceEnd, float], None]]:
-    """What hears of every request, and of every sample's end."""
+def _request_observers(config: SchedulerConfig, tracing: "Tracing | None") -> dict[str, Any]:
+    """What hears of every request, and of every sample's end: arguments of the step loop."""
     log = RequestLog(logs_all=config.log_requests)
     if tracing is None:
-        return lambda request: None, log.ended
+        return {"on_sequence_ended": log.ended}
 
     def ended(request: Request, end: SequenceEnd, now: float) -> None:
         log.ended(request, end, now)
         tracing.sequence_ended(request, end, now)
 
-    return tracing.submitted, ended
+    return {"begin_trace": tracing.begin, "on_submitted": tracing.submitted, "on_sequence_ended": ended}
 
 
 def _interceptors(tenants: TenantFile | None, tracing: "Tracing | None") -> list[grpc.aio.ServerInterceptor]:

@@ -118,12 +118,14 @@ class StepLoop:
         fan_out: FanOut | None = None,
         kv_event_log: KvEventLog | None = None,
         on_availability_changed: Callable[[], None] = lambda: None,
+        begin_trace: Callable[[Request], Request] = lambda request: request,
         on_submitted: Callable[[Request], None] = lambda request: None,
         on_sequence_ended: Callable[[Request, SequenceEnd, float], None] = lambda request, end, now: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_submitted` gets every request that was taken, in the task of its caller; `on_sequence_ended` the end of
-        every sample, with its request and the time."""
+        """`begin_trace` gets every request before it is taken, in the task of its caller, and may add its trace;
+        `on_submitted` gets those that were taken, `on_sequence_ended` the end of every sample, with its request and the
+        time."""
         self._scheduler = scheduler
         self._observer = observer
         self._worker_timeout = worker_timeout
@@ -131,6 +133,7 @@ class StepLoop:
         self._kv_event_log = kv_event_log or KvEventLog(max_batches=10_000)
         self._kv_event_log_grew = asyncio.Event()  # a new one for each batch
         self._on_availability_changed = on_availability_changed
+        self._begin_trace = begin_trace
         self._on_submitted = on_submitted
         self._on_sequence_ended = on_sequence_ended
         self._clock = clock
@@ -164,6 +167,7 @@ class StepLoop:
         if self.unavailable_reason:
             raise UnavailableError(self.unavailable_reason)
         now = self._clock()
+        request = self._begin_trace(request)
         sequence_ids = self._scheduler.add(request, now)
         for index, sequence_id in enumerate(sequence_ids):
             self._streams[sequence_id] = TokenStream(request, index, deliver, now, outlet, label + index)

@@ -2,13 +2,13 @@
 
 A request is one span, a child of whatever span its caller sent; its samples' times are children: `queue` until it first
 runs, `prefill` until the first token, `decode` until the end, and `preempted` wherever it lost its place on the worker.
-They are made when a sample ends, from times that are kept anyway, so a step costs nothing more. This module needs the
-extra `tracing`.
+They are made when a sample ends, from times that are kept anyway, so a step costs nothing more. The span's context goes
+to the worker with the request's rows. This module needs the extra `tracing`.
 """
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 
 from opentelemetry import trace
@@ -50,18 +50,27 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
         self._model_name = model_name
         self._read_context = read_context
+        self._begun: trace.Span | None = None  # of the request that is about to be taken, or was refused
         self._requests: dict[tuple[str, str], _OpenRequest] = {}
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
-    def submitted(self, request: Request) -> None:
-        """Called in the task of the call that submits it."""
-        span = self._tracer.start_span(
+    def begin(self, request: Request) -> Request:
+        """The request with its span's context. Called in the task of the call that submits it, just before it is
+        taken; of one that is refused there is no span."""
+        self._begun = self._tracer.start_span(
             f"{_OPERATION} {self._model_name}",
             context=self._propagator.extract(self._read_context()),
             kind=trace.SpanKind.SERVER,
             attributes=self._attributes_of(request),
         )
-        self._requests[request.tenant, request.request_id] = _OpenRequest(span, request.n)
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, trace.set_span_in_context(self._begun))
+        return replace(request, traceparent=headers.get("traceparent", ""))
+
+    def submitted(self, request: Request) -> None:
+        assert self._begun is not None
+        self._requests[request.tenant, request.request_id] = _OpenRequest(self._begun, request.n)
+        self._begun = None
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
         key = (request.tenant, request.request_id)

@@ -52,6 +52,9 @@ class WorkerConfig:
         None,
         "names that clients' certificates may bear, separated by commas; by default --tls-client-ca alone decides",
     )
+    otlp_traces_endpoint: str | None = _option(
+        None, "collector of traces, http://HOST:PORT for OTLP over gRPC; needs the extra tracing"
+    )
     health_host: str = _option("127.0.0.1", "address to listen on at --health-port")
     health_port: int = _option(
         0, "port of a plaintext health service, for probes that know no certificates; 0 is off, --port answers too"
@@ -87,6 +90,11 @@ class WorkerConfig:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"
+            )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint is {endpoint!r}; it must be http://HOST:PORT or https://HOST:PORT"
             )
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("--tls-cert and --tls-key belong together; give both or neither")

@@ -8,6 +8,7 @@ torch: the process can listen and answer before that is imported.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -69,8 +70,13 @@ class EngineSession:
 class Engine:
     """Owns the thread. Its methods may be called from any other."""
 
-    def __init__(self, load: Callable[[], LoadedWorker]) -> None:
+    def __init__(
+        self, load: Callable[[], LoadedWorker], on_step_done: Callable[[StepPlan, int], None] = lambda plan, ns: None
+    ) -> None:
+        """`on_step_done` gets every plan that was carried out, on the engine's thread, and when that began, in
+        nanoseconds since 1970."""
         self._load = load
+        self._on_step_done = on_step_done
         self.load_percent = 0  # of the checkpoint's tensors
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._loaded: LoadedWorker | None = None
@@ -150,6 +156,7 @@ class Engine:
         if session.has_ended:
             return
         session.last_started_step = plan.step
+        started_ns = time.time_ns()
         try:
             result = self._loaded.runner.execute(plan)
         except Exception as error:
@@ -159,6 +166,7 @@ class Engine:
         session.last_moved_step = result.last_moved_step
         self._moving = session if self._loaded.runner.is_moving else None
         session.deliver(result)
+        self._on_step_done(plan, started_ns)
 
     def _fail(self, session: EngineSession, error: Exception, what: str) -> None:
         assert self._loaded is not None

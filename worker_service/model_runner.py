@@ -62,17 +62,16 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan. Raises ProtocolError before any block is touched if the plan breaks a rule."""
-        started = time.perf_counter_ns()
+        watch = _Watch()
         self._cache.check(plan)
         rows = self.table.apply(plan)
         self._cache.move(plan)
         self._cache.copy(plan)
-        watch = _Watch(started)
         watch.end("plan")
         result = self._compute(plan, rows, watch) if len(rows.slots) else StepResult(plan.epoch, plan.step)
         return replace(
             result,
-            duration_us=(time.perf_counter_ns() - started) // 1000,
+            duration_us=watch.elapsed_us(),
             parts=watch.parts(),
             last_moved_step=self._cache.last_moved_step(),
         )
@@ -162,8 +161,8 @@ class ModelRunner:
 class _Watch:
     """Times the parts of a step one after the other. On a GPU they are the times to start them."""
 
-    def __init__(self, started: int) -> None:
-        self._last = started
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter_ns()
         self._ns: dict[str, int] = {}
 
     def end(self, part: str, known: dict[str, int] | None = None) -> None:
@@ -174,8 +173,12 @@ class _Watch:
             self._ns[name] = self._ns.get(name, 0) + ns
         self._last = now
 
+    def elapsed_us(self) -> int:
+        """From the beginning to the last call, so that the parts are all there is."""
+        return (self._last - self._started) // 1000
+
     def parts(self) -> StepParts:
-        return StepParts(**{f"{name}_us": max(0, round(ns / 1000)) for name, ns in self._ns.items()})
+        return StepParts(**{f"{name}_us": max(0, ns // 1000) for name, ns in self._ns.items()})
 
 
 def _statuses(samples: Samples) -> tuple[RowStatus, ...]:

@@ -13,7 +13,8 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -22,6 +23,9 @@ from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
 from worker_service.rpc.credentials import server_credentials
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
+
+if TYPE_CHECKING:
+    from worker_service.tracing import StepTracing
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +76,8 @@ class _Server:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._stop = asyncio.Event()
-        self._engine = Engine(self._load)
+        self._tracing = _tracing(config)
+        self._engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
 
     @property
     def is_computing(self) -> bool:
@@ -111,6 +116,8 @@ class _Server:
             await servicer.close()
             await server.stop(_STOP_GRACE_S)
             await probed.stop(0)
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
         return 0
 
     def _load(self) -> LoadedWorker:
@@ -169,6 +176,19 @@ class _Server:
         if self._stop.is_set():
             os._exit(128 + number)
         self._stop.set()
+
+
+def _tracing(config: WorkerConfig) -> "StepTracing | None":
+    """Raises ValueError if it is asked for but not installed."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from worker_service.tracing import StepTracing
+    except ImportError as error:
+        raise ValueError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}); pip install 'pagewire[tracing]'"
+        ) from error
+    return StepTracing(config.otlp_traces_endpoint, version=metadata.version("pagewire"))
 
 
 class _Health:

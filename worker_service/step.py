@@ -42,6 +42,7 @@ class RowOpening:
     sampling: SamplingParams
     seed: int
     sample_index: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ that a cache that moves to another machine is not used there.
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ from pathlib import Path
 
 # Before the library, so that both share one OpenMP runtime and its threads.
 import torch
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "source"
 MAIN_SOURCE = "kernels.c"
@@ -77,6 +80,8 @@ def cache_directory() -> Path:
 
 
 def _compile(compiler: str, flags: Sequence[str], openmp: Sequence[str], path: Path) -> None:
+    # A warning, since it is all that is heard of a start that takes a minute.
+    logger.warning("compiling the CPU kernels, which takes about a minute, once on this machine")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         _run([compiler, *flags, "-o", str(built), str(SOURCES / MAIN_SOURCE), "-Wl,--as-needed", *openmp, "-lm"])

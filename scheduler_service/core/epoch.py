@@ -234,6 +234,7 @@ def _opening(sequence: Sequence) -> RowOpening:
         sampling=sampling,
         seed=request.seed,
         sample_index=sequence.sample_index,
+        traceparent=request.traceparent,
     )
 
 

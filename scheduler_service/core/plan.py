@@ -41,6 +41,7 @@ class RowOpening:
     sampling: SamplingParams
     seed: int
     sample_index: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

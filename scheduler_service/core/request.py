@@ -38,6 +38,7 @@ class Request:
     cache_salt: str = ""
     beam: BeamParams | None = None
     deadline: float | None = None  # seconds of the caller's clock; orders requests under the policy "deadline"
+    traceparent: str = ""  # W3C trace context, handed on to the worker
 
 
 class AdmissionReason(Enum):

@@ -29,7 +29,7 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """`address` is the scheduler's, for messages."""
         self._link = link
         self._address = address
-        self._intake = Intake(
+        self.intake = Intake(
             link,
             # Deltas are delivered one by one, outlet or not.
             lambda request, deliver, fail, outlet, label: link.submit(request, deliver, fail),
@@ -38,7 +38,7 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_pending_calls=max_pending_calls,
             is_taken=lambda tenant, request_id: False,  # the scheduler knows
         )
-        self._shared_calls = SharedCalls(self._intake, link, make_outlet, link.server_info)
+        self._shared_calls = SharedCalls(self.intake, link, make_outlet, link.server_info, None)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
@@ -53,7 +53,7 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         try:
-            await generate(request, context, self._intake, self._link)
+            await generate(request, context, self.intake, self._link)
         except RpcError as error:
             await abort(context, error)
 

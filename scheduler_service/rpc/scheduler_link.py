@@ -17,6 +17,7 @@ from scheduler_service.core.request import EndReason, Request, SequenceEnd, Toke
 from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.request_encoding import encode_request
 from scheduler_service.rpc.status import RpcError
+from scheduler_service.rpc.trace_context import trace_context_of_call
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ class SchedulerLink:
         self._next_stream_id = 0  # never used twice, whatever the call
         self._is_draining = False
         self._server_info = scheduler_pb2.GetServerInfoResponse()  # the latest
+        self._worker: scheduler_pb2.WorkerInfo | None = None  # that is there or was there last
+        self._loads: asyncio.Future[scheduler_pb2.GetLoadsResponse] | None = None  # asked for
 
     # What calls need
 
@@ -135,6 +138,26 @@ class SchedulerLink:
     def max_sequence_tokens(self) -> int:
         return self._server_info.max_sequence_tokens
 
+    @property
+    def capacity(self) -> scheduler_pb2.WorkerInfo | None:
+        """Of the worker that is there or was there last."""
+        return self._worker
+
+    @property
+    def missing_reason(self) -> str:
+        """Why there has been no worker yet."""
+        return f"the scheduler at {self._address} has no worker yet"
+
+    async def loads(self) -> scheduler_pb2.GetLoadsResponse:
+        """What the scheduler has to do now. Raises RpcError."""
+        if self._outbox is None:
+            raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
+        if self._loads is None:
+            self._loads = asyncio.get_running_loop().create_future()
+            query = scheduler_pb2.GetLoadsRequest()
+            self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(get_loads=query))
+        return await asyncio.shield(self._loads)
+
     def now(self) -> float:
         return time.monotonic()
 
@@ -158,6 +181,7 @@ class SchedulerLink:
             request=encode_request(request, self._eos_token_ids, self.max_sequence_tokens),
             timeout_seconds=timeout,
             token_only=True,
+            traceparent=trace_context_of_call().get("traceparent"),
         )
         self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(submit=submission))
         return sent.stream_ids
@@ -221,6 +245,8 @@ class SchedulerLink:
                     if message.server_info.model_digest != self._model_digest:
                         return sending is not None, _other_model(message.server_info.model_digest, self._model_digest)
                     self._server_info = message.server_info
+                    if message.server_info.HasField("worker"):
+                        self._worker = message.server_info.worker
                     if sending is None:
                         self._outbox = asyncio.Queue()
                         sending = asyncio.create_task(_send(call, self._outbox))
@@ -242,6 +268,9 @@ class SchedulerLink:
     # Down
 
     def _take(self, message: scheduler_pb2.GenerateManyResponse) -> None:
+        if message.HasField("loads") and self._loads is not None:
+            self._loads.set_result(message.loads)
+            self._loads = None
         counts = message.num_tokens or [1] * len(message.stream_ids)
         token_ids, start = list(message.token_ids), 0
         for stream_id, count in zip(message.stream_ids, counts, strict=True):
@@ -306,6 +335,10 @@ class SchedulerLink:
             self._idle.set()
 
     def _fail_all(self, message: str) -> None:
+        if self._loads is not None:
+            self._loads.set_exception(RpcError(grpc.StatusCode.UNAVAILABLE, message))
+            self._loads.exception()  # whoever asked may have gone
+            self._loads = None
         while self._streams:
             request = next(iter(self._streams.values())).request
             self._forget(request)

@@ -101,7 +101,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             is_taken=detached.has,
             quotas=quotas,
         )
-        self._shared_calls = SharedCalls(self._intake, step_loop, make_outlet, self._server_info)
+        self._shared_calls = SharedCalls(self._intake, step_loop, make_outlet, self._server_info, self._loads)
 
     @property
     def intake(self) -> intake.Intake:
@@ -226,6 +226,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetLoads(
         self, request: scheduler_pb2.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetLoadsResponse:
+        return self._loads()
+
+    def _loads(self) -> scheduler_pb2.GetLoadsResponse:
         response = report.encode_loads(self._step_loop.stats())
         response.generation_throughput = self._generation_throughput()
         response.worker_connected = self._step_loop.is_connected

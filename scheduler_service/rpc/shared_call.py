@@ -19,6 +19,7 @@ from scheduler_service.rpc.delivery import Delivery
 from scheduler_service.rpc.generate_request import MAX_SAMPLES
 from scheduler_service.rpc.sample import Sample
 from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
+from scheduler_service.rpc.trace_context import continue_trace
 from scheduler_service.rpc.transcript import Transcript
 
 logger = logging.getLogger(__name__)
@@ -110,12 +111,15 @@ class SharedCall:
         step_loop: StepLoop,
         make_outlet: OutletFactory,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
+        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
         self._intake = intake
         self._step_loop = step_loop
         self._outlet = make_outlet(self._wake)
         self._server_info = server_info
+        self._loads = loads
         self._announces = True  # the next message tells the server's state
+        self._tells_loads = False  # the next message does
         self._requests: dict[int, _Request] = {}  # by first stream
         self._streams: dict[int, _Request] = {}  # by each of their streams
         self._ready: dict[_Request, None] = {}  # those with something new, in order
@@ -168,8 +172,11 @@ class SharedCall:
                 self._abort(message.abort.stream_id)
             elif command == "stop":
                 self._stop(message.stop.stream_id, message.stop.num_tokens)
+            elif command == "get_loads":
+                self._ask_loads()
             else:
-                raise invalid("command", "the message has no command that this server knows; set submit, abort or stop")
+                known = "submit, abort, stop or get_loads"
+                raise invalid("command", f"the message has no command that this server knows; set {known}")
 
     def _begin(self, submission: scheduler_pb2.Submission) -> None:
         stream_id = submission.stream_id
@@ -201,6 +208,7 @@ class SharedCall:
 
     async def _take_in(self, submission: scheduler_pb2.Submission, request: _Request) -> None:
         """Raises RpcError."""
+        continue_trace(submission.traceparent)
         message, token_only = submission.request, submission.token_only
         if token_only:
             _check_token_only(message)
@@ -231,6 +239,13 @@ class SharedCall:
         request = self._streams.get(stream_id)
         if request is not None and request.delivery is not None:
             self._step_loop.stop(request.delivery.sequence_ids[stream_id - request.stream_id], num_tokens)
+
+    def _ask_loads(self) -> None:
+        """Raises RpcError."""
+        if self._loads is None:
+            raise invalid("get_loads", "a front end does not tell loads; call the scheduler itself")
+        self._tells_loads = True
+        self._wake()
 
     def _expire(self, request: _Request) -> None:
         message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
@@ -272,7 +287,7 @@ class SharedCall:
         self._has_news = False
 
     def _has_something(self) -> bool:
-        return bool(self._outlet.streams or self._ready or self._announces)
+        return bool(self._outlet.streams or self._ready or self._announces or self._tells_loads)
 
     def _take(self) -> scheduler_pb2.GenerateManyResponse:
         """What is new, as much of it as a message holds."""
@@ -280,6 +295,9 @@ class SharedCall:
         if self._announces:
             self._announces = False
             message.server_info.CopyFrom(self._server_info())
+        if self._tells_loads and self._loads is not None:
+            self._tells_loads = False
+            message.loads.CopyFrom(self._loads())
         self._take_tokens(message)
         self._take_deltas(message, _MAX_MESSAGE_WEIGHT - len(message.token_ids))
         return message
@@ -334,8 +352,10 @@ class SharedCalls:
         step_loop: StepLoop,
         make_outlet: OutletFactory,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
+        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
-        self._make_call = lambda: SharedCall(intake, step_loop, make_outlet, server_info)
+        """`loads` None: nobody here can tell."""
+        self._make_call = lambda: SharedCall(intake, step_loop, make_outlet, server_info, loads)
         self._calls: set[SharedCall] = set()
         self._is_closed = False
 

@@ -15,6 +15,12 @@ async def note_trace_context(context: grpc.aio.ServicerContext) -> None:
     _trace_context.set({name: value for name, value in metadata if name in _HEADERS and isinstance(value, str)})
 
 
+def continue_trace(traceparent: str) -> None:
+    """What this task does belongs to another trace than its call, if there is one."""
+    if traceparent:
+        _trace_context.set({"traceparent": traceparent})
+
+
 def trace_context_of_call() -> dict[str, str]:
     """The headers of the call that is being served; none if it belongs to no trace."""
     return _trace_context.get() or {}

@@ -117,6 +117,7 @@ def _encode_opening(opening: RowOpening) -> worker_pb2.RowOpening:
         sampling=_encode_sampling(opening.sampling),
         seed=opening.seed,
         sample_index=opening.sample_index,
+        traceparent=opening.traceparent,
     )
 
 

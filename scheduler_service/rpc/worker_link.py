@@ -97,16 +97,18 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Until cancelled. Raises FencedError."""
-        backoff = _MIN_BACKOFF
+        backoff, told = _MIN_BACKOFF, ""
         while True:
             self._epoch += 1
             session = Session(self._events, self._epoch, self._on_plan_sent)
             reason = await self._hold(session)
             if session.is_ready:
                 self._events.worker_lost(reason)
-                backoff = _MIN_BACKOFF
+                backoff, told = _MIN_BACKOFF, ""
             else:
-                logger.warning("no session with the worker: %s", reason)
+                if reason != told:
+                    logger.warning("no session with the worker: %s", reason)
+                told = reason
                 self._events.worker_missing(reason)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)

@@ -47,6 +47,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.last_epoch = 0
         self.refused_epochs: list[int] = []
         self.num_steps = 0
+        self.traceparents: list[str] = []  # of the rows that were opened
         self.garbage = b""  # appended to the next result: a field that nobody knows
 
     async def start(self, credentials: grpc.ServerCredentials | None = None) -> None:
@@ -102,6 +103,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _serve(self, epoch: int, worker: SimulatedWorker, context: grpc.aio.ServicerContext) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
             plan = worker_wire.decode_request(request)
+            self.traceparents += [opening.traceparent for opening in plan.openings]
             await asyncio.sleep(self.step_seconds)
             if self.last_epoch != epoch:
                 await context.abort(grpc.StatusCode.ABORTED, "another scheduler took over")

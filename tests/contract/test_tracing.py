@@ -3,59 +3,22 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from tests.contract.scheduler_stack import request, serve
+from tests.contract.test_front_end import serve_both
+from tests.contract.trace_collector import attributes, collecting
 
 PROMPT = [1, 2, 3, 4, 5]
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    def __init__(self) -> None:
-        self.spans: list[trace_pb2.Span] = []
-        self.resources: list[str] = []
-
-    async def Export(
-        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.aio.ServicerContext
-    ) -> trace_service_pb2.ExportTraceServiceResponse:
-        for resource in request.resource_spans:
-            self.resources += [value.value.string_value for value in resource.resource.attributes]
-            self.spans += [span for scope in resource.scope_spans for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-
-@asynccontextmanager
-async def collecting() -> AsyncIterator[tuple[Collector, str]]:
-    """A collector, and its endpoint."""
-    collector, collecting_server = Collector(), grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, collecting_server)
-    port = collecting_server.add_insecure_port("127.0.0.1:0")
-    await collecting_server.start()
-    try:
-        yield collector, f"http://127.0.0.1:{port}"
-    finally:
-        await collecting_server.stop(0)
-
-
-def attributes(span: trace_pb2.Span) -> dict[str, object]:
-    values = {}
-    for entry in span.attributes:
-        kind = entry.value.WhichOneof("value")
-        value = getattr(entry.value, kind)
-        values[entry.key] = [item.string_value for item in value.values] if kind == "array_value" else value
-    return values
 
 
 async def test_a_request_is_a_child_of_its_callers_span(checkpoint: Path) -> None:
@@ -100,6 +63,7 @@ async def test_a_request_is_a_child_of_its_callers_span(checkpoint: Path) -> Non
         assert began <= own[0].start_time_unix_nano
         assert own[-1].end_time_unix_nano <= root.end_time_unix_nano <= ended
     assert len(phases) == 6
+    assert set(stack.worker.traceparents) == {f"00-{TRACE_ID}-{root.span_id.hex()}-01"}
 
 
 async def test_failed_and_left_requests_say_so_and_strangers_begin_a_trace(checkpoint: Path) -> None:
@@ -140,6 +104,49 @@ async def test_a_request_that_lost_its_worker_was_preempted(checkpoint: Path) ->
         preempted, decode = spans["preempted"], spans["decode"]
         assert decode.start_time_unix_nano < preempted.start_time_unix_nano
         assert preempted.start_time_unix_nano < preempted.end_time_unix_nano < decode.end_time_unix_nano
+
+
+async def test_a_request_that_is_refused_leaves_no_span_and_no_other_one_without_its_own(checkpoint: Path) -> None:
+    message = request(PROMPT, max_tokens=30)
+    message.request_id = "mine"
+    async with (
+        collecting() as (collector, endpoint),
+        serve(checkpoint, otlp_traces_endpoint=endpoint, served_model_name="tiny") as stack,
+    ):
+        stack.worker.step_seconds = 0.01
+        call = stack.stub.Generate(message)
+        await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.generate(message)
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    (root,) = [span for span in collector.spans if span.name == "text_completion tiny"]
+    assert {span.parent_span_id for span in collector.spans if span is not root} == {root.span_id}
+
+
+async def test_a_trace_goes_through_a_front_end(checkpoint: Path) -> None:
+    message = request(PROMPT, max_tokens=2)
+    metadata = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),)
+    async with (
+        collecting() as (collector, endpoint),
+        serve_both(checkpoint, otlp_traces_endpoint=endpoint, served_model_name="tiny") as (_, front),
+    ):
+        async for _ in front.stub.Generate(message, metadata=metadata):
+            pass
+        async for _ in front.stub.Generate(message):
+            pass
+    roots = [span for span in collector.spans if span.name == "text_completion tiny"]
+    assert [span.parent_span_id.hex() for span in roots] == [PARENT_ID, ""]
+    assert roots[0].trace_id.hex() == TRACE_ID != roots[1].trace_id.hex()
+
+
+async def test_without_tracing_nothing_is_told_to_the_worker(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        metadata = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"),)
+        async for _ in stack.stub.Generate(request(PROMPT, max_tokens=2), metadata=metadata):
+            pass
+    assert stack.worker.traceparents == [""]
 
 
 async def test_a_missing_collector_delays_nothing(checkpoint: Path) -> None:

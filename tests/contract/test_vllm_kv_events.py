@@ -278,7 +278,7 @@ class FakeSource:
 @pytest.mark.parametrize(("num_blocks", "num_chunks"), [(0, 1), (1, 1), (4096, 1), (4097, 2), (10_000, 3)])
 async def test_a_big_snapshot_comes_in_chunks(num_blocks: int, num_chunks: int) -> None:
     scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
-    load = Load(scheduler.stats(), None, 4, 0.0)
+    load = Load(scheduler.stats(), 0, 4, 0.0)
     feed = KvEventFeed(FakeSource(num_blocks), 1000, lambda: load, "")
     mirror, numbers = Mirror(), []
     async with contextlib.aclosing(feed.batches(common_pb2.SubscribeKvEventsRequest())) as batches:

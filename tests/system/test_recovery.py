@@ -19,6 +19,7 @@ from tests.worker.checkpoints import make_checkpoint
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 NUM_KILLS = 20
+NUM_RESTARTS = 10
 NUM_STREAMS = 100
 # Teacher-forced, in float32 logits: how far below the best a token chosen in bf16 may lie; see test_parity.py.
 BF16_MARGIN = 0.25
@@ -91,31 +92,38 @@ async def run_streams(client: Client, requests: list, progress: Progress | None 
     return await asyncio.gather(*(stream(i) for i in range(len(requests))))
 
 
-async def kill_repeatedly(system: System, client: Client, progress: Progress, num_tokens: int) -> None:
-    """Kill the worker whenever another share of the tokens has arrived, and some from itself."""
+async def end_repeatedly(
+    system: System, client: Client, progress: Progress, num_tokens: int, num_ends: int, *, kills: bool
+) -> None:
+    """End the worker whenever another share of the tokens has arrived, and some from itself."""
     goal = 0
-    for kill in range(NUM_KILLS):
-        await progress.until(max(goal, num_tokens * (kill + 1) // (NUM_KILLS + 2)))
-        assert progress.num_tokens < num_tokens, f"the streams ended before kill {kill + 1}: give them more tokens"
-        system.worker.kill()
+    for kill in range(num_ends):
+        await progress.until(max(goal, num_tokens * (kill + 1) // (num_ends + 2)))
+        assert progress.num_tokens < num_tokens, f"the streams ended before end {kill + 1}: give them more tokens"
+        if kills:
+            system.worker.kill()
+        else:
+            assert await asyncio.to_thread(system.worker.stop) == 0
         system.restart_worker()
         await until_lost(client, kill + 1)
         await until_connected(client, True)
         goal = progress.num_tokens + NUM_STREAMS
 
 
-async def run_with_kills(model, requests: list, **flags) -> tuple[list[list[int]], list[list[int]]]:
-    """The tokens of an undisturbed run, and of one with the worker killed again and again."""
+async def run_with_ends(
+    model, requests: list, num_ends: int = NUM_KILLS, *, kills: bool = True, **flags
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The tokens of an undisturbed run, and of one with the worker killed, or told to stop, again and again."""
     with running(model, **flags) as system:
         async with Client(system.url) as client:
             calm = await run_streams(client, requests)
             progress = Progress()
             num_tokens = sum(sampling.max_tokens for _, sampling in requests)
-            killing = asyncio.create_task(kill_repeatedly(system, client, progress, num_tokens))
+            ending = asyncio.create_task(end_repeatedly(system, client, progress, num_tokens, num_ends, kills=kills))
             disturbed = await run_streams(client, requests, progress)
-            await killing
+            await ending
             loads = await client.loads()
-    assert loads.num_worker_losses >= NUM_KILLS
+    assert loads.num_worker_losses >= num_ends
     assert loads.num_held_blocks == 0
     return calm, disturbed
 
@@ -130,7 +138,7 @@ async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
         (prompt, replace(sampling, temperature=0.0, max_tokens=sampling.max_tokens // 2))
         for prompt, sampling in requests
     ]
-    calm, disturbed = await run_with_kills(STORYTELLER, requests, worker=["--dtype", "bfloat16"])
+    calm, disturbed = await run_with_ends(STORYTELLER, requests, worker=["--dtype", "bfloat16"])
     assert sum(one != other for one, other in zip(calm, disturbed, strict=True)) < NUM_STREAMS // 2
     for (prompt, _), tokens in zip(requests, disturbed, strict=True):
         with torch.inference_mode():
@@ -142,7 +150,15 @@ async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
 @pytest.mark.timeout(400)
 async def test_20_kills_during_100_streams_change_nothing_in_float32(model):
     flags = {"worker": ["--dtype", "float32"], "scheduler": ["--max-num-batched-tokens", 512]}
-    calm, disturbed = await run_with_kills(model, requests_of(1, 151), **flags)
+    calm, disturbed = await run_with_ends(model, requests_of(1, 151), **flags)
+    assert disturbed == calm
+
+
+@pytest.mark.timeout(400)
+async def test_10_rolling_restarts_under_100_streams_change_nothing(model):
+    """Each worker is told to stop, says so, and exits with 0."""
+    flags = {"worker": ["--dtype", "float32"], "scheduler": ["--max-num-batched-tokens", 512]}
+    calm, disturbed = await run_with_ends(model, requests_of(2, 151), NUM_RESTARTS, kills=False, **flags)
     assert disturbed == calm
 
 

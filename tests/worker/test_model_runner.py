@@ -215,7 +215,7 @@ def test_parts_of_a_step_add_up(checkpoints: dict[str, Path], family: str, is_to
     row = opening(0, random_prompts(5, [60])[0], 0, (1, 2, 3, 4))
     result = worker.runner.execute(StepPlan(1, 1, openings=(row,), work_slots=(0,), work_num_tokens=(60,)))
     parts = asdict(result.parts)
-    assert 0 <= result.duration_us - sum(parts.values()) <= 0.2 * result.duration_us + 200
+    assert 0 <= result.duration_us - sum(parts.values()) <= len(parts), "more than what rounding down takes"
     assert (parts["products_us"] > 0) == is_told_apart
     assert min(parts["model_us"], parts["batch_us"], parts["head_us"], parts["sampling_us"]) > 0
 

@@ -83,7 +83,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             logger.error("protocol error: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _SessionEnded as end:
-            logger.warning("session ended: %s", end)
+            # A scheduler that is started first calls again and again.
+            logger.log(logging.WARNING if self._loaded.is_set() else logging.INFO, "session ended: %s", end)
             await context.abort(end.code, str(end))
 
     async def _serve(self, context: grpc.aio.ServicerContext) -> None:

@@ -104,6 +104,7 @@ def _decode_opening(opening: pb.RowOpening) -> RowOpening:
         sampling=_decode_sampling(opening.sampling),
         seed=opening.seed,
         sample_index=opening.sample_index,
+        traceparent=opening.traceparent,
     )
 
 

@@ -4,20 +4,46 @@ What can be evicted is not in use: a gateway sends no more requests to a server 
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
-from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.request import SchedulerStats
+
+class Counts(Protocol):
+    """The scheduler's statistics, its own or as they came over the wire."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_swapped(self) -> int: ...
+
+    @property
+    def num_waiting_tokens(self) -> int: ...
+
+    @property
+    def num_device_blocks(self) -> int: ...
+
+    @property
+    def num_held_blocks(self) -> int: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_cached_prompt_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """One look at the scheduler. `generation_throughput` is in output tokens per second."""
 
-    stats: SchedulerStats
-    capacity: WorkerCapacity | None  # of the worker that is there or was there last
+    stats: Counts
+    block_size: int  # of the worker that is there or was there last; 0: there was none
     max_num_seqs: int
     generation_throughput: float
 
@@ -31,11 +57,11 @@ class Load:
 
     @property
     def num_used_tokens(self) -> int:
-        return self.stats.num_held_blocks * self._block_size
+        return self.stats.num_held_blocks * self.block_size
 
     @property
     def max_total_tokens(self) -> int:
-        return self.stats.num_device_blocks * self._block_size
+        return self.stats.num_device_blocks * self.block_size
 
     @property
     def token_usage(self) -> float:
@@ -44,10 +70,6 @@ class Load:
     @property
     def cache_hit_rate(self) -> float:
         return _share(self.stats.num_cached_prompt_tokens, self.stats.num_prompt_tokens)
-
-    @property
-    def _block_size(self) -> int:
-        return self.capacity.block_size if self.capacity else 0
 
 
 def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:

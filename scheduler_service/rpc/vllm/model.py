@@ -6,7 +6,6 @@ from typing import Protocol
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.rpc.generate_request import SamplingDefaults, ServedModel
 
 SERVER_TYPE = "vllm-grpc"
@@ -32,6 +31,19 @@ class DescribedModel(ServedModel, Protocol):
     def pad_token_id(self) -> int | None: ...
 
 
+class DescribedWorker(Protocol):
+    """A worker, as far as gateways ask."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def attention_backend(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
 def model_info(
     model: DescribedModel, served_model_name: str, max_sequence_tokens: int
 ) -> vllm_engine_pb2.GetModelInfoResponse:
@@ -53,15 +65,15 @@ def model_info(
     )
 
 
-def server_info(capacity: WorkerCapacity | None, max_num_seqs: int) -> vllm_engine_pb2.GetServerInfoResponse:
+def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engine_pb2.GetServerInfoResponse:
     """All but the counters."""
     info = vllm_engine_pb2.GetServerInfoResponse(
         server_type=SERVER_TYPE, data_parallel_size=1, max_num_seqs=max_num_seqs
     )
-    if capacity is not None:
-        info.block_size = capacity.block_size
-        info.attention_backend = capacity.attention_backend
-        info.model_dtype = info.kv_cache_dtype = capacity.dtype
+    if worker is not None:
+        info.block_size = worker.block_size
+        info.attention_backend = worker.attention_backend
+        info.model_dtype = info.kv_cache_dtype = worker.dtype
     return info
 
 

@@ -2,13 +2,13 @@
 `SchedulerService`, in other words. The protocol is the one that PyPI's smg-grpc-proto publishes.
 
 Its requests belong to the caller's tenant, to none where callers are not told apart. Text is made of tokens only where
-a stop text is to be found: gateways detokenise.
+a stop text is to be found: gateways detokenise. A front end serves it too, but for what is the scheduler's alone.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any, NoReturn, Protocol
 
@@ -17,8 +17,6 @@ import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.request import SchedulerStats
 from scheduler_service.rpc.authentication import check_operator, tenant_of_call
 from scheduler_service.rpc.call import Call
 from scheduler_service.rpc.delivery import SequenceStopper
@@ -30,7 +28,7 @@ from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.load import Load, scheduler_load
-from scheduler_service.rpc.vllm.model import DescribedModel, model_info, server_info
+from scheduler_service.rpc.vllm.model import DescribedModel, DescribedWorker, model_info, server_info
 from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
 from scheduler_service.rpc.vllm.unread_call import UnreadCall
 
@@ -41,8 +39,8 @@ _MAX_FLUSH_WAIT = 600.0  # seconds
 _FIELDS = {"sampling.": "sampling_params.", "token_ids.ids": "tokenized.input_ids"}
 
 
-class StepLoop(KvEventSource, SequenceStopper, Protocol):
-    """What the service needs of the step loop."""
+class Engine(SequenceStopper, Protocol):
+    """What the service needs of the step loop, or of the way to it."""
 
     @property
     def is_serving(self) -> bool: ...
@@ -54,7 +52,7 @@ class StepLoop(KvEventSource, SequenceStopper, Protocol):
     def missing_reason(self) -> str: ...
 
     @property
-    def capacity(self) -> WorkerCapacity | None: ...
+    def capacity(self) -> DescribedWorker | None: ...
 
     @property
     def max_sequence_tokens(self) -> int: ...
@@ -63,7 +61,9 @@ class StepLoop(KvEventSource, SequenceStopper, Protocol):
 
     def abort(self, tenant: str, request_id: str) -> None: ...
 
-    def stats(self) -> SchedulerStats: ...
+
+class PrefixCache(KvEventSource, Protocol):
+    """What only the scheduler has."""
 
     async def flush_cache(self, patience: float) -> bool: ...
 
@@ -82,18 +82,21 @@ class ServerInfo(Protocol):
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(
         self,
-        step_loop: StepLoop,
+        engine: Engine,
         intake: Intake,
         model: DescribedModel,
-        info: ServerInfo,
-        generation_throughput: Callable[[], float],
+        info: Callable[[], ServerInfo],
+        read_load: Callable[[], Awaitable[Load]],
+        cache: tuple[PrefixCache, Callable[[], Load]] | None,
     ) -> None:
-        """`intake` is that of all services of this server. `generation_throughput` is in output tokens per second."""
-        self._step_loop = step_loop
+        """`intake` is that of all services of this server. `read_load` may raise RpcError. `cache` None: this is a
+        front end; the load that comes with it is told with the cache's events."""
+        self._engine = engine
         self._intake = intake
         self._model = model
         self._info = info
-        self._generation_throughput = generation_throughput
+        self._read_load = read_load
+        self._cache = cache
         self._archive: asyncio.Task[bytes] | None = None
         self._started_at = time.monotonic()
         self._last_request_at = 0.0  # seconds since 1970
@@ -118,7 +121,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         tenant = tenant_of_call(_TENANT)
         for request_id in request.request_ids:
             with contextlib.suppress(KeyError):
-                self._step_loop.abort(tenant, request_id)
+                self._engine.abort(tenant, request_id)
         return vllm_engine_pb2.AbortResponse()
 
     async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext) -> NoReturn:
@@ -130,11 +133,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm_engine_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.HealthCheckResponse:
         """UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model before."""
-        if self._step_loop.is_serving:
+        if self._engine.is_serving and self._engine.capacity is not None:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
-        reason = self._step_loop.unavailable_reason
-        if self._step_loop.capacity is None:
-            why = self._step_loop.missing_reason or "no worker has joined yet"
+        reason = self._engine.unavailable_reason
+        if self._engine.capacity is None:
+            why = self._engine.missing_reason or "no worker has joined yet"
             message = reason or f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
             await abort(context, RpcError(grpc.StatusCode.UNAVAILABLE, message))
         message = reason or "the worker is lost again and again before it has made a token; see the server's log"
@@ -143,12 +146,12 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetModelInfoResponse:
-        return model_info(self._model, self._info.served_model_name, self._step_loop.max_sequence_tokens)
+        return model_info(self._model, self._info().served_model_name, self._engine.max_sequence_tokens)
 
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        info, load = server_info(self._step_loop.capacity, self._info.max_num_seqs), self._load()
+        info, load = server_info(self._engine.capacity, self._info().max_num_seqs), await self._load(context)
         info.active_requests = load.num_running + load.num_waiting
         info.last_receive_timestamp = self._last_request_at
         info.uptime_seconds = time.monotonic() - self._started_at
@@ -161,9 +164,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             await abort(context, invalid("dp_rank", f"dp_rank is {request.dp_rank}, but there is only rank 0 here"))
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
-            version=self._info.version,
+            version=self._info().version,
             dp_rank_count=1,
-            loads=[scheduler_load(self._load())],
+            loads=[scheduler_load(await self._load(context))],
         )
 
     async def GetTokenizer(
@@ -181,14 +184,19 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
+        if self._cache is None:
+            await _refuse(context, "a front end tells of no cache; subscribe at the scheduler itself")
+        cache, load = self._cache
         # The gateway takes the subscription for made when the headers come.
         await context.send_initial_metadata(())
-        feed = KvEventFeed(self._step_loop, self._first_event_number, self._load, tenant_of_call(_TENANT))
+        feed = KvEventFeed(cache, self._first_event_number, load, tenant_of_call(_TENANT))
         await _write_all(feed.batches(request), context)
 
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.FlushCacheResponse:
+        if self._cache is None:
+            await _refuse(context, "a front end has no cache to flush; call the scheduler itself")
         try:
             check_operator("the prefix cache")
         except RpcError as error:
@@ -196,9 +204,10 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if not 0 <= request.timeout_s <= _MAX_FLUSH_WAIT:
             message = f"timeout_s is {request.timeout_s:g}, but must be 0 to {_MAX_FLUSH_WAIT:g}"
             await abort(context, invalid("timeout_s", message))
-        if await self._step_loop.flush_cache(request.timeout_s):
+        cache, read_load = self._cache
+        if await cache.flush_cache(request.timeout_s):
             return common_pb2.FlushCacheResponse(success=True, message="the prefix cache is empty")
-        load = self._load()
+        load = read_load()
         message = f"{load.num_running} sequences run and {load.num_waiting} wait; try again, or with a longer timeout_s"
         return common_pb2.FlushCacheResponse(success=False, message=message)
 
@@ -220,7 +229,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             Sample(request.request_id, index, transcript, with_logprobs=request.sampling.num_logprobs is not None)
             for index, transcript in enumerate(self._intake.transcripts(translated, request, with_text=with_text))
         ]
-        call = Call(samples, self._step_loop) if message.stream else UnreadCall(samples, self._step_loop)
+        call = Call(samples, self._engine) if message.stream else UnreadCall(samples, self._engine)
         translator = ResponseTranslator(message, request.prompt_token_ids, len(samples))
         self._intake.submit(request, call.delivery)
         try:
@@ -229,15 +238,13 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     for translation in translator.translate(response):
                         await context.write(translation)
         finally:
-            self._step_loop.cancel(call.delivery.sequence_ids)
+            self._engine.cancel(call.delivery.sequence_ids)
 
-    def _load(self) -> Load:
-        return Load(
-            self._step_loop.stats(),
-            self._step_loop.capacity,
-            self._info.max_num_seqs,
-            round(self._generation_throughput(), 1),
-        )
+    async def _load(self, context: grpc.aio.ServicerContext) -> Load:
+        try:
+            return await self._read_load()
+        except RpcError as error:
+            await abort(context, error)
 
     async def _tokenizer_archive(self) -> bytes:
         """Made once, off the event loop. Raises RpcError."""

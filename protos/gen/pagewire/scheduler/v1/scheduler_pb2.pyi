@@ -202,26 +202,30 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateManyRequest(_message.Message):
-    __slots__ = ("submit", "abort", "stop")
+    __slots__ = ("submit", "abort", "stop", "get_loads")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    GET_LOADS_FIELD_NUMBER: _ClassVar[int]
     submit: Submission
     abort: StreamAbort
     stop: StreamStop
-    def __init__(self, submit: _Optional[_Union[Submission, _Mapping]] = ..., abort: _Optional[_Union[StreamAbort, _Mapping]] = ..., stop: _Optional[_Union[StreamStop, _Mapping]] = ...) -> None: ...
+    get_loads: GetLoadsRequest
+    def __init__(self, submit: _Optional[_Union[Submission, _Mapping]] = ..., abort: _Optional[_Union[StreamAbort, _Mapping]] = ..., stop: _Optional[_Union[StreamStop, _Mapping]] = ..., get_loads: _Optional[_Union[GetLoadsRequest, _Mapping]] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only")
+    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only", "traceparent")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ONLY_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request: GenerateRequest
     timeout_seconds: float
     token_only: bool
-    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ...) -> None: ...
+    traceparent: str
+    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StreamAbort(_message.Message):
     __slots__ = ("stream_id",)
@@ -238,20 +242,22 @@ class StreamStop(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateManyResponse(_message.Message):
-    __slots__ = ("stream_ids", "num_tokens", "token_ids", "deltas", "failures", "server_info")
+    __slots__ = ("stream_ids", "num_tokens", "token_ids", "deltas", "failures", "server_info", "loads")
     STREAM_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     SERVER_INFO_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
     stream_ids: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     deltas: _containers.RepeatedCompositeFieldContainer[StreamDelta]
     failures: _containers.RepeatedCompositeFieldContainer[StreamFailure]
     server_info: GetServerInfoResponse
-    def __init__(self, stream_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[StreamFailure, _Mapping]]] = ..., server_info: _Optional[_Union[GetServerInfoResponse, _Mapping]] = ...) -> None: ...
+    loads: GetLoadsResponse
+    def __init__(self, stream_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[StreamFailure, _Mapping]]] = ..., server_info: _Optional[_Union[GetServerInfoResponse, _Mapping]] = ..., loads: _Optional[_Union[GetLoadsResponse, _Mapping]] = ...) -> None: ...
 
 class StreamDelta(_message.Message):
     __slots__ = ("stream_id", "delta")

@@ -149,7 +149,7 @@ class StepPlan(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., swap_out_device_blocks: _Optional[_Iterable[int]] = ..., swap_out_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_device_blocks: _Optional[_Iterable[int]] = ..., openings: _Optional[_Iterable[_Union[RowOpening, _Mapping]]] = ..., append_slots: _Optional[_Iterable[int]] = ..., append_block_ids: _Optional[_Iterable[int]] = ..., work_slots: _Optional[_Iterable[int]] = ..., work_num_tokens: _Optional[_Iterable[int]] = ..., copy_source_blocks: _Optional[_Iterable[int]] = ..., copy_target_blocks: _Optional[_Iterable[int]] = ..., fork_source_slots: _Optional[_Iterable[int]] = ..., fork_target_slots: _Optional[_Iterable[int]] = ..., set_block_slots: _Optional[_Iterable[int]] = ..., set_block_indexes: _Optional[_Iterable[int]] = ..., set_block_ids: _Optional[_Iterable[int]] = ..., append_token_slots: _Optional[_Iterable[int]] = ..., append_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowOpening(_message.Message):
-    __slots__ = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "seed", "sample_index")
+    __slots__ = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "seed", "sample_index", "traceparent")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +159,7 @@ class RowOpening(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     slot: int
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -168,7 +169,8 @@ class RowOpening(_message.Message):
     sampling: SamplingParams
     seed: int
     sample_index: int
-    def __init__(self, slot: _Optional[int] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, slot: _Optional[int] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_token_ids", "logit_bias_values", "min_tokens", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "num_candidates")

@@ -1,0 +1,110 @@
+"""Spans of OpenTelemetry for the work of rows, children of the spans that their openings name.
+
+A row makes two: `execute prefill` from the step that opens it to the one that computes the last of its known tokens,
+and `execute decode` from there to the last step before its slot is released or its epoch is over. Only rows that come,
+go or prefill are looked at, so a decoding row costs nothing. This module needs the extra `tracing`.
+"""
+
+import time
+from dataclasses import dataclass
+
+from opentelemetry import context, trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from worker_service.step import RowOpening, StepPlan
+
+_EXPORT_TIMEOUT = 1.0  # seconds: a collector that is not there must not delay the end of the process
+
+
+@dataclass(slots=True)
+class _Phase:
+    """What a row is doing. Times are in nanoseconds since 1970."""
+
+    parent: context.Context
+    sequence_id: int
+    began_ns: int
+    first_step: int
+    num_tokens_left: int  # to prefill
+    work: int  # tokens a step, while it prefills
+
+
+class StepTracing:
+    """Hears of steps on the engine's thread."""
+
+    def __init__(self, endpoint: str, *, version: str) -> None:
+        """`endpoint` is a collector's, http://HOST:PORT for OTLP over gRPC."""
+        resource = Resource.create({"service.name": "pagewire-worker", "service.version": version})
+        self._provider = TracerProvider(resource=resource)
+        exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("pagewire", version)
+        self._propagator = TraceContextTextMapPropagator()
+        self._prefilling: dict[int, _Phase] = {}  # by slot
+        self._decoding: dict[int, _Phase] = {}
+        self._epoch = self._last_step = self._last_ended_ns = 0
+
+    def step_done(self, plan: StepPlan, started_ns: int) -> None:
+        """A step that began then is done now."""
+        if plan.epoch != self._epoch:
+            self._end_all()
+            self._epoch = plan.epoch
+        for slot in plan.released_slots:
+            self._end_row(slot)
+        for opening in plan.openings:
+            if opening.traceparent:
+                self._prefilling[opening.slot] = self._begin(opening, plan.step, started_ns)
+        ended_ns = time.time_ns()
+        if self._prefilling:
+            self._prefill(plan, ended_ns)
+        self._last_step, self._last_ended_ns = plan.step, ended_ns
+
+    def close(self) -> None:
+        """Send what waits, as far as the collector takes it."""
+        self._end_all()
+        self._provider.shutdown()
+
+    def _begin(self, opening: RowOpening, step: int, started_ns: int) -> _Phase:
+        parent = self._propagator.extract({"traceparent": opening.traceparent})
+        num_tokens = len(opening.token_ids) - opening.num_computed_tokens
+        return _Phase(parent, opening.sequence_id, started_ns, step, num_tokens, 0)
+
+    def _prefill(self, plan: StepPlan, ended_ns: int) -> None:
+        for slot, num_tokens in zip(plan.work_slots, plan.work_num_tokens, strict=True):
+            if slot in self._prefilling:
+                self._prefilling[slot].work = num_tokens
+        for slot, phase in list(self._prefilling.items()):
+            phase.num_tokens_left -= phase.work
+            if phase.num_tokens_left <= 0:
+                del self._prefilling[slot]
+                self._end("execute prefill", phase, plan.step, ended_ns)
+                self._decoding[slot] = _Phase(phase.parent, phase.sequence_id, ended_ns, plan.step + 1, 0, 0)
+
+    def _end_row(self, slot: int) -> None:
+        for name, phases in (("execute prefill", self._prefilling), ("execute decode", self._decoding)):
+            phase = phases.pop(slot, None)
+            # A row that ends with its first token never decodes.
+            if phase is not None and phase.first_step <= self._last_step:
+                self._end(name, phase, self._last_step, self._last_ended_ns)
+
+    def _end_all(self) -> None:
+        for slot in [*self._prefilling, *self._decoding]:
+            self._end_row(slot)
+
+    def _end(self, name: str, phase: _Phase, last_step: int, ended_ns: int) -> None:
+        span = self._tracer.start_span(
+            name,
+            context=phase.parent,
+            kind=trace.SpanKind.INTERNAL,
+            start_time=phase.began_ns,
+            attributes={
+                "pagewire.sequence_id": phase.sequence_id,
+                "pagewire.epoch": self._epoch,
+                "pagewire.first_step": phase.first_step,
+                "pagewire.last_step": last_step,
+            },
+        )
+        span.end(ended_ns)
