@@ -2,10 +2,10 @@
 
     python -m bench.overload
 
-Both services run as processes, with the bundled model and a queue of `--waiting` requests. First as many clients as
-the server can hold send one request after the other: that is the peak. Then requests come at ten times the rate of
-the peak, at random times, for a minute. Useful tokens are those of requests that ended. Raw numbers go to
-bench/results/overload.json.
+Both services run as processes, with the bundled model and a queue of `--waiting` requests. In each round as many clients
+as the server can hold send one request after the other: that is the peak. Then requests come at ten times the rate of
+the peak, at random times, for a minute. Useful tokens are those that came in that time to requests that ended. Raw
+numbers go to bench/results/overload.json.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import asyncio
 import random
 import statistics
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.record import RESULTS, machine, verdict, write
@@ -22,27 +21,32 @@ from pagewire.errors import PagewireError, ResourceExhausted
 from tests.system.services import System, running
 
 MODEL = Path("models/storyteller")
-INPUT_LEN, OUTPUT_LENS = 48, (32, 64)
+INPUT_LEN, OUTPUT_LENS = 100, (128, 384)
+MEAN_OUTPUT_LEN = sum(OUTPUT_LENS) / 2
+NUM_BLOCKS = 1500
 FACTOR = 10
 REFUSAL_GOAL_S = 0.050
 THROUGHPUT_GOAL = 0.95
 MEMORY_GOAL = 1.05  # of the scheduler at the end, against a quarter of the way
 
 
-@dataclass
 class Tally:
-    """What came of requests. Tokens and requests count when they ended."""
+    """What came of requests in `seconds` from now on. Their tokens count when they end, wherever that is."""
 
-    num_tokens: int = 0
-    num_ended: int = 0
-    refusals_s: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.end = time.perf_counter() + seconds
+        self.num_tokens = self.num_ended = 0
+        self.refusals_s: list[float] = []
+        self.failures: list[str] = []
 
-    def figures(self, seconds: float) -> dict[str, object]:
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self.end
+
+    def figures(self) -> dict[str, object]:
         return {
-            "seconds": seconds,
-            "tokens_per_s": self.num_tokens / seconds,
-            "requests_per_s": self.num_ended / seconds,
+            "tokens_per_s": self.num_tokens / self.seconds,
             "num_ended": self.num_ended,
             "num_refused": len(self.refusals_s),
             "failures": sorted(set(self.failures)),
@@ -64,7 +68,8 @@ class Load:
         num_tokens, started = 0, time.perf_counter()
         try:
             async for output in self._client.generate(None, sampling, prompt_token_ids=prompt):
-                num_tokens += len(output.token_ids)
+                if not tally.is_over:
+                    num_tokens += len(output.token_ids)
         except ResourceExhausted:
             tally.refusals_s.append(time.perf_counter() - started)
         except PagewireError as error:
@@ -73,23 +78,20 @@ class Load:
             tally.num_tokens += num_tokens
             tally.num_ended += 1
 
-    async def saturate(self, num_clients: int, seconds: float) -> Tally:
-        """`num_clients` send one request after the other."""
-        tally, end = Tally(), time.perf_counter() + seconds
+    async def saturate(self, num_clients: int, tally: Tally) -> None:
+        """`num_clients` send one request after the other. Those that run at the end are left to end."""
 
         async def keep_sending() -> None:
-            while time.perf_counter() < end:
+            while not tally.is_over:
                 await self.send(tally)
 
         await asyncio.gather(*(keep_sending() for _ in range(num_clients)))
-        return tally
 
-    async def flood(self, rate: float, seconds: float, tally: Tally) -> None:
+    async def flood(self, rate: float, tally: Tally) -> None:
         """`rate` requests per second at random times. Those that run at the end are left to end."""
+        due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            end = due = time.perf_counter()
-            end += seconds
-            while due < end:
+            while due < tally.end:
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 group.create_task(self.send(tally))
                 due += self._rng.expovariate(rate)
@@ -109,41 +111,48 @@ async def watch_memory(system: System, samples: list[int], interval_s: float = 1
         await asyncio.sleep(interval_s)
 
 
-async def measure(system: System, arguments: argparse.Namespace) -> dict[str, object]:
+async def run_round(system: System, client: Client, arguments: argparse.Namespace, seed: int) -> dict[str, object]:
+    load = Load(client, (await client.server_info()).vocab_size, seed)
+    num_clients = arguments.max_num_seqs + arguments.waiting
+    await load.saturate(num_clients, Tally(3.0))
+    best = Tally(arguments.seconds)
+    await load.saturate(num_clients, best)
+    peak = best.figures()
+    rate = FACTOR * peak["tokens_per_s"] / MEAN_OUTPUT_LEN
+    print(f"peak: {peak['tokens_per_s']:,.0f} tokens/s; now {rate:.0f} requests a second", flush=True)
+    memory: list[int] = []
+    watching = asyncio.create_task(watch_memory(system, memory))
+    tally = Tally(arguments.seconds)
+    await load.flood(rate, tally)
+    watching.cancel()
+    flood = tally.figures() | {"refusals_s": sorted(tally.refusals_s), "memory_bytes": memory}
+    return {"peak": peak, "rate": rate, "flood": flood}
+
+
+async def measure(system: System, arguments: argparse.Namespace) -> list[dict]:
     async with Client(system.url) as client:
-        load = Load(client, (await client.server_info()).vocab_size, arguments.seed)
-        num_clients = arguments.max_num_seqs + arguments.waiting
-        await load.saturate(num_clients, 3.0)
-        started = time.perf_counter()
-        peak = (await load.saturate(num_clients, arguments.seconds / 2)).figures(time.perf_counter() - started)
-        print(f"peak: {peak['tokens_per_s']:,.0f} tokens/s, {peak['requests_per_s']:.1f} requests/s", flush=True)
-        tally, memory = Tally(), []
-        watching = asyncio.create_task(watch_memory(system, memory))
-        started = time.perf_counter()
-        await load.flood(FACTOR * peak["requests_per_s"], arguments.seconds, tally)
-        flood = tally.figures(time.perf_counter() - started)
-        watching.cancel()
-    flood |= {"refusals_s": sorted(tally.refusals_s), "memory_bytes": memory}
-    return {"peak": peak, "flood": flood}
+        return [await run_round(system, client, arguments, seed) for seed in range(arguments.rounds)]
 
 
-def report(figures: dict) -> None:
-    peak, flood = figures["peak"], figures["flood"]
-    refusals, memory = flood["refusals_s"], flood["memory_bytes"]
-    share = flood["tokens_per_s"] / peak["tokens_per_s"]
+def report(rounds: list[dict]) -> None:
+    floods = [entry["flood"] for entry in rounds]
+    refusals = sorted(seconds for flood in floods for seconds in flood["refusals_s"])
+    memory = [size for flood in floods for size in flood["memory_bytes"]]
+    num_sent = sum(flood["num_ended"] + flood["num_refused"] + len(flood["failures"]) for flood in floods)
+    share = statistics.median(entry["flood"]["tokens_per_s"] / entry["peak"]["tokens_per_s"] for entry in rounds)
     worst = refusals[int(len(refusals) * 0.99)]
     growth = statistics.median(memory[-5:]) / statistics.median(memory[len(memory) // 4 :][:5])
-    sent = flood["num_ended"] + flood["num_refused"] + len(flood["failures"])
-    print(
-        f"{sent:,} requests in {flood['seconds']:.0f} s, {FACTOR} times what can be served; {len(refusals):,} refused"
-    )
+    print(f"{num_sent:,} requests, {FACTOR} times what can be served; {len(refusals):,} were refused")
     print(
         f"  refused after {refusals[len(refusals) // 2] * 1e3:.1f} ms (median), p99 {worst * 1e3:.1f} ms, at most "
         f"{refusals[-1] * 1e3:.1f} ms {verdict(worst, REFUSAL_GOAL_S, at_least=False)}"
     )
-    print(f"  useful tokens/s against the peak {share:.3f} {verdict(share, THROUGHPUT_GOAL, at_least=True)}")
+    print(
+        f"  useful tokens/s against the peak {share:.3f}, median of {len(rounds)} "
+        f"{verdict(share, THROUGHPUT_GOAL, at_least=True)}"
+    )
     print(f"  the scheduler's memory at the end {growth:.3f} times {verdict(growth, MEMORY_GOAL, at_least=False)}")
-    for failure in flood["failures"]:
+    for failure in sorted({failure for flood in floods for failure in flood["failures"]}):
         print(f"  failed: {failure}")
 
 
@@ -152,13 +161,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the flood (default 60)")
     parser.add_argument("--max-num-seqs", type=int, default=32, help="sequences that run at a time (default 32)")
     parser.add_argument("--waiting", type=int, default=32, help="requests that may wait (default 32)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-threads", type=int, help="of the worker (default: one per core)")
+    parser.add_argument("--rounds", type=int, default=3, help="of a peak and a flood each (default 3)")
     arguments = parser.parse_args()
-    scheduler = ["--max-waiting-requests", arguments.waiting, "--max-num-seqs", arguments.max_num_seqs]
-    with running(MODEL, worker=["--max-num-seqs", arguments.max_num_seqs], scheduler=scheduler) as system:
-        figures = asyncio.run(measure(system, arguments))
-    report(figures)
-    write(RESULTS / "overload.json", {"machine": machine(), "arguments": vars(arguments)} | figures)
+    # What the scheduler keeps of what is cached, and of events, is full before the flood begins.
+    kept = ["--kv-events-buffer", 1000]
+    scheduler = ["--max-waiting-requests", arguments.waiting, "--max-num-seqs", arguments.max_num_seqs, *kept]
+    worker = ["--max-num-seqs", arguments.max_num_seqs, "--num-device-blocks", NUM_BLOCKS]
+    if arguments.num_threads is not None:
+        worker += ["--num-threads", arguments.num_threads]
+    with running(MODEL, worker=worker, scheduler=scheduler) as system:
+        rounds = asyncio.run(measure(system, arguments))
+    report(rounds)
+    write(RESULTS / "overload.json", {"machine": machine(), "arguments": vars(arguments), "rounds": rounds})
 
 
 if __name__ == "__main__":
