@@ -2,10 +2,10 @@
 
     python -m bench.overload
 
-Both services run as processes, with the bundled model and a queue of `--waiting` requests. In each round as many clients
-as the server can hold send one request after the other: that is the peak. Then requests come at ten times the rate of
-the peak, at random times, for a minute. Useful tokens are those that came in that time to requests that ended. Raw
-numbers go to bench/results/overload.json.
+Both services run as processes, with the bundled model and a queue of `--waiting` requests. In each round as many
+clients as the server can hold send one request after the other: that is the peak. Then requests come at ten times the
+rate of the peak, at random times, for a minute. Useful tokens are those that came in that time to requests that ended.
+Raw numbers go to bench/results/overload.json.
 """
 
 import argparse

@@ -4,7 +4,7 @@ A program owns a tile of queries of one row, packed with all heads that share a 
 read once for them all. Tiles of keys that every query of it sees take a loop without masks. The tile's row is found on
 the device: the grid depends only on how many tokens and rows there are.
 
-Rows with one new token are better off in `decode_attention`: call both, each for its part of a mixed batch.
+Rows with one new token are better off in `decode_attention`: `paged_attention` launches both, each for its part.
 
 Specification: `kernels.reference.paged_attention`.
 """

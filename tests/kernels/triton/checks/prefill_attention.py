@@ -177,12 +177,17 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
         )
     assert returned.data_ptr() == output[start:].data_ptr()
     assert (output[:start] == 123.0).all(), f"rows of others were written: {case}"
+    compare(output[start:], expected[start:], batch, f"{case}, {tile}")
+
+
+def compare(output: Tensor, expected: Tensor, batch: Batch, what: str) -> None:
+    """Raises AssertionError where they differ by more than the products' rounding and one unit in the last place."""
     absolute = TOLERANCES[prefill_attention.operand(batch.query.dtype, batch.key_cache.dtype).name]
-    difference = (output[start:].float() - expected[start:].float()).abs()
-    # One unit in the last place; false for NaN.
-    is_close = difference <= absolute + torch.finfo(case.dtype).eps * expected[start:].float().abs()
+    difference = (output.float() - expected.float()).abs()
+    # False for NaN.
+    is_close = difference <= absolute + torch.finfo(output.dtype).eps * expected.float().abs()
     assert is_close.all(), (
-        f"{int((~is_close).sum())} of {is_close.numel()} elements differ, by {difference.max()} at most: {case}, {tile}"
+        f"{int((~is_close).sum())} of {is_close.numel()} elements differ, by {difference.max()} at most: {what}"
     )
 
 

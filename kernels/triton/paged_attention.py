@@ -1,0 +1,83 @@
+"""Paged attention of a mixed batch: rows that decode and rows with more queries, as two launches and never one bad one.
+
+A tile for many queries wastes most of its work on a row with one, and a tile for one query reads a prompt's keys once
+for each of its queries.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.triton.decode_attention import paged_attention_v1, paged_attention_v2
+from kernels.triton.prefill_attention import paged_prefill
+from kernels.triton.split_plan import SplitPlan
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_decodes: int,
+    scale: float,
+    plan: SplitPlan | None = None,
+    window: int = 0,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    selected_blocks: Tensor | None = None,
+    num_selected: Tensor | None = None,
+    output: Tensor | None = None,
+) -> Tensor:
+    """Attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
+
+    Args:
+        query: [T, num_heads, head_dim]; the rows that decode come first, one query each.
+        query_start_loc: [S + 1] int32, on the device.
+        num_decodes: how many rows come first with one query; the host knows it, so that it waits for nothing.
+        plan: decided for the first `num_decodes` of seq_lens, once a step: they are cut into splits, by
+            `paged_attention_v2`. None: they are not; see `prefers_splits`.
+        The others are as `paged_prefill` takes them.
+
+    Returns:
+        [T, num_heads, head_dim], of the query's dtype. What belongs to no row is not written.
+
+    Raises:
+        ValueError: a shape, dtype, stride or number is not one of these.
+    """
+    num_rows = seq_lens.numel()
+    if not 0 <= num_decodes <= min(num_rows, query.shape[0]):
+        raise ValueError(f"num_decodes is {num_decodes} of {num_rows} rows with {query.shape[0]} queries")
+    if output is None:
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+
+    def launch_arguments(first: int, end: int) -> dict[str, Any]:
+        """What belongs to these rows, and what to all."""
+        return {
+            "scale": scale,
+            "window": window,
+            "alibi_slopes": alibi_slopes,
+            "softcap": softcap,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+            "selected_blocks": None if selected_blocks is None else selected_blocks[first:end],
+            "num_selected": None if num_selected is None else num_selected[first:end],
+        }
+
+    caches = (key_cache, value_cache)
+    if num_decodes:
+        tensors = (query[:num_decodes], *caches, block_tables[:num_decodes], seq_lens[:num_decodes])
+        common = launch_arguments(0, num_decodes) | {"output": output[:num_decodes]}
+        if plan is None:
+            paged_attention_v1(*tensors, **common)
+        else:
+            paged_attention_v2(*tensors, plan=plan, **common)
+    if num_decodes < num_rows:
+        tensors = (query[num_decodes:], *caches, block_tables[num_decodes:], seq_lens[num_decodes:])
+        common = launch_arguments(num_decodes, num_rows) | {"output": output[num_decodes:]}
+        paged_prefill(*tensors, query_start_loc[num_decodes:], **common)
+    return output
