@@ -22,7 +22,7 @@ from bench.record import RESULTS, machine, write
 from tests.kernels.triton.checks.case import COPY, MATMUL
 
 CHECKS = "tests.kernels.triton.checks"
-MODULES = ("decode_attention", "prefill_attention", "paged_attention", "cache", "blocks", "sampler", "fused")
+MODULES = ("decode_attention", "prefill_attention", "cache", "blocks", "sampler", "fused")
 SECONDS = 450.0
 
 

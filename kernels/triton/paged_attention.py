@@ -55,29 +55,21 @@ def paged_attention(
     if output is None:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
 
-    def launch_arguments(first: int, end: int) -> dict[str, Any]:
-        """What belongs to these rows, and what to all."""
-        return {
-            "scale": scale,
-            "window": window,
-            "alibi_slopes": alibi_slopes,
-            "softcap": softcap,
-            "key_scale": key_scale,
-            "value_scale": value_scale,
-            "selected_blocks": None if selected_blocks is None else selected_blocks[first:end],
-            "num_selected": None if num_selected is None else num_selected[first:end],
-        }
-
     caches = (key_cache, value_cache)
-    if num_decodes:
-        tensors = (query[:num_decodes], *caches, block_tables[:num_decodes], seq_lens[:num_decodes])
-        common = launch_arguments(0, num_decodes) | {"output": output[:num_decodes]}
-        if plan is None:
-            paged_attention_v1(*tensors, **common)
+    for rows, is_decoding in ((slice(0, num_decodes), True), (slice(num_decodes, None), False)):
+        tables, lens = block_tables[rows], seq_lens[rows]
+        selection = (_of_rows(selected_blocks, rows), _of_rows(num_selected, rows))
+        others: list[Any] = [window, alibi_slopes, softcap, key_scale, value_scale, *selection, output[rows]]
+        if not lens.numel():
+            continue
+        if not is_decoding:
+            paged_prefill(query[rows], *caches, tables, lens, query_start_loc[rows], scale, *others)
+        elif plan is None:
+            paged_attention_v1(query[rows], *caches, tables, lens, scale, *others)
         else:
-            paged_attention_v2(*tensors, plan=plan, **common)
-    if num_decodes < num_rows:
-        tensors = (query[num_decodes:], *caches, block_tables[num_decodes:], seq_lens[num_decodes:])
-        common = launch_arguments(num_decodes, num_rows) | {"output": output[num_decodes:]}
-        paged_prefill(*tensors, query_start_loc[num_decodes:], **common)
+            paged_attention_v2(query[rows], *caches, tables, lens, scale, plan, *others)
     return output
+
+
+def _of_rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tensor is None else tensor[rows]

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from kernels.triton.paged_attention import paged_attention
-from tests.kernels.triton.checks.paged_attention import check_paged_attention
-from tests.kernels.triton.checks.prefill_attention import E4M3, Case, make_batch
+from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_attention, make_batch
 
 CASE = Case(((1, 40), (1, 17), (1, 0), (12, 20), (9, 9), (1, 5)), num_kv_heads=2, num_groups=2)
 FEATURES = {

@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import reference
 from kernels.triton import prefill_attention, tiles
+from kernels.triton.paged_attention import paged_attention
+from kernels.triton.split_plan import ANY_LEN, SplitPlan
 from kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
@@ -191,8 +193,30 @@ def compare(output: Tensor, expected: Tensor, batch: Batch, what: str) -> None:
     )
 
 
+def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *, splits: bool) -> None:
+    """The first rows decode, in splits or not."""
+    batch = make_batch(case, device)
+    scales = (0.5, 1.7) if case.cache_dtype == E4M3 else (1.0, 1.0)
+    scoring = (case.head_dim**-0.5, case.window, batch.alibi_slopes, case.softcap, *scales)
+    selection = (batch.selected_blocks, batch.num_selected)
+    tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables)
+    expected = reference.paged_attention(*tensors, batch.seq_lens, batch.query_start_loc, *scoring, *selection)
+    integers = {"dtype": torch.int32, "device": device}
+    seq_lens = torch.tensor(batch.seq_lens, **integers)
+    plan = None
+    if splits:
+        heads = (batch.query.shape[1], case.num_kv_heads, case.head_dim)
+        plan = SplitPlan.allocate(num_decodes, *heads, device, num_programs=8 * case.num_kv_heads, min_chunk=16)
+        plan.decide(seq_lens[:num_decodes], case.window or ANY_LEN)
+    scale, *others = scoring
+    starts = torch.tensor(batch.query_start_loc, **integers)
+    output = paged_attention(*tensors, seq_lens, starts, num_decodes, scale, plan, *others, *selection)
+    compare(output, expected, batch, f"{case}, {num_decodes} decode, {splits=}")
+
+
 _CHUNKS = ((512, 512), (1000, 1000), (300, 4000), (1, 777), (17, 4096), (2048, 2048), (1, 0), (64, 8192))
 _REAL = Case(_CHUNKS, torch.bfloat16, None, 8, 4, 128)
+_MIXED = ((1, 4000), (1, 17), (1, 0), (300, 4000), (1000, 1000), (2, 900))
 
 
 def device_cases() -> Iterator[DeviceCase]:
@@ -221,6 +245,12 @@ def device_cases() -> Iterator[DeviceCase]:
     for num_groups, block_size in ((1, 16), (2, 32), (3, 48), (5, 64), (7, 128), (8, 240), (16, 256)):
         case = replace(_REAL, num_groups=num_groups, block_size=block_size, num_kv_heads=2)
         yield _device_case(f"{num_groups} groups, blocks of {block_size}", case)
+
+    for name, changes in ((name, features[name]) for name in ("plain", "e4m3", "window", "selected")):
+        for splits in (False, True):
+            case = replace(_REAL, rows=_MIXED, **changes)
+            run = functools.partial(check_paged_attention, case=case, num_decodes=3, splits=splits)
+            yield DeviceCase(f"paged_attention {name}{', in splits' if splits else ''}", run)
 
 
 def _device_case(name: str, case: Case) -> DeviceCase:
