@@ -206,12 +206,10 @@ def _check_pool(pool: BlockPool, holders: list[int]) -> None:
         raise AssertionError(f"S2: the reference counts of blocks {wrong}")
     num_lost = holders.count(0) - 1
     assert num_lost == pool.num_free, "S1: a block is lost, or counted twice"
-    links, block = pool._next, pool._next[0]
-    while block:
+    for block in pool.free_blocks():
         assert holders[block] == 0, "S1: a block is free and held, or the free list is a loop"
         holders[block] = -1
         num_lost -= 1
-        block = links[block]
     assert num_lost == 0, "S1: the free list is cut"
     assert pool.num_idle_cached == pool._is_idle_cached.count(1)
 

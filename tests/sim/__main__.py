@@ -6,7 +6,7 @@ import sys
 import time
 
 from tests.sim.campaign import Summary, command_for, run_campaign, trace_seed
-from tests.sim.compiled import run_compiled
+from tests.sim.compiled import CompilationError, run_compiled
 from tests.sim.reach import STATES
 
 # With fewer seeds a rare state may be missed by chance.
@@ -22,7 +22,11 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="compile all with mypyc first: for long campaigns")
     arguments = parser.parse_args()
     if arguments.compiled:
-        return run_compiled([argument for argument in sys.argv[1:] if argument != "--compiled"])
+        try:
+            return run_compiled([argument for argument in sys.argv[1:] if argument != "--compiled"])
+        except CompilationError as error:
+            print(f"cannot run compiled: {error}", file=sys.stderr)
+            return 1
     if arguments.trace:
         return 0 if trace_seed(arguments.first) else 1
     started = time.perf_counter()

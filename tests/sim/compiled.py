@@ -1,7 +1,7 @@
 """The simulator and the code under test compiled with mypyc: the same sources, the same histories, twice as fast.
 
 The compiled modules lie in `build/sim` under a hash of all that went into them, beside a copy of the sources. They are
-for long campaigns only: planted bugs and `--trace` replace parts at run time, which compiled classes do not allow.
+for long campaigns: to compile takes as long as the interpreter takes for some ten thousand seeds.
 """
 
 import hashlib

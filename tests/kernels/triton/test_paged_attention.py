@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.triton import paged_attention as module
 from kernels.triton.paged_attention import paged_attention
 from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_attention, make_batch
 
@@ -33,6 +34,22 @@ def test_every_feature(device, feature, splits):
 def test_every_share_of_rows_that_decode(device, num_decodes, splits):
     """A row with one query may be with the others too."""
     check_paged_attention(device, CASE, num_decodes, splits=splits and num_decodes > 0)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_each_part_has_its_own_launch(device, monkeypatch, splits):
+    """Any of the three would compute the right result: what counts is which one is asked."""
+    launched = []
+    for name in ("paged_attention_v1", "paged_attention_v2", "paged_prefill"):
+        kernel = getattr(module, name)
+
+        def launch(query, *arguments, name=name, kernel=kernel):
+            launched.append((name, len(query)))
+            return kernel(query, *arguments)
+
+        monkeypatch.setattr(module, name, launch)
+    check_paged_attention(device, CASE, 3, splits=splits)
+    assert launched == [("paged_attention_v2" if splits else "paged_attention_v1", 3), ("paged_prefill", 22)]
 
 
 def test_rows_that_all_decode(device):
