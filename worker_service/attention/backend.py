@@ -11,13 +11,26 @@ LayerCache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """What kernels on a GPU read of a step's rows there, so that a graph can hold the step.
+
+    Behind a graph the numbers of `AttentionBatch` that the host knows are the most that any of its steps has.
+    """
+
+    query_start_loc: Tensor  # [S + 1] int32
+    seq_lens: Tensor  # [S] int32; 0: a row of padding, which attends to nothing
+    num_decodes: int  # rows that have one token each and come first
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One step's rows in slot order, over one flat batch of T tokens. A row's tokens are the last of its positions."""
+    """One step's S rows over one flat batch of T tokens. A row's tokens are the last of its positions."""
 
     query_start_loc: list[int]  # [S + 1] offsets of each row's tokens in the flat batch; every row has at least one
     seq_lens: list[int]  # [S] positions of each row after this step
     block_tables: Tensor  # [S, max_blocks] int32 or int64, padded with block 0
-    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset of each token
+    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset of each token; -1, on a GPU only: it is not kept
+    device_rows: DeviceRows | None = None  # on a GPU
 
 
 class Attend(Protocol):
