@@ -5,9 +5,13 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
+try:
+    from google.rpc import error_details_pb2, status_pb2
+except ImportError:  # a machine with a grpcio of its own may lack googleapis-common-protos: errors then have no details
+    error_details_pb2 = status_pb2 = None
+
+DETAILS_KEY = "grpc-status-details-bin"  # of the trailing metadata, as grpcio-status has it
 # Seconds after which trying again may help.
 RETRY_DELAYS = {grpc.StatusCode.RESOURCE_EXHAUSTED: 1, grpc.StatusCode.UNAVAILABLE: 2}
 
@@ -27,6 +31,14 @@ def invalid(field: str, message: str) -> RpcError:
 
 async def abort(context: grpc.aio.ServicerContext, error: RpcError) -> NoReturn:
     """End the call with the error's status."""
+    await context.abort(error.code, str(error), _details(error))
+    raise AssertionError("abort raises")
+
+
+def _details(error: RpcError) -> tuple[tuple[str, bytes], ...]:
+    """The trailing metadata that tells of the field at fault and of when to try again."""
+    if status_pb2 is None:
+        return ()
     status = status_pb2.Status(code=error.code.value[0], message=str(error))
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
@@ -34,5 +46,4 @@ async def abort(context: grpc.aio.ServicerContext, error: RpcError) -> NoReturn:
     if error.code in RETRY_DELAYS:
         delay = Duration(seconds=RETRY_DELAYS[error.code])
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    await context.abort_with_status(rpc_status.to_status(status))
-    raise AssertionError("abort_with_status raises")
+    return ((DETAILS_KEY, status.SerializeToString()),)

@@ -1,0 +1,95 @@
+"""Both services from a source tree, on a machine that has torch and grpcio and none of the packages beside them."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pagewire import Client, SamplingParams
+from pagewire.errors import InvalidRequest
+from tests.system.services import Process, running
+from tests.worker.checkpoints import make_checkpoint
+
+ROOT = Path(__file__).parents[2]
+OPTIONAL = (
+    "smg",
+    "smg_grpc_proto",
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+    "google.rpc",
+    "google.api",
+    "opentelemetry",
+    "matplotlib",
+)
+# Python imports a module of this name by itself, before anything else. It makes packages look as if there were none.
+SITECUSTOMIZE = f"""
+import sys
+
+
+class Hiding:
+    def __init__(self, finder):
+        self._finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        is_hidden = any(name == hidden or name.startswith(hidden + ".") for hidden in {OPTIONAL})
+        return None if is_hidden else self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
+
+
+sys.meta_path[:] = map(Hiding, sys.meta_path)
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment variables of such a machine."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+def test_the_packages_are_hidden(bare: dict[str, str]) -> None:
+    program = f"""
+import importlib.util, sys
+import google.protobuf, grpc
+for name in {[name for name in OPTIONAL if "." not in name]}:
+    assert importlib.util.find_spec(name) is None, name
+try:
+    import google.rpc
+except ImportError:
+    sys.exit(0)
+sys.exit("google.rpc is there")
+"""
+    subprocess.run([sys.executable, "-c", program], env=bare, cwd="/", check=True)
+
+
+async def test_both_services_serve_without_them(bare: dict[str, str], tmp_path: Path) -> None:
+    def start(arguments: Sequence[str]) -> Process:
+        command = [sys.executable, "-m", "pagewire", *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=bare, cwd=tmp_path)
+
+    model = make_checkpoint(tmp_path / "model", "llama", seed=1)
+    with running(model, start=start) as system:
+        async with Client(system.url) as client:
+            sampling = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+            completion = await client.acomplete(None, sampling, prompt_token_ids=[1, 2, 3])
+            assert len(completion.outputs[0].token_ids) == 5
+            with pytest.raises(InvalidRequest, match="temperature"):
+                await client.acomplete(None, SamplingParams(temperature=-1), prompt_token_ids=[1])
+
+
+@pytest.mark.parametrize("service", ["worker", "scheduler"])
+def test_tracing_that_cannot_be_had_is_a_clear_error(bare: dict[str, str], tmp_path: Path, service: str) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama", seed=1)
+    command = [sys.executable, "-m", "pagewire", service, "--model", str(model), "--port", "0"]
+    command += ["--otlp-traces-endpoint", "http://127.0.0.1:4317"]
+    ended = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "pip install 'pagewire[tracing]'" in ended.stderr
+    assert "Traceback" not in ended.stderr
