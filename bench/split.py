@@ -52,7 +52,7 @@ class LocalLink:
         from scheduler_service.core.plan import WorkerCapacity
 
         begun = asyncio.Event()
-        self._engine.begin(self._session, lambda: self._loop.call_soon_threadsafe(begun.set))
+        self._engine.begin(self._session, 1, lambda: self._loop.call_soon_threadsafe(begun.set))
         await begun.wait()
         self._events.worker_ready(WorkerCapacity(**asdict(self._engine.ready)), 1, self)
 

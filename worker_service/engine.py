@@ -27,7 +27,7 @@ _MOVE_POLL_INTERVAL_S = 0.001
 class Runner(Protocol):
     """What carries out plans."""
 
-    def reset(self) -> None:
+    def reset(self, epoch: int) -> None:
         """Begin an epoch: forget every row, after everything that was started has finished."""
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -98,9 +98,9 @@ class Engine:
         self._thread = threading.Thread(target=self._run, args=(on_loaded,), name="engine", daemon=True)
         self._thread.start()
 
-    def begin(self, session: EngineSession, on_begun: Callable[[], object]) -> None:
+    def begin(self, session: EngineSession, epoch: int, on_begun: Callable[[], object]) -> None:
         """Forget every row, after all earlier steps have finished; then `on_begun` is called on the engine's thread."""
-        self._commands.put(lambda: self._begin(session, on_begun))
+        self._commands.put(lambda: self._begin(session, epoch, on_begun))
 
     def submit(self, session: EngineSession, plan: StepPlan) -> None:
         """Compute a step; its outcome goes to `session.deliver`."""
@@ -145,10 +145,10 @@ class Engine:
             session.last_moved_step = last_moved_step
             session.on_moved()
 
-    def _begin(self, session: EngineSession, on_begun: Callable[[], object]) -> None:
+    def _begin(self, session: EngineSession, epoch: int, on_begun: Callable[[], object]) -> None:
         assert self._loaded is not None
         if not session.has_ended:
-            self._loaded.runner.reset()
+            self._loaded.runner.reset(epoch)
             on_begun()
 
     def _step(self, session: EngineSession, plan: StepPlan) -> None:

@@ -52,7 +52,7 @@ class ModelRunner:
         self._backend = backend
         self._device = device
 
-    def reset(self) -> None:
+    def reset(self, epoch: int) -> None:
         """Begin an epoch: no rows, and everything that was started has finished."""
         self.table.clear()
         if self._device.type == "cuda":

@@ -45,7 +45,7 @@ def load(path: Path, **options: Any) -> LoadedWorker:
 
 def generate(worker: LoadedWorker, rows: Sequence[Row], budget: int) -> list[list[int]]:
     """Each row's output tokens."""
-    worker.runner.reset()
+    worker.runner.reset(1)
     outputs: list[list[int]] = [[] for _ in rows]
     steps = plan_steps(rows, block_size=worker.ready.block_size, max_num_batched_tokens=budget)
     for step in steps:
@@ -460,7 +460,7 @@ def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]
     for columns in (bad_row, bad_copy):
         with pytest.raises(ProtocolError):
             worker.runner.execute(StepPlan(1, 1, **swap_in, **columns))
-        worker.runner.reset()
+        worker.runner.reset(1)
     for storage, expected in zip((cache.storage, cache.host_storage), before, strict=True):
         assert torch.equal(storage.view(torch.int32), expected.view(torch.int32))
 

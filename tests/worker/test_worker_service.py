@@ -75,8 +75,8 @@ class FakeRunner:
         self.released = threading.Event()
         self.log: list[str] = []
 
-    def reset(self) -> None:
-        self.log.append("reset")
+    def reset(self, epoch: int) -> None:
+        self.log.append(f"reset {epoch}")
         self.num_steps = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -242,14 +242,14 @@ async def test_higher_epoch_takes_over_after_the_running_step() -> None:
         code, details = await old.status()
         assert code is grpc.StatusCode.ABORTED
         assert "instance b took over" in details
-        assert runner.log == ["reset", "1:1"]
+        assert runner.log == ["reset 1", "1:1"]
         runner.released.set()
         assert (await new.read()).WhichOneof("body") == "ready"
         runner.blocked = set()
         await new.send(StepPlan(2, 1))
         result = await new.result()
         assert (result.epoch, result.step) == (2, 1)
-        assert runner.log == ["reset", "1:1", "reset", "2:1"]
+        assert runner.log == ["reset 1", "1:1", "reset 2", "2:1"]
 
 
 class SlowContext:

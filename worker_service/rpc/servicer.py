@@ -137,7 +137,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             message = f"the worker is still loading its model: {self._engine.load_percent} %"
             raise _SessionEnded(grpc.StatusCode.UNAVAILABLE, message) from None
         begun = asyncio.Event()
-        self._engine.begin(stream.engine_session, lambda: stream.loop.call_soon_threadsafe(begun.set))
+        stream.begin(lambda: stream.loop.call_soon_threadsafe(begun.set))
         try:
             await asyncio.wait_for(begun.wait(), self._begin_timeout_s)
         except TimeoutError:
@@ -163,6 +163,10 @@ class _Stream:
         self._may_write = True
         self._written = asyncio.Event()  # no write is under way
         self._written.set()
+
+    def begin(self, on_begun: Callable[[], object]) -> None:
+        """Let the engine begin the epoch; `on_begun` is called on its thread."""
+        self._engine.begin(self.engine_session, self._session.epoch, on_begun)
 
     def end(self, code: grpc.StatusCode, message: str) -> None:
         """End the session from outside. Its queued steps are dropped."""
