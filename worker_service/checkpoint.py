@@ -3,7 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +16,20 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class Tensors(Protocol):
+    """Where a model's weights come from."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors that are known beforehand."""
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Of a tensor that is among `names`; None if it is none that a model computes in."""
+
+    def copy(self, name: str, target: Tensor) -> None:
+        """Fills `target` with a tensor. Raises CheckpointError if there is none that fits."""
 
 
 class CheckpointError(Exception):
@@ -38,7 +52,7 @@ class Checkpoint:
         return frozenset(self._files)
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Of a tensor that is there; None if it is none that a model computes in."""
+        """See `Tensors.dtype`."""
         return _DTYPES.get(self._open(self._files[name]).get_slice(name).get_dtype())
 
     def copy(self, name: str, target: Tensor) -> None:
@@ -85,6 +99,33 @@ class Checkpoint:
             return safe_open(file, framework="pt", device="cpu")
         except SafetensorError as error:
             raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+class DummyTensors:
+    """Random weights for any model, to measure speed without a checkpoint: the same ones on every start.
+
+    Norms scale by 1, biases are 0, and all else is normal with a deviation of 0.02, as untrained models begin (Radford
+    et al., 2019, GPT-2), so that no activation grows out of bounds.
+    """
+
+    names: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """There is none: weights are of whatever dtype the model computes in."""
+        return None
+
+    def copy(self, name: str, target: Tensor) -> None:
+        """Draws `target` where it is."""
+        if target.dim() == 1:
+            target.fill_(1.0 if name.endswith(".weight") else 0.0)
+            return
+        device = target.device
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(0)
+        target.normal_(0.0, 0.02, generator=self._generators[device])
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -24,6 +24,11 @@ class WorkerConfig:
         "what to compute in; auto is the checkpoint's own, or float32 on a CPU that does not compute that natively",
         ("auto", "float32", "bfloat16", "float16"),
     )
+    load_format: str = _option(
+        "auto",
+        "where weights come from: auto is the checkpoint; dummy makes random ones, to measure speed with a config.json",
+        ("auto", "dummy"),
+    )
     block_size: int = _option(16, "token positions in a block of the KV cache")
     num_device_blocks: int | None = _option(None, "usable blocks of the KV cache; by default as many as memory allows")
     num_host_blocks: int = _option(0, "blocks in host memory to swap to; see also --swap-space")
@@ -68,6 +73,7 @@ class WorkerConfig:
         _check_range("--health-port", self.health_port, 0, 65535)
         _check_choice("--device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _check_choice("--load-format", self.load_format, ("auto", "dummy"))
         _check_choice("--attention-backend", self.attention_backend, ("auto", "cpu", "torch"))
         _check_range("--block-size", self.block_size, 1, 1024)
         _check_range("--max-num-seqs", self.max_num_seqs, 1, 1 << 16)

@@ -50,7 +50,9 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     operations = create_operations(device)
     backend = create_backend(config.attention_backend, device, model_config.windows, model_config.head_dim)
-    model = fused(load_model(path, dtype=dtype, device=device, progress=report, operations=operations), dtype, backend)
+    is_dummy = config.load_format == "dummy"
+    loaded = load_model(path, dtype=dtype, device=device, progress=report, operations=operations, is_dummy=is_dummy)
+    model = fused(loaded, dtype, backend)
     shape = CacheShape(
         num_layers=model_config.num_layers,
         block_size=config.block_size,

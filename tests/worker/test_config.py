@@ -14,6 +14,7 @@ from worker_service.config import WorkerConfig, parse_memory
         ({"port": 65536}, "--port"),
         ({"device": "tpu"}, "--device"),
         ({"dtype": "int8"}, "--dtype"),
+        ({"load_format": "pt"}, "--load-format"),
         ({"attention_backend": "magic"}, "--attention-backend"),
         ({"block_size": 0}, "--block-size"),
         ({"max_num_seqs": 0}, "--max-num-seqs"),

@@ -81,6 +81,22 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert generate(worker, [Row(prompt, 12) for prompt in prompts], budget) == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dummy_weights_need_no_checkpoint_and_are_the_same_every_time(
+    checkpoints: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((checkpoints[family] / "config.json").read_bytes())
+    rows = [SamplingParams(), SamplingParams(temperature=1.0, num_logprobs=5)]
+    outputs = []
+    for _ in range(2):
+        worker = load(tmp_path, load_format="dummy")
+        assert worker.ready.model_digest == load(checkpoints[family]).ready.model_digest
+        prompts = random_prompts(17, [20, 33])
+        outputs.append(generate(worker, [Row(*row) for row in zip(prompts, (30, 30), rows, strict=True)], budget=64))
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs[0][1])) > 10
+
+
 def test_seeded_rows_draw_the_same_alone_and_together(checkpoints: dict[str, Path]) -> None:
     worker = load(checkpoints["qwen3"])
     sampling = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from worker_service.checkpoint import Checkpoint
+from worker_service.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models import decoder, gpt2
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Embedding, Linear
@@ -44,6 +44,7 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     operations: Operations | None = None,
+    is_dummy: bool = False,
 ) -> Model:
     """Loads the model of a checkpoint directory, ready to run.
 
@@ -54,12 +55,13 @@ def load_model(
         device: where it computes.
         progress: called after each tensor with (tensors loaded, tensors in all).
         operations: what the model computes with; by default plain torch.
+        is_dummy: the directory need hold nothing but config.json, and the weights are random.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
     """
     config = ModelConfig.load(path)
-    checkpoint = Checkpoint(path)
+    checkpoint: Tensors = DummyTensors() if is_dummy else Checkpoint(path)
     family = FAMILIES[config.architecture]
     operations = operations or TorchOperations()
     with torch.device("meta"):
@@ -92,7 +94,7 @@ def _finish(model: decoder.Decoder | gpt2.GPT2, dtype: torch.dtype, is_tied: boo
             module.finish_loading(dtype, model.head if is_tied and module is model.embedding else None)
 
 
-def _weights(family: Family, config: ModelConfig, checkpoint: Checkpoint) -> Iterator[Weight]:
+def _weights(family: Family, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:
     """The family's table for this model, in the names this checkpoint uses."""
     prefix = family.optional_prefix
     has_prefix = any(name.startswith(prefix) for name in checkpoint.names)

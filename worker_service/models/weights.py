@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from worker_service.checkpoint import Checkpoint, CheckpointError
+from worker_service.checkpoint import CheckpointError, Tensors
 from worker_service.models.linear import Embedding, Linear
 
 # Called after each tensor with (tensors loaded, tensors in all).
@@ -25,7 +25,7 @@ class Weight:
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, table: Iterable[Weight], ignored: str, progress: Progress | None
+    model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], ignored: str, progress: Progress | None
 ) -> None:
     """Copies every tensor of the checkpoint to its parameter.
 
@@ -49,7 +49,7 @@ def load_weights(
 
 
 def hold_dtypes(
-    model: nn.Module, checkpoint: Checkpoint, table: Iterable[Weight], can_hold: Callable[[torch.dtype], bool]
+    model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], can_hold: Callable[[torch.dtype], bool]
 ) -> None:
     """Gives weights of products and embeddings the dtype of their tensors in the checkpoint, where that can be held.
 
