@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,20 @@ INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is read of a tensor of this shape, and where it goes; without an index all of one shaped as the target."""
+
+    target: Tensor
+    shape: tuple[int, ...] = ()
+    index: tuple[slice, ...] = ()
+
+    def transposed(self) -> "Piece":
+        """Of a matrix that the checkpoint holds the other way round."""
+        index = self.index and (*self.index, slice(None))[1::-1]
+        return replace(self, target=self.target.t(), shape=self.shape[::-1], index=index)
+
+
 class Tensors(Protocol):
     """Where a model's weights come from."""
 
@@ -28,8 +43,8 @@ class Tensors(Protocol):
     def dtype(self, name: str) -> torch.dtype | None:
         """Of a tensor that is among `names`; None if it is none that a model computes in."""
 
-    def copy(self, name: str, target: Tensor) -> None:
-        """Fills `target` with a tensor. Raises CheckpointError if there is none that fits."""
+    def copy(self, name: str, piece: Piece) -> None:
+        """Fills the piece's target. Raises CheckpointError if there is no tensor that fits."""
 
 
 class CheckpointError(Exception):
@@ -55,24 +70,27 @@ class Checkpoint:
         """See `Tensors.dtype`."""
         return _DTYPES.get(self._open(self._files[name]).get_slice(name).get_dtype())
 
-    def copy(self, name: str, target: Tensor) -> None:
-        """Reads one tensor straight into `target`, to its dtype and device.
+    def copy(self, name: str, piece: Piece) -> None:
+        """Reads a tensor, or no more than a part of it, straight into the piece's target, to its dtype and device.
 
         Raises:
-            CheckpointError: there is no such tensor, its shape is not the target's, or it is not floating point.
+            CheckpointError: there is no such tensor, its shape is not as expected, or it is not floating point.
         """
+        expected = list(piece.shape or piece.target.shape)
         if name not in self._files:
-            raise CheckpointError(f"tensor {name} is missing in {self._path}; expected shape {list(target.shape)}")
+            raise CheckpointError(f"tensor {name} is missing in {self._path}; expected shape {expected}")
         try:
-            tensor = self._open(self._files[name]).get_tensor(name)
+            file = self._open(self._files[name])
+            shape = file.get_slice(name).get_shape()
+            if shape != expected:
+                shapes = f"shape {shape}, expected {expected}"
+                raise CheckpointError(f"tensor {name} in {self._files[name]} has {shapes} from {CONFIG_FILE}")
+            tensor = file.get_slice(name)[piece.index] if piece.index else file.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"tensor {name} cannot be read from {self._files[name]}: {error}") from error
-        if tensor.shape != target.shape:
-            shapes = f"shape {list(tensor.shape)}, expected {list(target.shape)}"
-            raise CheckpointError(f"tensor {name} in {self._files[name]} has {shapes} from {CONFIG_FILE}")
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise CheckpointError(f"tensor {name} is {tensor.dtype}; quantized checkpoints are not supported")
-        target.copy_(tensor)
+        piece.target.copy_(tensor)
 
     def _find_files(self) -> dict[str, str]:
         if (self._path / INDEX_FILE).is_file():
@@ -117,8 +135,9 @@ class DummyTensors:
         """There is none: weights are of whatever dtype the model computes in."""
         return None
 
-    def copy(self, name: str, target: Tensor) -> None:
-        """Draws `target` where it is."""
+    def copy(self, name: str, piece: Piece) -> None:
+        """Draws the piece's target where it is."""
+        target = piece.target
         if target.dim() == 1:
             target.fill_(1.0 if name.endswith(".weight") else 0.0)
             return

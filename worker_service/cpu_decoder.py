@@ -13,11 +13,11 @@ from worker_service.operations import CpuOperations, CpuProduct
 
 
 def fused(model: Model, dtype: torch.dtype, backend: AttentionBackend) -> Model:
-    """The model as a `CpuDecoder` where the kernels compute all of it, else as it is."""
+    """The model as a `CpuDecoder` where the kernels compute all of it, else as it is: several ranks meet in between."""
     if dtype != torch.float32 or not isinstance(model, Decoder) or not isinstance(backend, CpuAttention):
         return model
-    operations = model.operations
-    return CpuDecoder(model, operations.kernels) if isinstance(operations, CpuOperations) else model
+    operations, is_alone = model.operations, model.communicator.size == 1
+    return CpuDecoder(model, operations.kernels) if is_alone and isinstance(operations, CpuOperations) else model
 
 
 class CpuDecoder:

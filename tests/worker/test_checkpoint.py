@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.checkpoints import make_checkpoint
-from worker_service.checkpoint import Checkpoint, CheckpointError, model_digest
+from worker_service.checkpoint import Checkpoint, CheckpointError, Piece, model_digest
 from worker_service.models import load_model
 
 CPU = torch.device("cpu")
@@ -43,14 +43,14 @@ def test_sharded_equals_single(tmp_path, sharded):
     assert checkpoint.names == expected.keys()
     for name, tensor in expected.items():
         target = torch.empty_like(tensor)
-        checkpoint.copy(name, target)
+        checkpoint.copy(name, Piece(target))
         assert torch.equal(target, tensor)
 
 
 def test_copy_converts_to_the_target(path):
     name = "model.layers.1.mlp.down_proj.weight"
     target = torch.empty(96, 64, dtype=torch.bfloat16)
-    Checkpoint(path).copy(name, target.t())
+    Checkpoint(path).copy(name, Piece(target.t()))
     assert torch.equal(target.t(), load_file(path / "model.safetensors")[name].bfloat16())
 
 

@@ -9,46 +9,52 @@ queries and keys instead (https://arxiv.org/abs/2505.09388).
 import torch
 from torch import Tensor, nn
 
+from worker_service.models.communicator import Communicator
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations
 from worker_service.models.rope import RotaryEmbedding
+from worker_service.models.shard import Split, vocabulary_share
 from worker_service.models.weights import Weight
 
 WEIGHTS = (
     Weight("model.embed_tokens", "embedding"),
     Weight("model.layers.{layer}.input_layernorm", "layers.{layer}.attention_norm"),
-    Weight("model.layers.{layer}.self_attn.q_proj", "layers.{layer}.attention.qkv", part=0),
-    Weight("model.layers.{layer}.self_attn.k_proj", "layers.{layer}.attention.qkv", part=1),
-    Weight("model.layers.{layer}.self_attn.v_proj", "layers.{layer}.attention.qkv", part=2),
+    Weight("model.layers.{layer}.self_attn.q_proj", "layers.{layer}.attention.qkv", part=0, split=Split.HEADS),
+    Weight("model.layers.{layer}.self_attn.k_proj", "layers.{layer}.attention.qkv", part=1, split=Split.KV_HEADS),
+    Weight("model.layers.{layer}.self_attn.v_proj", "layers.{layer}.attention.qkv", part=2, split=Split.KV_HEADS),
     Weight("model.layers.{layer}.self_attn.q_norm", "layers.{layer}.attention.query_norm"),
     Weight("model.layers.{layer}.self_attn.k_norm", "layers.{layer}.attention.key_norm"),
-    Weight("model.layers.{layer}.self_attn.o_proj", "layers.{layer}.attention.output"),
+    Weight("model.layers.{layer}.self_attn.o_proj", "layers.{layer}.attention.output", split=Split.HEADS, axis=1),
     Weight("model.layers.{layer}.post_attention_layernorm", "layers.{layer}.mlp_norm"),
-    Weight("model.layers.{layer}.mlp.gate_proj", "layers.{layer}.mlp.gate_up", part=0),
-    Weight("model.layers.{layer}.mlp.up_proj", "layers.{layer}.mlp.gate_up", part=1),
-    Weight("model.layers.{layer}.mlp.down_proj", "layers.{layer}.mlp.down"),
+    Weight("model.layers.{layer}.mlp.gate_proj", "layers.{layer}.mlp.gate_up", part=0, split=Split.INTERMEDIATE),
+    Weight("model.layers.{layer}.mlp.up_proj", "layers.{layer}.mlp.gate_up", part=1, split=Split.INTERMEDIATE),
+    Weight("model.layers.{layer}.mlp.down_proj", "layers.{layer}.mlp.down", split=Split.INTERMEDIATE, axis=1),
     Weight("model.norm", "norm"),
-    Weight("lm_head", "head"),
+    Weight("lm_head", "head", split=Split.VOCABULARY),
 )
 # Old checkpoints carry the frequencies of the rotary embedding, which follow from config.json.
 IGNORED = r"\.rotary_emb\.inv_freq$"
 
 
 class Decoder(nn.Module):
-    """Token ids to final hidden states to logits."""
+    """Token ids to final hidden states to logits. `config` has the heads and columns of this rank."""
 
-    def __init__(self, config: ModelConfig, operations: Operations) -> None:
+    def __init__(self, config: ModelConfig, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
         assert config.rope is not None
         self.config = config
         self.operations = operations
+        self.communicator = communicator
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, operations) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, operations, communicator) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
-        self.head = Linear(config.hidden_size, [config.vocab_size], operations, bias=False)
+        num_logits = vocabulary_share(config.vocab_size, communicator.size)
+        self.head = Linear(config.hidden_size, [num_logits], operations, bias=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Model.forward`."""
@@ -65,16 +71,16 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Model.compute_logits`."""
-        return self.head(hidden).float()
+        return self.communicator.all_gather(self.head(hidden))[:, : self.config.vocab_size].float()
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, operations: Operations) -> None:
+    def __init__(self, config: ModelConfig, layer: int, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
-        self.attention = Attention(config, layer, operations)
+        self.attention = Attention(config, layer, operations, communicator)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
-        self.mlp = MLP(config, operations)
+        self.mlp = MLP(config, operations, communicator)
 
     def forward(self, x: Tensor, update: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """`update` is what the layer before adds to `x`, which is changed in place; returns what this one adds."""
@@ -83,25 +89,32 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, operations: Operations) -> None:
+    def __init__(self, config: ModelConfig, layer: int, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
         self.num_heads = config.num_heads
         self.norm_eps = config.norm_eps
         self.operations = operations
+        self.communicator = communicator
         qkv_sizes = [num * config.head_dim for num in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.qkv = Linear(config.hidden_size, qkv_sizes, operations, bias=config.qkv_bias)
         self.query_norm = HeadNorm(config.head_dim if config.qk_norm else None)
         self.key_norm = HeadNorm(config.head_dim if config.qk_norm else None)
-        self.output = Linear(qkv_sizes[0], [config.hidden_size], operations, bias=config.output_bias)
+        self.output = Linear(
+            qkv_sizes[0],
+            [config.hidden_size],
+            operations,
+            bias=config.output_bias,
+            adds_bias=communicator.rank == 0,
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
         query, key, value = self.operations.norm_rope(
             heads, self.num_heads, self.query_norm.weight, self.key_norm.weight, self.norm_eps, cos, sin
         )
-        return self.output(attend(self.layer, query, key, value).flatten(1))
+        return self.communicator.all_reduce(self.output(attend(self.layer, query, key, value).flatten(1)))
 
 
 class HeadNorm(nn.Module):
@@ -115,14 +128,21 @@ class HeadNorm(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer, 2020, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: ModelConfig, operations: Operations) -> None:
+    def __init__(self, config: ModelConfig, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
         self.operations = operations
+        self.communicator = communicator
         self.gate_up = Linear(config.hidden_size, [config.intermediate_size] * 2, operations, bias=config.mlp_bias)
-        self.down = Linear(config.intermediate_size, [config.hidden_size], operations, bias=config.mlp_bias)
+        self.down = Linear(
+            config.intermediate_size,
+            [config.hidden_size],
+            operations,
+            bias=config.mlp_bias,
+            adds_bias=communicator.rank == 0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.operations.silu_mul(self.gate_up(x)))
+        return self.communicator.all_reduce(self.down(self.operations.silu_mul(self.gate_up(x))))
 
 
 class RMSNorm(nn.Module):

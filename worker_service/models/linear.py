@@ -12,16 +12,26 @@ from worker_service.models.operations import Operations, Product
 class Linear(nn.Module):
     """y = x W^T + b, where W may be several projections of the same input, one below the other.
 
-    `out_sizes` are the rows of each. `finish_loading` must be called once the weights are in.
+    `out_sizes` are the rows of each. `finish_loading` must be called once the weights are in. Of several ranks whose
+    outputs are summed one alone `adds_bias`.
     """
 
-    def __init__(self, in_size: int, out_sizes: Sequence[int], operations: Operations, *, bias: bool) -> None:
+    def __init__(
+        self,
+        in_size: int,
+        out_sizes: Sequence[int],
+        operations: Operations,
+        *,
+        bias: bool,
+        adds_bias: bool = True,
+    ) -> None:
         super().__init__()
         self.out_sizes = tuple(out_sizes)
         self.weight: Tensor | None = nn.Parameter(torch.empty(sum(out_sizes), in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if bias else None
         self.product: Product | None = None
         self._operations = operations
+        self._adds_bias = adds_bias
 
     def rows(self, part: int) -> slice:
         """The rows of weight and bias that belong to the projection of this index."""
@@ -31,7 +41,7 @@ class Linear(nn.Module):
     def finish_loading(self, dtype: torch.dtype) -> None:
         """Hands the weight over to whoever multiplies. `dtype`: what the model computes in."""
         assert self.weight is not None
-        bias = None if self.bias is None else self.bias.data
+        bias = self.bias.data if self.bias is not None and self._adds_bias else None
         self.product = self._operations.prepare_product(self.weight.data, bias, dtype)
         self.weight = None
 

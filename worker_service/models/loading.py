@@ -5,14 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from worker_service.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models import decoder, gpt2
+from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
 from worker_service.models.rope import RotaryEmbedding
+from worker_service.models.shard import Shard, Split
 from worker_service.models.weights import Progress, Weight, fill_layers, hold_dtypes, load_weights
 
 
@@ -45,8 +48,9 @@ def load_model(
     progress: Progress | None = None,
     operations: Operations | None = None,
     is_dummy: bool = False,
+    communicator: Communicator | None = None,
 ) -> Model:
-    """Loads the model of a checkpoint directory, ready to run.
+    """Loads the model of a checkpoint directory, or one rank's part of it, ready to run.
 
     Args:
         path: holds config.json and the safetensors files.
@@ -56,16 +60,20 @@ def load_model(
         progress: called after each tensor with (tensors loaded, tensors in all).
         operations: what the model computes with; by default plain torch.
         is_dummy: the directory need hold nothing but config.json, and the weights are random.
+        communicator: the rank whose part it is, of how many, and how they meet; by default there is one.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
+        ValueError: the model cannot be shared out among so many ranks.
     """
-    config = ModelConfig.load(path)
+    communicator = communicator or SingleRank()
+    shard = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size)
+    config = shard.config
     checkpoint: Tensors = DummyTensors() if is_dummy else Checkpoint(path)
     family = FAMILIES[config.architecture]
     operations = operations or TorchOperations()
     with torch.device("meta"):
-        model = family.model(config, operations)
+        model = family.model(config, operations, communicator)
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
     is_tied = config.tie_word_embeddings and "lm_head.weight" not in checkpoint.names
     if is_tied:
@@ -75,11 +83,23 @@ def load_model(
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a second.
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-    load_weights(model, checkpoint, table, family.ignored, progress)
+    load_weights(model, checkpoint, table, family.ignored, progress, shard)
     if is_tied:
-        model.head.weight = model.embedding.weight
-    _finish(model, dtype, is_tied)
+        model.head.weight = _tied_head(model, shard)
+    _finish(model, dtype, is_tied and shard.size == 1)
     return model.requires_grad_(False).eval()
+
+
+def _tied_head(model: decoder.Decoder | gpt2.GPT2, shard: Shard) -> nn.Parameter:
+    """The embedding's weight; among several ranks, which hold the embedding whole, the rows of this one."""
+    whole = model.embedding.weight
+    assert isinstance(whole, nn.Parameter)
+    if shard.size == 1:
+        return whole
+    rows = whole[shard.span(Split.VOCABULARY)]
+    head = whole.new_zeros(*model.head.out_sizes, whole.shape[1])
+    head[: len(rows)] = rows
+    return nn.Parameter(head, requires_grad=False)
 
 
 def _finish(model: decoder.Decoder | gpt2.GPT2, dtype: torch.dtype, is_tied: bool) -> None:

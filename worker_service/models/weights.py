@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from worker_service.checkpoint import CheckpointError, Tensors
+from worker_service.checkpoint import CheckpointError, Piece, Tensors
 from worker_service.models.linear import Embedding, Linear
+from worker_service.models.shard import Shard, Split
 
 # Called after each tensor with (tensors loaded, tensors in all).
 Progress = Callable[[int, int], None]
@@ -22,12 +23,21 @@ class Weight:
     target: str  # module of the model
     part: int | None = None  # which projection of a merged `Linear`
     is_transposed: bool = False  # the checkpoint holds [in, out]
+    # What ranks share out, and whether that is the outputs (0) or the inputs (1) of the module. Projections that the
+    # checkpoint holds as one weight are shared out one by one. None: whole on every rank.
+    split: Split | None = None
+    axis: int = 0
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], ignored: str, progress: Progress | None
+    model: nn.Module,
+    checkpoint: Tensors,
+    table: Iterable[Weight],
+    ignored: str,
+    progress: Progress | None,
+    shard: Shard,
 ) -> None:
-    """Copies every tensor of the checkpoint to its parameter.
+    """Copies every tensor of the checkpoint, or this rank's part of it, to its parameter.
 
     Args:
         model: its parameters are allocated.
@@ -37,13 +47,14 @@ def load_weights(
     Raises:
         CheckpointError: a tensor is missing, has another shape, or has no place in the model.
     """
-    targets = dict(target for weight in table for target in _targets(model, weight))
+    targets = dict(target for weight in table for target in _targets(model, weight, shard))
     unknown = sorted(name for name in checkpoint.names - targets.keys() if not re.search(ignored, name))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise CheckpointError(f"tensor {unknown[0]}{more} in the checkpoint has no place in {type(model).__name__}")
-    for num_loaded, (name, target) in enumerate(targets.items(), start=1):
-        checkpoint.copy(name, target)
+    for num_loaded, (name, pieces) in enumerate(targets.items(), start=1):
+        for piece in pieces:
+            checkpoint.copy(name, piece)
         if progress is not None:
             progress(num_loaded, len(targets))
 
@@ -77,14 +88,31 @@ def fill_layers(table: Iterable[Weight], num_layers: int) -> Iterator[Weight]:
             yield replace(weight, source=source, target=target)
 
 
-def _targets(model: nn.Module, weight: Weight) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, view that takes its values) of each parameter of the module."""
+def _targets(model: nn.Module, weight: Weight, shard: Shard) -> Iterator[tuple[str, list[Piece]]]:
+    """(checkpoint name, what is read of it and where it goes) of each parameter of the module."""
     module = model.get_submodule(weight.target)
     for kind, parameter in module.named_parameters(recurse=False):
         target = parameter.data
         if weight.part is not None:
             assert isinstance(module, Linear)
             target = target[module.rows(weight.part)]
+        is_whole = shard.size == 1 or weight.split is None or weight.axis >= target.dim()
+        pieces = [Piece(target)] if is_whole else list(_pieces(module, weight, target, shard))
         if weight.is_transposed and target.dim() == 2:
-            target = target.t()
-        yield f"{weight.source}.{kind}", target
+            pieces = [piece.transposed() for piece in pieces]
+        yield f"{weight.source}.{kind}", pieces
+
+
+def _pieces(module: nn.Module, weight: Weight, target: Tensor, shard: Shard) -> Iterator[Piece]:
+    """This rank's part of each projection that the checkpoint's weight holds."""
+    assert isinstance(module, Linear)
+    assert weight.split is not None
+    length, span = shard.length(weight.split), shard.span(weight.split)
+    if weight.axis == 1:
+        yield Piece(target, shape=(len(target), length), index=(slice(None), span))
+        return
+    num_projections = len(module.out_sizes) if weight.part is None else 1
+    shape = (num_projections * length, *target.shape[1:])
+    for projection, rows in enumerate(target.chunk(num_projections)):
+        start, stop = projection * length + span.start, projection * length + span.stop
+        yield Piece(rows[: stop - start], shape=shape, index=(slice(start, stop),))

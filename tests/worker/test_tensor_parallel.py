@@ -1,0 +1,165 @@
+"""Models shared out among ranks: threads here, which meet at a barrier."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from tests.worker.test_models import (
+    BIASES,
+    CPU,
+    TOLERANCE,
+    compute_logits,
+    random_tokens,
+    transformers_logits,
+    use_kernels,
+)
+from worker_service.models import load_model
+from worker_service.models.linear import Linear
+from worker_service.models.operations import TorchOperations
+from worker_service.operations import create_operations
+
+VARIANTS = [
+    *[(family, {}, 2) for family in FAMILIES],
+    ("llama", {"tie_word_embeddings": True, **BIASES}, 2),
+    ("llama", {"vocab_size": 5, "num_key_value_heads": 4}, 4),  # ranks 0 to 2 have the vocabulary
+    ("qwen3", {"tie_word_embeddings": True, "head_dim": 40}, 4),  # two ranks hold each KV head
+    ("qwen2", {"num_key_value_heads": 1, "num_hidden_layers": 1}, 4),
+    ("gpt2", {"tie_word_embeddings": False, "n_head": 3, "n_embd": 48}, 3),
+]
+
+
+class Meeting:
+    """Where the threads of all ranks meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.brought: list[torch.Tensor] = [torch.empty(0)] * size
+
+
+class ThreadRank:
+    """A `Communicator`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size = rank, meeting.size
+        self._meeting = meeting
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(x)).sum(0)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._exchange(x), dim=1)
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._meeting.brought[self.rank] = x
+        self._meeting.barrier.wait()
+        brought = list(self._meeting.brought)
+        self._meeting.barrier.wait()
+        return brought
+
+
+def on_every_rank(size, compute):
+    """What `compute(communicator)` returns on each of them, one thread a rank."""
+    meeting = Meeting(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(compute, [ThreadRank(meeting, rank) for rank in range(size)]))
+
+
+@pytest.mark.parametrize("mode", ["require", "off"])
+@pytest.mark.parametrize(("family", "overrides", "size"), VARIANTS)
+def test_every_rank_has_the_logits_of_transformers(tmp_path, monkeypatch, family, overrides, size, mode):
+    use_kernels(monkeypatch, mode)
+    path = make_checkpoint(tmp_path, family, seed=31, **overrides)
+    token_ids = random_tokens() % overrides.get("vocab_size", 151)
+
+    def compute(communicator):
+        options = {"operations": create_operations(CPU), "communicator": communicator}
+        return compute_logits(load_model(path, dtype=torch.float32, device=CPU, **options), token_ids)
+
+    expected = transformers_logits(path, token_ids)
+    first, *others = on_every_rank(size, compute)
+    torch.testing.assert_close(first, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+    assert all(torch.equal(first, other) for other in others)
+
+
+class KeptProduct:
+    def __init__(self, weight, bias):
+        self.weight, self.bias = weight, bias
+
+
+class KeepingOperations(TorchOperations):
+    """Products that only remember what they would multiply with."""
+
+    def prepare_product(self, weight, bias, computed):
+        return KeptProduct(weight, bias)
+
+
+def kept(path, size):
+    """Of every rank, the products of its model by name."""
+
+    def load(communicator):
+        options = {"operations": KeepingOperations(), "communicator": communicator}
+        model = load_model(path, dtype=torch.float32, device=CPU, **options)
+        return {name: module.product for name, module in model.named_modules() if isinstance(module, Linear)}
+
+    return on_every_rank(size, load)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_parts_of_a_decoder_make_the_whole(tmp_path, tied):
+    tensors = load_file(make_checkpoint(tmp_path, "qwen2", seed=32, tie_word_embeddings=tied) / "model.safetensors")
+    ranks = kept(tmp_path, 2)
+    qkv = [rank["layers.1.attention.qkv"] for rank in ranks]
+    for kind in ("weight", "bias"):
+        heads = [getattr(product, kind).split([32, 16, 16]) for product in qkv]
+        for part, letter in enumerate("qkv"):
+            whole = tensors[f"model.layers.1.self_attn.{letter}_proj.{kind}"]
+            assert torch.equal(torch.cat([rank[part] for rank in heads]), whole)
+    for name, target in (("self_attn.o_proj", "attention.output"), ("mlp.down_proj", "mlp.down")):
+        parts = [rank[f"layers.1.{target}"].weight for rank in ranks]
+        assert torch.equal(torch.cat(parts, dim=1), tensors[f"model.layers.1.{name}.weight"])
+    for part, name in enumerate(("gate_proj", "up_proj")):
+        parts = [rank["layers.0.mlp.gate_up"].weight.chunk(2)[part] for rank in ranks]
+        assert torch.equal(torch.cat(parts), tensors[f"model.layers.0.mlp.{name}.weight"])
+    head = torch.cat([rank["head"].weight for rank in ranks])
+    assert len(head) == 152
+    assert torch.equal(head[:151], tensors["model.embed_tokens.weight" if tied else "lm_head.weight"])
+
+
+def test_the_parts_of_gpt2_make_the_whole(tmp_path):
+    """Its checkpoint holds queries, keys and values as one weight, the other way round; one rank adds the biases."""
+    tensors = load_file(make_checkpoint(tmp_path, "gpt2", seed=33) / "model.safetensors")
+    ranks = kept(tmp_path, 2)
+    qkv = [rank["layers.1.attention.qkv"] for rank in ranks]
+    parts = [part.weight.chunk(3)[i] for i in range(3) for part in qkv]
+    assert torch.equal(torch.cat(parts), tensors["transformer.h.1.attn.c_attn.weight"].t())
+    biases = [part.bias.chunk(3)[i] for i in range(3) for part in qkv]
+    assert torch.equal(torch.cat(biases), tensors["transformer.h.1.attn.c_attn.bias"])
+    for name, target in (("attn.c_proj", "attention.output"), ("mlp.c_proj", "mlp.down")):
+        products = [rank[f"layers.0.{target}"] for rank in ranks]
+        whole = tensors[f"transformer.h.0.{name}.weight"].t()
+        assert torch.equal(torch.cat([product.weight for product in products], dim=1), whole)
+        assert torch.equal(products[0].bias, tensors[f"transformer.h.0.{name}.bias"])
+        assert products[1].bias is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "size", "message"),
+    [
+        ({}, 3, "--tensor-parallel-size is 3; for this model it must divide the 4 attention heads"),
+        ({"intermediate_size": 97}, 2, "must divide the 97 columns of the MLP"),
+        (
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6},
+            4,
+            "must divide the 6 KV heads, or be a multiple of them",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(tmp_path, overrides, size, message):
+    path = make_checkpoint(tmp_path, "llama", seed=34, **overrides)
+    with pytest.raises(ValueError, match=message):
+        load_model(path, dtype=torch.float32, device=CPU, communicator=ThreadRank(Meeting(size), 0))
