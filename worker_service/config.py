@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+_ATTENTION_BACKENDS = ("auto", "cpu", "triton", "torch")
 _MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -46,8 +47,9 @@ class WorkerConfig:
     max_num_batched_tokens: int = _option(2048, "tokens that one step may compute")
     attention_backend: str = _option(
         "auto",
-        "what computes attention: C kernels (cpu) or plain torch; auto is cpu on a CPU where they can be built",
-        ("auto", "cpu", "torch"),
+        "what computes attention: C kernels (cpu), Triton kernels (triton) or plain torch; auto is cpu or triton, "
+        "wherever these can compute the model, and else torch",
+        _ATTENTION_BACKENDS,
     )
     num_threads: int | None = _option(None, "CPU threads that compute; by default one per core")
     tls_cert: str | None = _option(None, "file with the server's certificate chain, PEM; turns TLS on")
@@ -74,7 +76,7 @@ class WorkerConfig:
         _check_choice("--device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _check_choice("--load-format", self.load_format, ("auto", "dummy"))
-        _check_choice("--attention-backend", self.attention_backend, ("auto", "cpu", "torch"))
+        _check_choice("--attention-backend", self.attention_backend, _ATTENTION_BACKENDS)
         _check_range("--block-size", self.block_size, 1, 1024)
         _check_range("--max-num-seqs", self.max_num_seqs, 1, 1 << 16)
         _check_range("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 20)

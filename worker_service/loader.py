@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from worker_service.attention import AttentionBackend, create_backend
+from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache_engine import (
     GIB,
     CacheEngine,
@@ -48,8 +48,10 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     model_config = ModelConfig.load(path)
     dtype = choose_dtype(config.dtype, model_config.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
-    operations = create_operations(device)
-    backend = create_backend(config.attention_backend, device, model_config.windows, model_config.head_dim)
+    operations = create_operations(device, model_config)
+    backend = create_backend(
+        config.attention_backend, device, attention_shape(model_config, config.block_size, dtype, dtype)
+    )
     is_dummy = config.load_format == "dummy"
     loaded = load_model(path, dtype=dtype, device=device, progress=report, operations=operations, is_dummy=is_dummy)
     model = fused(loaded, dtype, backend)
@@ -87,6 +89,21 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         sliding_window=model_config.sliding_window,
     )
     return LoadedWorker(runner, ready)
+
+
+def attention_shape(
+    model_config: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> AttentionShape:
+    """What attention has to compute for a model."""
+    return AttentionShape(
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        windows=model_config.windows,
+    )
 
 
 def choose_device(name: str) -> torch.device:

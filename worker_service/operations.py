@@ -1,26 +1,45 @@
 """Chooses what a model computes with."""
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kernels.cpu import BuildError, CpuKernels, PackedLinear, load_kernels
+from worker_service.models.config import ModelConfig
 from worker_service.models.operations import Operations, Product, TorchOperations
 
+logger = logging.getLogger(__name__)
 
-def create_operations(device: torch.device) -> Operations:
-    """The CPU kernels on a CPU where there are any, else plain torch.
 
-    Raises ValueError if the kernels are required and cannot be built.
+def create_operations(device: torch.device, config: ModelConfig | None = None) -> Operations:
+    """The CPU kernels on a CPU and the Triton kernels on a GPU, where there are any and they can, else plain torch.
+
+    `config`: of the model; left out, it is one that any of them can compute.
+    Raises ValueError if the CPU kernels are required and cannot be built.
     """
-    if device.type != "cpu":
-        return TorchOperations()
+    if device.type == "cuda":
+        return _create_gpu_operations(config)
     try:
         kernels = load_kernels()
     except BuildError as error:
         raise ValueError(f"PAGEWIRE_CPU_KERNELS is require: {error}") from error
     return TorchOperations() if kernels is None else CpuOperations(kernels)
+
+
+def _create_gpu_operations(config: ModelConfig | None) -> Operations:
+    try:
+        # Only where it computes: the first import takes long.
+        from worker_service.triton_operations import TritonOperations
+    except ImportError as error:
+        logger.warning("the model is computed in plain torch, which is slower: triton cannot be imported (%s)", error)
+        return TorchOperations()
+    reason = None if config is None else TritonOperations.refusal(config)
+    if reason is None:
+        return TritonOperations()
+    logger.warning("the model is computed in plain torch, which is slower: the Triton kernels %s", reason)
+    return TorchOperations()
 
 
 class CpuOperations:

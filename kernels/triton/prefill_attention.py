@@ -119,7 +119,11 @@ def _launch(
 # Device code. Scores are in units of log 2, so that weights are powers of two.
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "max_selected"])
+# Where the rows that do not decode begin in the step's tensors is no reason to compile again.
+@triton.jit(
+    do_not_specialize=["num_rows", "window", "table_stride_row", "max_selected"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_start_loc"],
+)
 def _paged_prefill_kernel(
     output, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc,
     alibi_slopes, selected_blocks, num_selected,

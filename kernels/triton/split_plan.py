@@ -97,6 +97,25 @@ class SplitPlan:
             min_chunk,
         )
 
+    @property
+    def num_rows(self) -> int:
+        return self.split_starts.shape[0] - 1
+
+    def of_first(self, num_rows: int) -> "SplitPlan":
+        """A plan for no more than `num_rows` rows, in the same memory. Raises ValueError if it is for fewer."""
+        if not 0 <= num_rows <= self.num_rows:
+            raise ValueError(f"num_rows is {num_rows}, and the memory is for 0 to {self.num_rows}: allocate more")
+        past_split = self.split_rows.shape[0] - self.num_rows + num_rows
+        return SplitPlan(
+            self.split_starts[: num_rows + 1],
+            self.split_rows[:past_split],
+            self.sums[:past_split],
+            self.highest[:past_split],
+            self.totals[:past_split],
+            self.num_shares,
+            self.min_chunk,
+        )
+
     def decide(self, seq_lens: Tensor, max_positions: int = ANY_LEN) -> None:
         """Cuts rows of these lengths, on the device and without waiting for it.
 
@@ -107,14 +126,13 @@ class SplitPlan:
         Raises:
             ValueError: the plan is for another number of rows, or rows read nothing.
         """
-        num_rows = self.split_starts.shape[0] - 1
-        check_integers("seq_lens", seq_lens, (num_rows,))
+        check_integers("seq_lens", seq_lens, (self.num_rows,))
         if max_positions < 1:
             raise ValueError(f"max_positions is {max_positions}; make it at least 1")
         max_splits = self.split_rows.shape[0]
         _plan_kernel[(triton.cdiv(max_splits, _TILE),)](
             *(seq_lens, self.split_starts, self.split_rows),
-            *(num_rows, max_splits, self.num_shares, max_positions),
+            *(self.num_rows, max_splits, self.num_shares, max_positions),
             MIN_CHUNK=self.min_chunk,
             ALIGNMENT=min(_ALIGNMENT, self.min_chunk),
             TILE=_TILE,
@@ -123,7 +141,7 @@ class SplitPlan:
 
     def check(self, query: Tensor) -> None:
         """Raises ValueError unless the plan is for such queries."""
-        expected = [self.split_starts.shape[0] - 1, *self.sums.shape[1:]]
+        expected = [self.num_rows, *self.sums.shape[1:]]
         if list(query.shape) != expected:
             raise ValueError(f"queries are {list(query.shape)} and the plan is for {expected}; allocate one for them")
 

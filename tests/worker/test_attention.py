@@ -1,15 +1,17 @@
 """Both backends of a CPU against the reference kernels, over a cache that holds NaN wherever nothing was written."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels import reference
 from kernels.cpu import load_kernels
-from worker_service.attention import AttentionBatch, create_backend
+from tests.worker.attention_rows import E4M3, NUM_LAYERS, Rows, random_lengths
+from worker_service.attention import AttentionBatch, AttentionShape, create_backend
 
-NUM_LAYERS = 2
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(params=["cpu", "torch"], autouse=True)
@@ -18,64 +20,11 @@ def kernels_switch(request, monkeypatch):
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto" if request.param == "cpu" else "off")
 
 
-def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype=torch.float32):
-    shape = (num_blocks + 1, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
-    storage = torch.full(shape, float("nan"), dtype=dtype)
-    return [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(NUM_LAYERS)]
-
-
-class Rows:
-    """Rows of a step with scattered blocks, their context already in the cache."""
-
-    def __init__(self, rng, lengths, *, block_size, num_heads, num_kv_heads, head_dim, dtype=torch.float32):
-        """`lengths`: (context, queries) of each row."""
-        self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        self.dtype, self.shapes = dtype, ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, head_dim))
-        num_blocks = [-(-sum(row) // block_size) for row in lengths]
-        ids = list(range(1, sum(num_blocks) + 4))
-        rng.shuffle(ids)
-        tables = [[ids.pop() for _ in range(num)] for num in num_blocks]
-        self.kv_cache = make_kv_cache(sum(num_blocks) + 3, block_size, num_kv_heads, head_dim, dtype)
-        slots = [[table[p // block_size] * block_size + p % block_size for p in range(sum(row))]
-                 for table, row in zip(tables, lengths, strict=True)]  # fmt: skip
-        context = torch.tensor([slot for row, own in zip(lengths, slots, strict=True) for slot in own[: row[0]]]).long()
-        for keys, values in self.kv_cache:
-            _, key, value = self.random_qkv(len(context))
-            reference.reshape_and_cache(key, value, keys, values, context)
-        starts = [0]
-        for _, num_queries in lengths:
-            starts.append(starts[-1] + num_queries)
-        width = max(num_blocks)
-        self.batch = AttentionBatch(
-            query_start_loc=starts,
-            seq_lens=[sum(row) for row in lengths],
-            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
-            slot_mapping=torch.tensor(
-                [slot for row, own in zip(lengths, slots, strict=True) for slot in own[row[0] :]]
-            ),
-        )
-
-    def random_qkv(self, num_tokens):
-        return [torch.randn(num_tokens, *shape, generator=self.generator).to(self.dtype) for shape in self.shapes]
-
-    def poison_before(self, window):
-        """What no query of any row reads: NaN, and blocks that lie wholly before the window are another's by now."""
-        batch, block_size = self.batch, self.kv_cache[0][0].shape[1]
-        for row, table in enumerate(batch.block_tables):
-            num_queries = batch.query_start_loc[row + 1] - batch.query_start_loc[row]
-            first = max(0, batch.seq_lens[row] - num_queries - window + 1)
-            for keys, values in self.kv_cache:
-                for position in range(first):
-                    place = table[position // block_size], position % block_size
-                    keys[place] = values[place] = float("nan")
-            table[: first // block_size] = len(self.kv_cache[0][0]) - 1  # a block that was never written
-
-
 def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS):
     """Attends in every layer and compares output and cache with the reference."""
     expected_cache = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
     batch = rows.batch
-    attend = create_backend("auto", torch.device("cpu"), windows).prepare(batch, rows.kv_cache)
+    attend = create_backend("auto", CPU, rows.shape(windows)).prepare(batch, rows.kv_cache)
     for layer, (key_cache, value_cache) in enumerate(expected_cache):
         query, key, value = rows.random_qkv(batch.query_start_loc[-1])
         actual = attend(layer, query, key, value)
@@ -88,15 +37,6 @@ def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS):
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
         for actual, expected in zip(actual_layer, expected_layer, strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def random_lengths(rng, block_size):
-    """A row of any kind; contexts and ends lie on or beside block edges more often than not."""
-    edges = [block_size * k + d for k in range(1, 5) for d in (-1, 0, 1)]
-    context = rng.choice([0, *edges, rng.randint(1, 150)])
-    kind = rng.choice(["decode", "chunk"])
-    num_queries = 1 if kind == "decode" else rng.choice([2, 3, rng.choice(edges), rng.randint(2, 90)])
-    return context, num_queries
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -180,7 +120,7 @@ def test_row_does_not_depend_on_its_batch():
     rows = Rows(rng, lengths, **shape)
     batch = rows.batch
     query, key, value = rows.random_qkv(batch.query_start_loc[-1])
-    backend = create_backend("auto", torch.device("cpu"))
+    backend = create_backend("auto", CPU, rows.shape())
     together = backend.prepare(batch, rows.kv_cache)(0, query, key, value)
     for row in range(len(lengths)):
         tokens = slice(batch.query_start_loc[row], batch.query_start_loc[row + 1])
@@ -201,7 +141,7 @@ def test_int32_block_tables_and_strided_query():
     )
     query, key, value = rows.random_qkv(10)
     merged = torch.cat([query, key, value], dim=1)  # as a merged projection leaves them: [T, all heads, head_dim]
-    attend = create_backend("auto", torch.device("cpu")).prepare(batch, rows.kv_cache)
+    attend = create_backend("auto", CPU, rows.shape()).prepare(batch, rows.kv_cache)
     torch.testing.assert_close(attend(0, *merged.split([4, 2, 2], dim=1)), attend(0, query, key, value))
 
 
@@ -209,32 +149,53 @@ def test_cache_that_is_not_block_major_is_refused():
     rows = Rows(random.Random(7), [(4, 1)], block_size=8, num_heads=2, num_kv_heads=2, head_dim=32)
     transposed = [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in rows.kv_cache]
     with pytest.raises(ValueError, match="not block-major"):
-        create_backend("torch", torch.device("cpu")).prepare(rows.batch, transposed)
+        create_backend("torch", CPU, rows.shape()).prepare(rows.batch, transposed)
+
+
+SHAPE = AttentionShape(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, (0, 0))
 
 
 def test_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r"'flash' is unknown.*auto, cpu, torch"):
-        create_backend("flash", torch.device("cpu"))
-
-
-CPU = torch.device("cpu")
+    with pytest.raises(ValueError, match=r"'flash' is unknown: choose auto or one of cpu, triton, torch"):
+        create_backend("flash", CPU, SHAPE)
 
 
 def test_auto_takes_the_kernels_where_there_are_any(monkeypatch):
     expected = "torch" if load_kernels() is None else "cpu"
-    assert create_backend("auto", CPU, head_dim=256).name == expected
-    assert create_backend("torch", CPU).name == "torch"
-    assert create_backend("auto", CPU, head_dim=257).name == "torch"
-    assert create_backend("auto", torch.device("cuda")).name == "torch"
+    assert create_backend("auto", CPU, replace(SHAPE, head_dim=256)).name == expected
+    assert create_backend("torch", CPU, SHAPE).name == "torch"
+    assert create_backend("auto", CPU, replace(SHAPE, head_dim=257)).name == "torch"
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
-    assert create_backend("auto", CPU).name == "torch"
+    assert create_backend("auto", CPU, SHAPE).name == "torch"
 
 
 def test_kernels_that_are_asked_for_and_not_there_are_told(monkeypatch):
-    with pytest.raises(ValueError, match="heads of at most 256 on a CPU, not heads of 257"):
-        create_backend("cpu", CPU, head_dim=257)
-    with pytest.raises(ValueError, match="not heads of 64 on cuda"):
-        create_backend("cpu", torch.device("cuda"), head_dim=64)
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
     with pytest.raises(ValueError, match="off or could not be built"):
-        create_backend("cpu", CPU, head_dim=64)
+        create_backend("cpu", CPU, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "changes", "message"),
+    [
+        ("cpu", CPU, {"head_dim": 257}, "computes heads of 1 to 256, and the model's are 257: choose another --att"),
+        ("cpu", CUDA, {}, "computes on cpu, and --device is cuda: use --device cpu, or choose another --attention-"),
+        ("cpu", CPU, {"cache_dtype": E4M3}, "cache of bfloat16, and --kv-cache-dtype asks for float8_e4m3fn: use --"),
+        ("torch", CUDA, {"cache_dtype": E4M3}, "cache of bfloat16, and --kv-cache-dtype asks for float8_e4m3fn"),
+        ("triton", CPU, {}, "computes on cuda, and --device is cpu: use --device cuda"),
+        ("triton", CUDA, {"head_dim": 16}, "computes heads of 32 to 256 in steps of 8, and the model's are 16: choose"),
+        ("triton", CUDA, {"num_heads": 34}, "lets at most 16 query heads share a KV head, and in the model 17 do"),
+        ("triton", CUDA, {"block_size": 8}, "blocks of 16 to 256 in steps of 16 positions, and --block-size is 8: use"),
+        ("triton", CUDA, {"cache_dtype": torch.float16}, "cache of bfloat16 or float8_e4m3fn, and --kv-cache-dtype"),
+    ],
+)  # fmt: skip
+def test_what_a_backend_cannot_do_is_refused_with_the_reason(backend, device, changes, message):
+    with pytest.raises(ValueError, match=f"attention backend '{backend}' .*{message}"):
+        create_backend(backend, device, replace(SHAPE, **changes))
+
+
+def test_auto_on_a_gpu_says_why_it_is_torch(caplog):
+    assert create_backend("auto", CUDA, replace(SHAPE, block_size=8)).name == "torch"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "plain torch, which is slower: attention backend 'triton' reads blocks of 16 to 256" in record.getMessage()

@@ -14,6 +14,7 @@ from worker_service import models
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.checkpoint import CheckpointError
 from worker_service.cpu_decoder import CpuDecoder, fused
+from worker_service.loader import attention_shape
 from worker_service.models import ModelConfig
 from worker_service.models.config import parse_config
 from worker_service.models.linear import Linear
@@ -81,9 +82,13 @@ def use_kernels(monkeypatch, mode):
 def load_model(path_of_model):
     def load(path, *, dtype, **options):
         model = models.load_model(path, dtype=dtype, operations=create_operations(CPU), **options)
-        return fused(model, dtype, create_backend("auto", CPU)) if path_of_model == "fused" else model
+        return fused(model, dtype, create_attention(model.config)) if path_of_model == "fused" else model
 
     return load
+
+
+def create_attention(config, name="auto", block_size=8, dtype=torch.float32):
+    return create_backend(name, CPU, attention_shape(config, block_size, dtype, dtype))
 
 
 @torch.inference_mode()
@@ -100,9 +105,8 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
         positions = torch.arange(end, end + num_tokens)
         end += num_tokens
         slots = block_table[0, positions // block_size] * block_size + positions % block_size
-        attend = create_backend("auto", CPU, config.windows).prepare(
-            AttentionBatch([0, num_tokens], [end], block_table, slots), kv_cache
-        )
+        batch = AttentionBatch([0, num_tokens], [end], block_table, slots)
+        attend = create_attention(config, block_size=block_size, dtype=dtype).prepare(batch, kv_cache)
         logits.append(model.compute_logits(model.forward(token_ids[positions], positions, attend)))
     return torch.cat(logits)
 
@@ -152,7 +156,7 @@ def test_rows_of_a_batch_do_not_touch_each_other(load_model, tmp_path):
     slots = torch.cat([torch.arange(8, 17), torch.arange(24, 38)])
     batch = AttentionBatch([0, 9, 23], [9, 14], torch.tensor([[1, 2], [3, 4]]), slots)
     with torch.inference_mode():
-        attend = create_backend("auto", CPU).prepare(batch, kv_cache)
+        attend = create_attention(model.config).prepare(batch, kv_cache)
         positions = torch.cat([torch.arange(9), torch.arange(14)])
         together = model.compute_logits(model.forward(torch.cat([first, second]), positions, attend))
     torch.testing.assert_close(together[:9], compute_logits(model, first, (9,)), rtol=0, atol=5e-5)
@@ -201,21 +205,21 @@ def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch,
     model = models.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
     dtypes = {module.product.packed.panels.dtype for module in model.modules() if isinstance(module, Linear)}
     assert dtypes == {getattr(torch, held)}
-    actual = compute_logits(fused(model, torch.float32, create_backend("auto", CPU)), random_tokens())
+    actual = compute_logits(fused(model, torch.float32, create_attention(model.config)), random_tokens())
     expected = transformers_logits(path, random_tokens())
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
 def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
     use_kernels(monkeypatch, "require")
-    operations, backend = create_operations(CPU), create_backend("auto", CPU)
+    operations = create_operations(CPU)
     for family, dtype, expected in [
         ("qwen3", torch.float32, True), ("qwen3", torch.bfloat16, False), ("gpt2", torch.float32, False),
     ]:  # fmt: skip
         path = make_checkpoint(tmp_path / f"{family}-{dtype}", family, seed=22)
         model = models.load_model(path, dtype=dtype, device=CPU, operations=operations)
-        assert isinstance(fused(model, dtype, backend), CpuDecoder) == expected
-        assert fused(model, dtype, create_backend("torch", CPU)) is model
+        assert isinstance(fused(model, dtype, create_attention(model.config)), CpuDecoder) == expected
+        assert fused(model, dtype, create_attention(model.config, "torch")) is model
 
 
 @pytest.mark.parametrize("bias", [True, False])

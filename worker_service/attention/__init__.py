@@ -1,45 +1,95 @@
 """Attention backends: everything that knows how the paged KV cache is read and written."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable
 
 import torch
 
 from kernels.cpu import load_kernels
 from kernels.cpu.paged import MAX_HEAD_DIM
-from worker_service.attention.backend import Attend, AttentionBackend, AttentionBatch, LayerCache
+from worker_service.attention.backend import (
+    Attend,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionShape,
+    DeviceRows,
+    LayerCache,
+)
+from worker_service.attention.capability import Capability, UnavailableError
 from worker_service.attention.cpu_attention import CpuAttention
 from worker_service.attention.torch_attention import TorchAttention
 
-__all__ = ["BACKENDS", "Attend", "AttentionBackend", "AttentionBatch", "LayerCache", "create_backend"]
+__all__ = [
+    "BACKENDS",
+    "Attend",
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionShape",
+    "DeviceRows",
+    "LayerCache",
+    "UnavailableError",
+    "create_backend",
+]
 
-BACKENDS = ("auto", "cpu", "torch")
+logger = logging.getLogger(__name__)
+
+_CPU = Capability("cpu", ("cpu",), head_dims=range(1, MAX_HEAD_DIM + 1))
+_TORCH = Capability("torch", ("cpu", "cuda"))
 
 
-def create_backend(name: str, device: torch.device, windows: Sequence[int] = (), head_dim: int = 0) -> AttentionBackend:
-    """The backend called `name`; "auto" takes the fastest one there is for `device`.
-
-    `windows`: of each layer, the positions that a query attends to, its own included, or 0 for all up to its own. Left
-    out, no layer has a window. `head_dim` is what the backend must be able to compute.
+def create_backend(name: str, device: torch.device, shape: AttentionShape) -> AttentionBackend:
+    """The backend called `name`; "auto" takes the fastest one there is for `device`, and says so if it is torch.
 
     Raises:
-        ValueError: there is no backend of that name, or not here.
+        UnavailableError: there is no backend of that name, or it cannot compute this here.
         BuildError: as `kernels.cpu.load_kernels` raises it.
     """
+    if name == "auto":
+        preferred = "cpu" if device.type == "cpu" else "triton"
+        try:
+            return BACKENDS[preferred](device, shape)
+        except UnavailableError as error:
+            # Of CPU kernels that could not be built, `load_kernels` has warned.
+            level = logging.INFO if device.type == "cpu" else logging.WARNING
+            logger.log(level, "attention is computed in plain torch, which is slower: %s", error)
+            return BACKENDS["torch"](device, shape)
     if name not in BACKENDS:
-        raise ValueError(f"attention backend {name!r} is unknown on {device}: choose one of {', '.join(BACKENDS)}")
-    if name == "torch" or (name == "auto" and (device.type != "cpu" or head_dim > MAX_HEAD_DIM)):
-        return TorchAttention(windows)
-    if device.type != "cpu" or head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"attention backend 'cpu' computes heads of at most {MAX_HEAD_DIM} on a CPU, not heads of {head_dim} on "
-            f"{device}: choose torch"
-        )
+        raise UnavailableError(f"attention backend {name!r} is unknown: choose auto or one of {', '.join(BACKENDS)}")
+    return BACKENDS[name](device, shape)
+
+
+def _create_cpu(device: torch.device, shape: AttentionShape) -> AttentionBackend:
+    _CPU.check(shape, device)
     kernels = load_kernels()
-    if kernels is not None:
-        return CpuAttention(kernels, windows)
-    if name == "cpu":
-        raise ValueError(
+    if kernels is None:
+        raise UnavailableError(
             "attention backend 'cpu' needs the CPU kernels, which are off or could not be built: set "
             "PAGEWIRE_CPU_KERNELS=require to see why, or choose torch"
         )
-    return TorchAttention(windows)
+    return CpuAttention(kernels, shape.windows)
+
+
+def _create_triton(device: torch.device, shape: AttentionShape) -> AttentionBackend:
+    try:
+        # Only where it computes: the first import takes long.
+        from worker_service.attention import triton_attention
+    except ImportError as error:
+        raise UnavailableError(
+            f"attention backend 'triton' needs the package triton ({error}): install it, or choose another "
+            "--attention-backend"
+        ) from error
+    triton_attention.CAPABILITY.check(shape, device)
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return triton_attention.TritonAttention(shape, num_processors)
+
+
+def _create_torch(device: torch.device, shape: AttentionShape) -> AttentionBackend:
+    _TORCH.check(shape, device)
+    return TorchAttention(shape.windows)
+
+
+BACKENDS: dict[str, Callable[[torch.device, AttentionShape], AttentionBackend]] = {
+    "cpu": _create_cpu,
+    "triton": _create_triton,
+    "torch": _create_torch,
+}

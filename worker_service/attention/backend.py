@@ -2,12 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 # One layer's (key_cache, value_cache), each a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
 LayerCache = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a backend is to compute. `create_backend` refuses what it cannot."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype  # of queries, fresh keys and values, and outputs
+    cache_dtype: torch.dtype  # of the KV cache
+    windows: tuple[int, ...]  # [num_layers] positions a query attends to, its own included; 0: all up to its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +36,16 @@ class DeviceRows:
     seq_lens: Tensor  # [S] int32; 0: a row of padding, which attends to nothing
     num_decodes: int  # rows that have one token each and come first
 
+    @staticmethod
+    def of(query_start_loc: Sequence[int], seq_lens: Sequence[int], device: torch.device) -> "DeviceRows":
+        """Copies what the host knows to the device, for callers that do not keep it there."""
+        lengths = (end - start for start, end in pairwise(query_start_loc))
+        return DeviceRows(
+            torch.tensor(query_start_loc, dtype=torch.int32, device=device),
+            torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            sum(1 for _ in takewhile(lambda length: length == 1, lengths)),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
@@ -31,6 +56,10 @@ class AttentionBatch:
     block_tables: Tensor  # [S, max_blocks] int32 or int64, padded with block 0
     slot_mapping: Tensor  # [T] int64: block_id * block_size + offset of each token; -1, on a GPU only: it is not kept
     device_rows: DeviceRows | None = None  # on a GPU
+
+    def rows_on(self, device: torch.device) -> DeviceRows:
+        """`device_rows`, or what they would be, copied to `device`: no graph can hold that."""
+        return self.device_rows or DeviceRows.of(self.query_start_loc, self.seq_lens, device)
 
 
 class Attend(Protocol):
@@ -56,6 +85,7 @@ class AttentionBackend(Protocol):
 
     name: str
     is_head_major: bool  # how it wants a block to lie: each KV head's positions together, or each position's heads
+    is_capturable: bool  # whether a graph can hold `prepare` and what it returns; batches then have `device_rows`
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Prepares a step over `kv_cache`, one entry per layer.

@@ -33,9 +33,10 @@ class CpuAttention:
 
     name = "cpu"
     is_head_major = True  # a head's keys are read in runs as long as a block
+    is_capturable = False
 
     def __init__(self, kernels: CpuKernels, windows: Sequence[int] = ()) -> None:
-        """`windows`: see `create_backend`."""
+        """`windows`: see `AttentionShape`; left out, no layer has one."""
         self._kernels = kernels
         self._windows = windows
 

@@ -37,9 +37,10 @@ class TorchAttention:
 
     name = "torch"
     is_head_major = False
+    is_capturable = False  # rows are sorted on the host
 
     def __init__(self, windows: Sequence[int] = ()) -> None:
-        """`windows`: see `create_backend`."""
+        """`windows`: see `AttentionShape`; left out, no layer has one."""
         self._windows = windows
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:

@@ -282,3 +282,17 @@ def test_a_plan_refuses_other_rows():
 def test_a_plan_refuses_bad_numbers(num_programs, min_chunk):
     with pytest.raises(ValueError, match=r"make it (at least 1|a multiple of 16)"):
         split_plan.SplitPlan.allocate(1, 1, 1, 32, torch.device("cpu"), num_programs, min_chunk)
+
+
+def test_plan_of_first_rows_shares_memory_and_refuses_more(device):
+    whole = split_plan.SplitPlan.allocate(5, 4, 2, 32, device, num_programs=8)
+    seq_lens = torch.tensor([700, 3, 0], dtype=torch.int32, device=device)
+    part, fresh = whole.of_first(3), split_plan.SplitPlan.allocate(3, 4, 2, 32, device, num_programs=8)
+    part.decide(seq_lens)
+    fresh.decide(seq_lens)
+    assert torch.equal(part.split_starts, fresh.split_starts)
+    assert torch.equal(part.split_rows, fresh.split_rows)
+    assert part.sums.shape == fresh.sums.shape
+    assert part.sums.data_ptr() == whole.sums.data_ptr()
+    with pytest.raises(ValueError, match="num_rows is 6, and the memory is for 0 to 5"):
+        whole.of_first(6)

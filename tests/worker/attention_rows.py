@@ -1,0 +1,89 @@
+"""Random rows of a step over a cache that holds NaN wherever nothing was written, for tests of attention backends."""
+
+import torch
+
+from kernels import reference
+from worker_service.attention import AttentionBatch, AttentionShape
+
+NUM_LAYERS = 2
+CPU = torch.device("cpu")
+E4M3 = torch.float8_e4m3fn
+PADDING = (-1, 1)  # one token that is not kept, of a row without positions
+
+
+def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device):
+    shape = (num_blocks + 1, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
+    storage = torch.full(shape, float("nan"), device=device).to(dtype)
+    return [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(NUM_LAYERS)]
+
+
+class Rows:
+    """Rows of a step with scattered blocks, their context already in the cache."""
+
+    def __init__(
+        self, rng, lengths, *, block_size, num_heads, num_kv_heads, head_dim, dtype=torch.float32, cache_dtype=None,
+        device=CPU,
+    ):  # fmt: skip
+        """`lengths`: (context, queries) of each row, or PADDING."""
+        self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        self.device = device
+        self.dtype, self.shapes = dtype, ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, head_dim))
+        num_blocks = [-(-sum(row) // block_size) for row in lengths]
+        ids = list(range(1, sum(num_blocks) + 4))
+        rng.shuffle(ids)
+        tables = [[ids.pop() for _ in range(num)] for num in num_blocks]
+        self.kv_cache = make_kv_cache(
+            sum(num_blocks) + 3, block_size, num_kv_heads, head_dim, cache_dtype or dtype, device
+        )
+        slots = [[table[p // block_size] * block_size + p % block_size for p in range(sum(row))]
+                 for table, row in zip(tables, lengths, strict=True)]  # fmt: skip
+        context = torch.tensor([slot for row, own in zip(lengths, slots, strict=True) for slot in own[: row[0]]]).long()
+        for keys, values in self.kv_cache:
+            _, key, value = self.random_qkv(len(context))
+            reference.reshape_and_cache(key, value, keys, values, context)
+        starts = [0]
+        for _, num_queries in lengths:
+            starts.append(starts[-1] + num_queries)
+        width = max(1, *num_blocks)
+        self.batch = AttentionBatch(
+            query_start_loc=starts,
+            seq_lens=[sum(row) for row in lengths],
+            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], device=device),
+            slot_mapping=torch.tensor(
+                [slot for row, own in zip(lengths, slots, strict=True) for slot in own[row[0] :] or [-1]],
+                device=device,
+            ),
+        )
+
+    def shape(self, windows=(0,) * NUM_LAYERS):
+        """What a backend has to compute for these rows."""
+        (num_heads, head_dim), (num_kv_heads, _), _ = self.shapes
+        block_size, cache_dtype = self.kv_cache[0][0].shape[1], self.kv_cache[0][0].dtype
+        return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, self.dtype, cache_dtype, windows)
+
+    def random_qkv(self, num_tokens):
+        return [
+            torch.randn(num_tokens, *shape, generator=self.generator).to(self.device, self.dtype)
+            for shape in self.shapes
+        ]
+
+    def poison_before(self, window):
+        """What no query of any row reads: NaN, and blocks that lie wholly before the window are another's by now."""
+        batch, block_size = self.batch, self.kv_cache[0][0].shape[1]
+        for row, table in enumerate(batch.block_tables):
+            num_queries = batch.query_start_loc[row + 1] - batch.query_start_loc[row]
+            first = max(0, batch.seq_lens[row] - num_queries - window + 1)
+            for keys, values in self.kv_cache:
+                for position in range(first):
+                    place = table[position // block_size], position % block_size
+                    keys[place] = values[place] = float("nan")
+            table[: first // block_size] = len(self.kv_cache[0][0]) - 1  # a block that was never written
+
+
+def random_lengths(rng, block_size):
+    """A row of any kind; contexts and ends lie on or beside block edges more often than not."""
+    edges = [block_size * k + d for k in range(1, 5) for d in (-1, 0, 1)]
+    context = rng.choice([0, *edges, rng.randint(1, 150)])
+    kind = rng.choice(["decode", "chunk"])
+    num_queries = 1 if kind == "decode" else rng.choice([2, 3, rng.choice(edges), rng.randint(2, 90)])
+    return context, num_queries

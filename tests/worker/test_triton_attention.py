@@ -1,0 +1,160 @@
+"""The Triton backend against the reference kernels and the torch backend, over a cache that holds NaN where it may."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import reference
+from tests.kernels.triton.device import choose_device
+
+DEVICE = choose_device()
+
+from kernels.triton import paged_attention as kernels  # noqa: E402
+from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, random_lengths  # noqa: E402
+from worker_service.attention import DeviceRows, create_backend  # noqa: E402
+from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
+
+NUM_PROCESSORS = 8
+SHAPE = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+DECODES_FIRST = [(40, 1), (0, 1), (16, 1), (15, 1), (0, 20), (33, 9), (20, 1)]
+
+
+def make_rows(seed, lengths, **options):
+    print(f"seed {seed}: {options}, (context, queries): {lengths}")
+    return Rows(random.Random(seed), lengths, **{**SHAPE, **options}, device=DEVICE)
+
+
+def check(rows, windows=(0,) * NUM_LAYERS, tolerance=2e-6, batch=None, backend=None):
+    """Attends in every layer; compares output and cache with the reference, and with the torch backend if that can."""
+    backend = backend or TritonAttention(rows.shape(windows), NUM_PROCESSORS)
+    expected_cache, torch_cache = copy_cache(rows.kv_cache), copy_cache(rows.kv_cache)
+    lengths, starts = rows.batch.seq_lens, rows.batch.query_start_loc
+    attend = backend.prepare(batch or rows.batch, rows.kv_cache)
+    torch_attend = None
+    if rows.shape().cache_dtype == rows.dtype and 0 not in lengths:
+        torch_attend = create_backend("torch", DEVICE, rows.shape(windows)).prepare(rows.batch, torch_cache)
+    for layer, (key_cache, value_cache) in enumerate(expected_cache):
+        query, key, value = rows.random_qkv(starts[-1])
+        actual = attend(layer, query, key, value)
+        reference.reshape_and_cache(key, value, key_cache, value_cache, rows.batch.slot_mapping)
+        expected = reference.paged_attention(
+            query, key_cache, value_cache, rows.batch.block_tables, lengths, starts, query.shape[-1] ** -0.5,
+            windows[layer],
+        )  # fmt: skip
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+        if torch_attend is not None:
+            torch.testing.assert_close(actual, torch_attend(layer, query, key, value), rtol=0, atol=tolerance)
+    for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
+        for held, expected in zip(actual_layer, expected_layer, strict=True):
+            torch.testing.assert_close(held.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def copy_cache(kv_cache):
+    return [(keys.clone(), values.clone()) for keys, values in kv_cache]
+
+
+def with_device_rows(batch, num_decodes, bound=0):
+    """The batch as a runner makes it whose rows are on the device; the host knows no more than a bound of lengths."""
+    rows = DeviceRows.of(batch.query_start_loc, batch.seq_lens, DEVICE)
+    seq_lens = [max(bound, length) for length in batch.seq_lens]
+    return replace(
+        batch,
+        seq_lens=seq_lens,
+        block_tables=batch.block_tables.to(torch.int32),
+        device_rows=replace(rows, num_decodes=num_decodes),
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_equals_reference_on_random_batches(seed):
+    rng = random.Random(seed)
+    options = {
+        "block_size": rng.choice([16, 32, 48]),
+        "num_kv_heads": (num_kv_heads := rng.choice([1, 2, 3])),
+        "num_heads": num_kv_heads * rng.choice([1, 2, 7]),
+        "head_dim": rng.choice([32, 40, 64]),
+    }
+    check(make_rows(seed, [random_lengths(rng, 16) for _ in range(rng.randint(1, 4))], **options))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_windows_equal_reference_and_read_nothing_before(seed):
+    rng = random.Random(1000 + seed)
+    window = rng.choice([1, 2, 15, 16, 17, 48, rng.randint(1, 120)])
+    rows = make_rows(seed, [random_lengths(rng, 16) for _ in range(rng.randint(1, 4))])
+    rows.poison_before(window)
+    check(rows, windows=(window, max(1, window // 2)))
+
+
+def test_layers_of_different_windows():
+    check(make_rows(0, DECODES_FIRST), windows=(0, 10))
+
+
+@pytest.mark.parametrize("num_decodes", [0, 2, 4])
+def test_any_number_of_the_rows_that_have_one_token_may_be_told_to_decode(num_decodes):
+    rows = make_rows(1, DECODES_FIRST)
+    check(rows, batch=with_device_rows(rows.batch, num_decodes))
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (10, 600)])
+@pytest.mark.parametrize("bound", [600, 100_000])
+def test_lengths_that_the_host_knows_are_bounds(bound, windows):
+    """As behind a graph: padding rows, lengths shorter than those it was captured for, and rows cut into splits."""
+    rows = make_rows(2, [(40, 1), (0, 1), (599, 1), PADDING, PADDING])
+    check(rows, windows, batch=with_device_rows(rows.batch, 5, bound))
+
+
+def test_rows_of_padding_get_zeros_and_write_nothing():
+    check(make_rows(3, [(20, 1), PADDING, (3, 1), PADDING]))
+    check(make_rows(4, [PADDING]))
+
+
+def test_few_long_rows_are_cut_into_splits(monkeypatch):
+    launched = []
+    for name in ("paged_attention_v1", "paged_attention_v2", "paged_prefill"):
+        kernel = getattr(kernels, name)
+
+        def launch(*arguments, name=name, kernel=kernel):
+            launched.append(name)
+            return kernel(*arguments)
+
+        monkeypatch.setattr(kernels, name, launch)
+    rows = make_rows(5, [(700, 1), (5, 1)])
+    check(rows, windows=(0, 512))
+    assert launched == ["paged_attention_v2", "paged_attention_v1"]
+    launched.clear()
+    check(make_rows(6, [(512, 1), (40, 3)]), windows=(0, 512))
+    assert launched == ["paged_attention_v2", "paged_prefill", "paged_attention_v1", "paged_prefill"]
+
+
+def test_memory_of_splits_serves_steps_of_fewer_and_of_more_rows():
+    backend = TritonAttention(make_rows(7, [(1, 1)]).shape((0, 0)), NUM_PROCESSORS)
+    for num_rows in (2, 1, 3, 2):
+        check(make_rows(num_rows, [(600 + row, 1) for row in range(num_rows)]), backend=backend)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_half_precision(dtype, tolerance):
+    check(make_rows(8, [(40, 1), (33, 20), (0, 9)], dtype=dtype), tolerance=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float32, 1e-5)])
+def test_cache_of_8_bit_floats(dtype, tolerance):
+    rows = make_rows(9, [(40, 1), (600, 1), (33, 20), (0, 9)], dtype=dtype, cache_dtype=E4M3)
+    check(rows, tolerance=tolerance, windows=(0, 30))
+
+
+def test_row_reads_blocks_that_another_row_of_the_step_writes():
+    rows = make_rows(10, [(0, 16), (16, 4)])
+    rows.batch.block_tables[1, 0] = rows.batch.block_tables[0, 0]
+    check(rows)
+
+
+def test_heads_as_a_merged_projection_leaves_them():
+    rows = make_rows(11, [(20, 1), (3, 9)])
+    attend = TritonAttention(rows.shape(), NUM_PROCESSORS).prepare(rows.batch, rows.kv_cache)
+    query, key, value = rows.random_qkv(10)
+    merged = torch.cat([query, key, value], dim=1)  # [T, all heads, head_dim]
+    assert torch.equal(attend(0, *merged.split([4, 2, 2], dim=1)), attend(0, query, key, value))

@@ -1,0 +1,97 @@
+"""Small models through the Triton operations and the Triton backend: the tokens of transformers, in float32."""
+
+import random
+
+import pytest
+import torch
+import transformers
+
+from tests.kernels.triton.device import choose_device
+
+DEVICE = choose_device()
+
+from tests.worker.checkpoints import FAMILIES, make_checkpoint  # noqa: E402
+from tests.worker.plans import Row, plan_steps  # noqa: E402
+from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
+from worker_service.cache_engine import CacheEngine, CacheShape  # noqa: E402
+from worker_service.loader import attention_shape  # noqa: E402
+from worker_service.model_runner import ModelRunner  # noqa: E402
+from worker_service.models import ModelConfig, load_model  # noqa: E402
+from worker_service.models.operations import TorchOperations  # noqa: E402
+from worker_service.sequence_table import TableLimits  # noqa: E402
+from worker_service.triton_operations import TritonOperations  # noqa: E402
+
+BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 6
+HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {"gpt2": {"n_embd": 64, "n_head": 2}}
+
+
+def make_runner(path):
+    config = ModelConfig.load(path)
+    assert TritonOperations.refusal(config) is None
+    shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
+    model = load_model(path, dtype=torch.float32, device=DEVICE, operations=TritonOperations())
+    cache_shape = CacheShape(config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32)
+    limits = TableLimits(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=config.max_position_embeddings,
+        block_size=BLOCK_SIZE,
+        num_device_blocks=NUM_BLOCKS,
+        vocab_size=config.vocab_size,
+        sliding_window=config.sliding_window,
+    )
+    cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE)
+    cache.storage[1:] = float("nan")
+    return ModelRunner(model, cache, TritonAttention(shape, num_processors=8), limits, DEVICE)
+
+
+def reference_tokens(path, prompt):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    output = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_OUTPUT_TOKENS, min_new_tokens=NUM_OUTPUT_TOKENS
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers(family, tmp_path):
+    path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
+    runner = make_runner(path)
+    rng = random.Random(11)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 5, 33, 16)]
+    outputs = [[] for _ in prompts]
+    rows = [Row(prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
+    runner.reset()
+    for step in plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=20):
+        result = runner.execute(step.plan)
+        assert result.statuses == ()
+        for slot, token_id in zip(step.sampling_slots, result.token_ids, strict=True):
+            outputs[slot].append(token_id)
+    assert outputs == [reference_tokens(path, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_operations_round_where_those_of_torch_do(dtype):
+    """Beyond what the last bit of a float32 root, or of an exponential, moves across a rounding."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    triton, plain = TritonOperations(), TorchOperations()
+    x, update, weight, gate_up, heads = normal(5, 96), normal(5, 96), normal(96), normal(5, 192), normal(5, 8, 32)
+    query_weight, key_weight, cos, sin = normal(32), normal(32), normal(5, 32).cos(), normal(5, 32).sin()
+    turned = (4, query_weight, key_weight, 1e-6, cos, sin)
+    sums = x.clone(), x.clone()
+    pairs = [
+        (triton.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6)),
+        (triton.add_rms_norm(sums[0], update, weight, 1e-6), plain.add_rms_norm(sums[1], update, weight, 1e-6)),
+        sums,
+        (triton.silu_mul(gate_up), plain.silu_mul(gate_up)),
+        *zip(triton.norm_rope(heads.clone(), *turned), plain.norm_rope(heads.clone(), *turned), strict=True),
+    ]
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected)
+        if dtype != torch.float32:
+            assert (actual == expected).float().mean() > 0.99

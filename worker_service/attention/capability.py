@@ -1,0 +1,68 @@
+"""What a backend can compute, as data, and why it refuses the rest."""
+
+from dataclasses import dataclass
+
+import torch
+
+from worker_service.attention.backend import AttentionShape
+
+MAX_BLOCK_SIZE = 1024  # that --block-size may be
+
+
+class UnavailableError(ValueError):
+    """A backend cannot compute what it is asked for. The text names flag, value and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Values that a backend takes. Every backend takes any window in any layer."""
+
+    backend: str
+    device_types: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    cache_dtypes: tuple[torch.dtype, ...] = ()  # besides the dtype that it computes in
+    head_dims: range = range(1, 1 << 16)
+    max_groups: int = 1 << 16  # query heads that share a KV head
+    block_sizes: range = range(1, MAX_BLOCK_SIZE + 1)
+
+    def check(self, shape: AttentionShape, device: torch.device) -> None:
+        """Raises UnavailableError with the first thing that the backend cannot do."""
+        if device.type not in self.device_types:
+            kinds = " or ".join(self.device_types)
+            raise self._error(f"computes on {kinds}, and --device is {device.type}", f"use --device {kinds}")
+        if shape.dtype not in self.dtypes:
+            names = " or ".join(map(_name, self.dtypes))
+            raise self._error(f"computes in {names}, and --dtype is {_name(shape.dtype)}", f"use --dtype {names}")
+        if shape.cache_dtype not in (shape.dtype, *self.cache_dtypes):
+            caches = " or ".join(map(_name, (shape.dtype, *self.cache_dtypes)))
+            raise self._error(
+                f"reads a KV cache of {caches}, and --kv-cache-dtype asks for {_name(shape.cache_dtype)}",
+                "use --kv-cache-dtype auto",
+            )
+        if shape.head_dim not in self.head_dims:
+            raise self._error(f"computes heads of {_describe(self.head_dims)}, and the model's are {shape.head_dim}")
+        num_groups = shape.num_heads // shape.num_kv_heads
+        if num_groups > self.max_groups:
+            raise self._error(
+                f"lets at most {self.max_groups} query heads share a KV head, and in the model {num_groups} do"
+            )
+        if shape.block_size not in self.block_sizes:
+            raise self._error(
+                f"reads blocks of {_describe(self.block_sizes)} positions, and --block-size is {shape.block_size}",
+                f"use --block-size {self.block_sizes.start}",
+            )
+
+    def _error(self, reason: str, remedy: str = "") -> UnavailableError:
+        other = "choose another --attention-backend"
+        return UnavailableError(
+            f"attention backend {self.backend!r} {reason}: {remedy + ', or ' + other if remedy else other}"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(numbers: range) -> str:
+    bounds = f"{numbers[0]} to {numbers[-1]}"
+    return bounds if numbers.step == 1 else f"{bounds} in steps of {numbers.step}"

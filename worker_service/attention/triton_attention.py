@@ -1,0 +1,97 @@
+"""Paged attention by the Triton kernels: any mix of rows straight from the pages, and nothing that a graph cannot hold.
+
+Grids and the choice of kernels follow from shapes and from what the host knows to be the most of a step. How long rows
+really are is read on the device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS, reshape_and_cache
+from kernels.triton.paged_attention import paged_attention
+from kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
+from kernels.triton.tiles import MAX_GROUPS
+from worker_service.attention.backend import Attend, AttentionBatch, AttentionShape, DeviceRows, LayerCache
+from worker_service.attention.capability import Capability
+
+CAPABILITY = Capability(
+    backend="triton",
+    device_types=("cuda",),
+    cache_dtypes=(torch.float8_e4m3fn,),
+    head_dims=HEAD_DIMS,
+    max_groups=MAX_GROUPS,
+    block_sizes=BLOCK_SIZES,
+)
+
+
+class TritonAttention:
+    """The backend for GPUs. Caches of 8-bit floats hold keys and values as they are: their scales are 1."""
+
+    name = "triton"
+    is_head_major = False
+    is_capturable = True
+
+    def __init__(self, shape: AttentionShape, num_processors: int) -> None:
+        """`num_processors`: of the device (`multi_processor_count`)."""
+        self._shape = shape
+        self._num_processors = num_processors
+        self._plans: dict[int, SplitPlan] = {}  # by window, for as many rows as any step had
+
+    def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
+        """Decides for each window whether rows are split, and where. See `AttentionBackend.prepare`."""
+        device = kv_cache[0][0].device
+        rows = batch.rows_on(device)
+        block_tables = batch.block_tables.to(torch.int32)
+        windows, scale = self._shape.windows, self._shape.head_dim**-0.5
+        num_blocks = kv_cache[0][0].shape[0]
+        plans = {window: self._plan(batch, rows, window, num_blocks, device) for window in set(windows)}
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key_cache, value_cache = kv_cache[layer]
+            window = windows[layer]
+            reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping)
+            return paged_attention(
+                query,
+                key_cache,
+                value_cache,
+                block_tables,
+                rows.seq_lens,
+                rows.query_start_loc,
+                rows.num_decodes,
+                scale,
+                plans[window],
+                window,
+            )
+
+        return attend
+
+    def _plan(
+        self, batch: AttentionBatch, rows: DeviceRows, window: int, num_blocks: int, device: torch.device
+    ) -> SplitPlan | None:
+        """Where the decoding rows are cut for layers of this window; None: nowhere."""
+        max_positions = window or ANY_LEN
+        lengths = [min(length, max_positions) for length in batch.seq_lens[: rows.num_decodes]]
+        # Bounds of a graph's rows may add up to more than the cache holds.
+        num_positions = min(sum(lengths), num_blocks * self._shape.block_size)
+        longest = max(lengths, default=0)
+        if not prefers_splits(len(lengths), self._shape.num_kv_heads, num_positions, longest, self._num_processors):
+            return None
+        plan = self._allocate(rows.num_decodes, window, device)
+        plan.decide(rows.seq_lens[: rows.num_decodes], max_positions)
+        return plan
+
+    def _allocate(self, num_rows: int, window: int, device: torch.device) -> SplitPlan:
+        """Memory that steps share, one behind the other; a graph's is its own, for as long as it may be replayed."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self._new_plan(num_rows, device)
+        plan = self._plans.get(window)
+        if plan is None or plan.num_rows < num_rows:
+            plan = self._plans[window] = self._new_plan(num_rows, device)
+        return plan.of_first(num_rows)
+
+    def _new_plan(self, num_rows: int, device: torch.device) -> SplitPlan:
+        shape = self._shape
+        num_programs = PROGRAMS_PER_PROCESSOR * self._num_processors
+        return SplitPlan.allocate(num_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device, num_programs)

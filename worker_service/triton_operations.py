@@ -1,0 +1,43 @@
+"""What a decoder computes with on a GPU: Triton kernels between matrix products, which are cuBLAS's."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.triton import fused
+from worker_service.models.config import ModelConfig
+from worker_service.models.operations import Product, TorchOperations
+
+
+class TritonOperations:
+    """A launch each; intermediate results are rounded where `TorchOperations` rounds them."""
+
+    def __init__(self) -> None:
+        self.rms_norm = fused.rms_norm
+        self.add_rms_norm = fused.add_rms_norm
+        self.silu_mul = fused.silu_mul
+        self.norm_rope = fused.norm_rope
+        self._products = TorchOperations()
+
+    @staticmethod
+    def refusal(config: ModelConfig) -> str | None:
+        """Why the kernels cannot compute a model, behind "they"; None: they can, or it uses the products alone."""
+        if config.rope is None:
+            return None
+        head_dims = fused.HEAD_DIMS
+        if config.head_dim not in head_dims:
+            bounds = f"{head_dims[0]} to {head_dims[-1]} in steps of {head_dims.step}"
+            return f"turn heads of {bounds}, and the model's are {config.head_dim}"
+        if config.hidden_size > fused.MAX_NORM_SIZE:
+            return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {config.hidden_size}"
+        return None
+
+    def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
+        return held == computed
+
+    def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
+        return self._products.prepare_product(weight, bias, computed)
+
+    def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
+        return None
