@@ -52,6 +52,13 @@ def sampled(
     return tokens[len(prompt) :]
 
 
+def shortfalls(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """How far below the best logit each of the tokens lies that followed a prompt, teacher-forced: [len(tokens)]."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
     """A beam search in our words."""

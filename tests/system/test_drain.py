@@ -17,7 +17,7 @@ from pagewire import Client
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.system.forked import running
 from tests.system.services import Service, free_port
-from tests.system.test_recovery import Progress, requests_of, run_streams
+from tests.system.streams import Progress, requests_of, run_streams
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 VOCAB_SIZE = 1000

@@ -1,0 +1,122 @@
+"""Checkpoints, prompts and pools under which the services must generate what transformers does."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagewire import Client, SamplingParams
+from pagewire.completion import Completion
+from tests.system import oracle
+
+STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+VOCAB_SIZE = 151  # of the random checkpoints
+PROMPT_LENGTHS = (1, 2, 7, 8, 15, 16, 17, 33, 64, 100, 257, 700)
+# In bf16 another order of summation rounds differently, and a near tie may fall the other way. Each token that is
+# chosen may lie this far below the best logit of float32, teacher-forced. `test_parity.py` prints how far off
+# transformers' own bf16 is.
+BF16_MARGIN = 0.25
+
+
+@dataclass(frozen=True)
+class ParityCase:
+    """A random checkpoint and the flags of its worker. In a small pool the short prompts fit together, but not with
+    what they grow to."""
+
+    family: str
+    overrides: dict[str, Any] = field(default_factory=dict)  # of the configuration, under transformers' names
+    block_size: int = 16
+    limits: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_small_pool(self) -> bool:
+        return "num_device_blocks" in self.limits
+
+    @property
+    def num_output_tokens(self) -> int:
+        return 72 if self.is_small_pool else 24
+
+    @property
+    def worker_flags(self) -> list[object]:
+        limits = [text for key, value in self.limits.items() for text in (f"--{key.replace('_', '-')}", value)]
+        return ["--dtype", "float32", "--block-size", self.block_size, *limits]
+
+
+CASES = {
+    "llama, ratio 2": ParityCase("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "llama, ratio 1, untied, small pool": ParityCase(
+        "llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}, 8, {"num_device_blocks": 140}
+    ),
+    "qwen2, ratio 7, tied, chunks of 64": ParityCase(
+        "qwen2",
+        {
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "hidden_size": 56,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        },
+        32,
+        {"max_num_batched_tokens": 64},
+    ),
+    "qwen3, head size 80, tied, small pool, chunks of 100": ParityCase(
+        "qwen3",
+        {"head_dim": 80, "tie_word_embeddings": True},
+        16,
+        {"num_device_blocks": 70, "max_num_batched_tokens": 100},
+    ),
+    "qwen3, untied, ratio 1, budget below the number of sequences": ParityCase(
+        "qwen3",
+        {"num_key_value_heads": 4, "tie_word_embeddings": False},
+        32,
+        {"max_num_batched_tokens": 5, "max_num_seqs": 8},
+    ),
+    "mistral, window of 50, chunks of 64": ParityCase(
+        "mistral", {"sliding_window": 50}, 16, {"max_num_batched_tokens": 64}
+    ),
+    "mistral, window of 200, small pool": ParityCase("mistral", {"sliding_window": 200}, 8, {"num_device_blocks": 100}),
+    "mistral, no window": ParityCase("mistral", {"sliding_window": None, "num_key_value_heads": 4}, 32),
+    "qwen2, window of 40 in every layer, chunks of 100": ParityCase(
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0},
+        8,
+        {"max_num_batched_tokens": 100},
+    ),
+    "qwen2, window of 40 in the second layer": ParityCase(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
+    ),
+    "gpt2, odd head size, chunks of 48": ParityCase("gpt2", {"n_embd": 76}, 8, {"max_num_batched_tokens": 48}),
+}
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Random ones, and two that are found in the cache, in part and whole, once the others have been served."""
+    prompts = oracle.random_prompts(seed, VOCAB_SIZE, PROMPT_LENGTHS)
+    return [*prompts, prompts[-1][:500] + prompts[0], prompts[-2]]
+
+
+async def generate_all(url: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Completion]:
+    """All at once, greedily."""
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
+    async with Client(url) as client:
+        return await asyncio.gather(*(client.acomplete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
+
+
+SAMPLED_PROMPTS = oracle.random_prompts(11, VOCAB_SIZE, (5, 40, 90, 17, 64, 200, 31, 128))
+
+
+async def sample_alone(client: Client) -> list[list[tuple[int, ...]]]:
+    """Two seeded samples of each of some prompts, one request after the other."""
+    return [await _sample(client, i) for i in range(len(SAMPLED_PROMPTS))]
+
+
+async def sample_together(client: Client) -> list[list[tuple[int, ...]]]:
+    """The same, all at once."""
+    return await asyncio.gather(*(_sample(client, i) for i in range(len(SAMPLED_PROMPTS))))
+
+
+async def _sample(client: Client, i: int) -> list[tuple[int, ...]]:
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=i, n=2, max_tokens=32)
+    completion = await client.acomplete(None, sampling, prompt_token_ids=SAMPLED_PROMPTS[i])
+    return [output.token_ids for output in completion.outputs]

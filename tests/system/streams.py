@@ -1,0 +1,146 @@
+"""Many streams at once, and workers that end under them."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagewire import Client, SamplingParams
+from tests.system.services import System
+
+NUM_STREAMS = 100
+Request = tuple[list[int], SamplingParams]  # a prompt, and how to go on
+
+
+def requests_of(
+    seed: int,
+    vocab_size: int,
+    *,
+    num_requests: int = NUM_STREAMS,
+    max_suffix: int = 56,
+    max_tokens: tuple[int, int] = (60, 120),
+) -> list[Request]:
+    """Half greedy, half seeded; prompts of 1 to 64 + `max_suffix` tokens, some of which share a prefix."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(vocab_size) for _ in range(64)]
+    requests = []
+    for i in range(num_requests):
+        prompt = shared[: rng.choice((0, 0, 32, 64))] + [
+            rng.randrange(vocab_size) for _ in range(rng.randint(1, max_suffix))
+        ]
+        temperature = 0.0 if i % 2 else 0.8
+        sampling = SamplingParams(temperature=temperature, seed=i, max_tokens=rng.randint(*max_tokens), ignore_eos=True)
+        requests.append((prompt, sampling))
+    return requests
+
+
+class Progress:
+    """Counts the tokens that have arrived, and lets others wait for a number of them."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._goals: list[tuple[int, asyncio.Event]] = []
+
+    def add(self, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        for goal, reached in self._goals:
+            if self.num_tokens >= goal:
+                reached.set()
+
+    async def until(self, num_tokens: int) -> None:
+        reached = asyncio.Event()
+        self._goals.append((num_tokens, reached))
+        self.add(0)
+        await reached.wait()
+
+
+async def until_connected(client: Client, connected: bool) -> None:
+    while (await client.loads()).worker_connected is not connected:  # noqa: ASYNC110 - in another process
+        await asyncio.sleep(0.02)
+
+
+async def until_lost(client: Client, num_losses: int) -> None:
+    while (await client.loads()).num_worker_losses < num_losses:  # noqa: ASYNC110 - in another process
+        await asyncio.sleep(0.005)
+
+
+async def run_streams(client: Client, requests: Sequence[Request], progress: Progress | None = None) -> list[list[int]]:
+    """The tokens of every stream. The client itself refuses a token that is lost or repeated."""
+
+    async def stream(i: int) -> list[int]:
+        prompt, sampling = requests[i]
+        tokens: list[int] = []
+        async for output in client.generate(None, sampling, prompt_token_ids=prompt):
+            assert output.first_token == len(tokens)
+            tokens.extend(output.token_ids)
+            if progress is not None:
+                progress.add(len(output.token_ids))
+        assert len(tokens) == sampling.max_tokens
+        return tokens
+
+    return await asyncio.gather(*(stream(i) for i in range(len(requests))))
+
+
+@dataclass(frozen=True, slots=True)
+class DisturbedRun:
+    """The tokens of an undisturbed run, of one whose worker ended again and again, and seconds from an end to the next
+    connection, the median."""
+
+    calm: list[list[int]]
+    disturbed: list[list[int]]
+    seconds_to_recover: float
+
+
+async def run_with_ends(
+    running: Callable[..., AbstractContextManager[System]],
+    model: Path,
+    requests: Sequence[Request],
+    num_ends: int,
+    *,
+    kills: bool = True,
+    **flags: Any,
+) -> DisturbedRun:
+    """Serves the requests twice, the second time with the worker killed, or told to stop, `num_ends` times.
+
+    `running` starts the services, as `tests.system.services.running` does.
+    """
+    with running(model, **flags) as system:
+        async with Client(system.url) as client:
+            calm = await run_streams(client, requests)
+            progress = Progress()
+            num_tokens = sum(sampling.max_tokens for _, sampling in requests)
+            ending = asyncio.create_task(
+                _end_repeatedly(system, client, progress, num_tokens, num_ends, len(requests), kills)
+            )
+            disturbed = await run_streams(client, requests, progress)
+            seconds = await ending
+            loads = await client.loads()
+    assert loads.num_worker_losses >= num_ends
+    assert loads.num_held_blocks == 0
+    return DisturbedRun(calm, disturbed, statistics.median(seconds))
+
+
+async def _end_repeatedly(
+    system: System, client: Client, progress: Progress, num_tokens: int, num_ends: int, num_streams: int, kills: bool
+) -> list[float]:
+    """End the worker whenever another share of the tokens has arrived, and some from itself."""
+    goal, seconds = 0, []
+    for end in range(num_ends):
+        await progress.until(max(goal, num_tokens * (end + 1) // (num_ends + 2)))
+        assert progress.num_tokens < num_tokens, f"the streams ended before end {end + 1}: give them more tokens"
+        started = time.monotonic()
+        if kills:
+            system.worker.kill()
+        else:
+            assert await asyncio.to_thread(system.worker.stop) == 0
+        system.restart_worker()
+        await until_lost(client, end + 1)
+        await until_connected(client, True)
+        seconds.append(time.monotonic() - started)
+        goal = progress.num_tokens + num_streams
+    return seconds
