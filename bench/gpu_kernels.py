@@ -5,11 +5,7 @@ leaves what it has measured; each module runs in a process of its own, and a cas
 """
 
 import argparse
-import datetime
-import json
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,112 +13,13 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu_process import MARK
-from bench.record import RESULTS, machine, write
+from bench.part import Report, describe, run_part
+from bench.record import RESULTS
 from tests.kernels.triton.checks.case import COPY, MATMUL
 
 CHECKS = "tests.kernels.triton.checks"
 MODULES = ("decode_attention", "prefill_attention", "cache", "blocks", "sampler", "fused")
 SECONDS = 450.0
-
-
-def describe(device: torch.device) -> dict:
-    """Card, driver, versions and date."""
-    import triton  # only now: whoever imports this module may still choose its interpreter
-
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    return {
-        "card": card,
-        "driver": driver() if device.type == "cuda" else None,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **machine(),
-    }
-
-
-def driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-class Report:
-    """What is known so far, in a file."""
-
-    def __init__(self, path: Path, heading: dict) -> None:
-        self._path = path
-        self._figures = {**heading, "results": []}
-        self._lock = threading.Lock()
-        write(path, self._figures)
-
-    @property
-    def results(self) -> list[dict]:
-        return self._figures["results"]
-
-    def add(self, result: dict) -> None:
-        with self._lock:
-            self.results.append(result)
-            write(self._path, self._figures)
-            print(line(result), flush=True)
-
-
-def line(result: dict) -> str:
-    if "error" in result:
-        return f"FAILED  {result['name']}: {result['error'].splitlines()[0]}"
-    if "unavailable" in result:
-        return f"-       {result['name']}: {result['unavailable']}"
-    if "seconds" not in result:
-        return f"ok      {result['name']} ({result['wall_seconds']:.1f} s)"
-    rate = f", {result['bytes_moved'] / result['seconds'] / 1e9:,.0f} GB/s" if result["bytes_moved"] else ""
-    rate += f", {result['flops'] / result['seconds'] / 1e12:,.0f} TFLOP/s" if result["flops"] else ""
-    host = ", the host's part included" if result["includes_host"] else ""
-    return f"{result['seconds'] * 1e6:10.1f} us  {result['name']}{rate}{host}"
-
-
-def run_module(command: str, module: str, device: str, report: Report, deadline: float) -> None:
-    """Runs its cases in a process, and in the next one where that dies; at the deadline the rest is left."""
-    done = 0
-    while True:
-        arguments = [sys.executable, "-m", "bench.gpu_process", command, module, device, str(done)]
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-        timer = threading.Timer(max(0.1, deadline - time.monotonic()), process.kill)
-        timer.start()
-        started, finished = read_results(process, module, report)
-        status = process.wait()
-        timer.cancel()
-        done += finished
-        if status == 0:
-            return
-        if time.monotonic() >= deadline:
-            report.add({"name": started or module, "module": module, "error": "out of time, with all behind it"})
-            return
-        if started is None and finished == 0:
-            report.add({"name": module, "module": module, "error": f"its process ended with status {status}"})
-            return
-        if started is not None:
-            report.add({"name": started, "module": module, "error": f"its process died with status {status}"})
-            done += 1
-
-
-def read_results(process: subprocess.Popen, module: str, report: Report) -> tuple[str | None, int]:
-    """Name of the case that was begun and not ended, and how many ended."""
-    started, finished = None, 0
-    assert process.stdout is not None
-    for text in process.stdout:
-        if not text.startswith(MARK):
-            print(text, end="", file=sys.stderr)
-            continue
-        result = json.loads(text[len(MARK) :])
-        if result.get("started"):
-            started = result["name"]
-        else:
-            report.add({"module": module, **result})
-            started, finished = None, finished + 1
-    return started, finished
 
 
 def judge(results: Sequence[dict]) -> list[dict]:
@@ -165,20 +62,25 @@ def print_goals(goals: Sequence[dict]) -> None:
 
 def run_checks(modules: Sequence[str], device: str, report: Report, deadline: float, jobs: int) -> int:
     with ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(run_module, "check", module, device, report, deadline) for module in modules]:
+        for future in [
+            pool.submit(run_part, module, command_of("check", module, device), report, deadline) for module in modules
+        ]:
             future.result()
-    num_failed = sum("error" in result for result in report.results)
-    print(f"{len(report.results) - num_failed} cases agree with the reference, {num_failed} do not")
-    return 1 if num_failed or not report.results else 0
+    print(f"{len(report.results) - report.num_failed} cases agree with the reference, {report.num_failed} do not")
+    return 1 if report.num_failed else 0
 
 
-def run_benchmarks(modules: Sequence[str], device: str, report: Report, path: Path, deadline: float) -> int:
-    for module in ("device", *modules):
-        run_module("bench", module, device, report, deadline)
-    goals = judge(report.results)
+def run_benchmarks(modules: Sequence[str], device: str, report: Report, deadline: float) -> int:
+    for module in modules:
+        run_part(module, command_of("bench", module, device), report, deadline)
+    goals = judge([result for part in report.parts.values() for result in part["results"]])
     print_goals(goals)
-    write(path, {**json.loads(path.read_text()), "goals": goals})
-    return 1 if any("error" in result for result in report.results) else 0
+    report.put(goals=goals)
+    return 1 if report.num_failed else 0
+
+
+def command_of(command: str, module: str, device: str) -> list[str]:
+    return [sys.executable, "-m", "bench.gpu_process", command, module, device]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -196,11 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type != "cuda" and options.command == "bench":
         parser.error(f"there is nothing to time on {device}; use a CUDA device")
     path = options.output or RESULTS / f"gpu_kernels_{options.command}.json"
-    report = Report(path, describe(device))
+    modules = ["device", *options.modules] if options.command == "bench" else options.modules
+    report = Report(path, describe(device), modules)
     deadline = time.monotonic() + options.seconds
     if options.command == "check":
-        return run_checks(options.modules, options.device, report, deadline, options.jobs)
-    return run_benchmarks(options.modules, options.device, report, path, deadline)
+        return run_checks(modules, options.device, report, deadline, options.jobs)
+    return run_benchmarks(modules, options.device, report, deadline)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,23 @@
-"""Runs the cases of one module of checks on a device: a process of `bench/gpu_kernels.py`, which starts it.
-
-Writes a line `RESULT {json}` per case to standard output as soon as it is known. A process apart, since a kernel that
-reads what it must not leaves its process without a device.
-"""
+"""Runs the cases of one module of checks on a device: a process of `bench/gpu_kernels.py`, which starts it."""
 
 import gc
 import importlib
-import json
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from bench.device_timer import measure
+from bench.part import Case, UnavailableError, run_cases
 from tests.kernels.triton.checks.case import COPY, MATMUL, BenchCase, DeviceCase
 
-MARK = "RESULT "
 _MATMUL_SIZE = 8192
 _COPY_BYTES = 1 << 30
 
-Case = TypeVar("Case", DeviceCase, BenchCase)
+KernelCase = TypeVar("KernelCase", DeviceCase, BenchCase)
 
 
 def check(case: DeviceCase, device: torch.device) -> dict:
@@ -37,7 +31,7 @@ def bench(case: BenchCase, device: torch.device) -> dict:
     try:
         calls = case.make(device)
     except NotImplementedError as error:
-        return {"unavailable": str(error)}
+        raise UnavailableError(str(error)) from error
     figures = asdict(measure(calls))
     goals = [asdict(goal) for goal in case.goals]
     return {**figures, "bytes_moved": case.bytes_moved, "flops": case.flops, "goals": goals}
@@ -58,27 +52,16 @@ def reference_cases() -> Iterator[BenchCase]:
     yield BenchCase(MATMUL, matmul, flops=2 * _MATMUL_SIZE**3)
 
 
-def run_all(cases: Iterator[Case], run: Callable[[Case, torch.device], dict], device: torch.device, done: int) -> None:
-    """Runs the cases behind the first `done`, and says what became of each."""
-    for index, case in enumerate(cases):
-        if index < done:
-            continue
-        report({"name": case.name, "started": True})
-        started = time.monotonic()
-        try:
-            result = run(case, device)
-        except Exception as error:
-            result = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            traceback.print_exc()
-        report({"name": case.name, **result, "wall_seconds": round(time.monotonic() - started, 3)})
+def run_all(
+    cases: Iterator[KernelCase], run: Callable[[KernelCase, torch.device], dict], device: torch.device, done: int
+) -> None:
+    def release() -> None:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.synchronize()  # raises where the device was lost with this case: the next has a new process
             torch.cuda.empty_cache()
 
-
-def report(result: dict) -> None:
-    print(MARK + json.dumps(result), flush=True)
+    run_cases((Case(case.name, partial(run, case, device)) for case in cases), done, release)
 
 
 def main(command: str, module_name: str, device_name: str, done: int) -> None:

@@ -16,7 +16,8 @@ def run_checks(tmp_path, *modules: str, seconds: float = 120) -> tuple[int, dict
     path = tmp_path / "results.json"
     arguments = ["check", "--device", "cpu", "--output", str(path), "--seconds", str(seconds), "--modules", *modules]
     status = gpu_kernels.main(arguments)
-    return status, {result["name"]: result for result in json.loads(path.read_text())["results"]}
+    parts = json.loads(path.read_text())["parts"].values()
+    return status, {result["name"]: result for part in parts for result in part["results"]}
 
 
 def test_cases_have_names_of_their_own_and_goals_that_can_be_judged():
