@@ -41,15 +41,29 @@ def sampled(
 ) -> list[int]:
     """Tokens drawn with the noise of (seed, sample index, position), without filters."""
     tokens, past = list(prompt), None
-    halves = torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([seed >> 32])
     with torch.inference_mode():
         for _ in range(num_tokens):
             step = model(torch.tensor([tokens if past is None else tokens[-1:]]), past_key_values=past, use_cache=True)
             past = step.past_key_values
-            keys = noise_keys(*halves, torch.tensor([sample_index]), torch.tensor([len(tokens)]))
-            logits = step.logits[0, -1].float() / temperature
-            tokens.append(int((logits + gumbel_noise(keys, len(logits))[0]).argmax()))
+            logits = step.logits[0, -1].float()
+            tokens.append(int(_perturbed(logits, temperature, seed, sample_index, len(tokens)).argmax()))
     return tokens[len(prompt) :]
+
+
+def preferences(
+    model: transformers.PreTrainedModel, tokens: list[int], *, temperature: float = 0.0, seed: int = 0
+) -> torch.Tensor:
+    """What the choice of the token behind others maximises, [vocab_size]: the logits, or what sampling makes of them
+    for the first sample of a request without filters."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens])).logits[0, -1].float()
+        return _perturbed(logits, temperature, seed, 0, len(tokens)) if temperature else logits
+
+
+def _perturbed(logits: torch.Tensor, temperature: float, seed: int, sample_index: int, position: int) -> torch.Tensor:
+    halves = torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([seed >> 32])
+    keys = noise_keys(*halves, torch.tensor([sample_index]), torch.tensor([position]))
+    return logits / temperature + gumbel_noise(keys, len(logits))[0]
 
 
 def shortfalls(model: transformers.PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:

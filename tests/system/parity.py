@@ -6,13 +6,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from pagewire import Client, SamplingParams
 from pagewire.completion import Completion
+from pagewire.server import Loads
 from tests.system import oracle
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 VOCAB_SIZE = 151  # of the random checkpoints
 PROMPT_LENGTHS = (1, 2, 7, 8, 15, 16, 17, 33, 64, 100, 257, 700)
+SAMPLED_PROMPTS = oracle.random_prompts(11, VOCAB_SIZE, (5, 40, 90, 17, 64, 200, 31, 128))
+# Logits in float32 differ by less than this between machines and orders of summation.
+FLOAT32_MARGIN = 1e-4
 # In bf16 another order of summation rounds differently, and a near tie may fall the other way. Each token that is
 # chosen may lie this far below the best logit of float32, teacher-forced. `test_parity.py` prints how far off
 # transformers' own bf16 is.
@@ -103,7 +110,47 @@ async def generate_all(url: str, prompts: Sequence[Sequence[int]], num_tokens: i
         return await asyncio.gather(*(client.acomplete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))
 
 
-SAMPLED_PROMPTS = oracle.random_prompts(11, VOCAB_SIZE, (5, 40, 90, 17, 64, 200, 31, 128))
+def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
+    return [list(completion.outputs[0].token_ids) for completion in completions]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTwice:
+    """What the same prompts yielded, and the server's counts after that."""
+
+    first: list[Completion]
+    again: list[Completion]
+    loads: Loads
+
+
+async def serve_twice(url: str, prompts: Sequence[Sequence[int]], num_tokens: int) -> ServedTwice:
+    first = await generate_all(url, prompts, num_tokens)
+    again = await generate_all(url, prompts, num_tokens)
+    async with Client(url) as client:
+        return ServedTwice(first, again, await client.loads())
+
+
+def assert_the_cache_was_used(case: ParityCase, served: ServedTwice) -> None:
+    """A small pool preempts, and in another one prompts are found again."""
+    if case.is_small_pool:
+        assert served.loads.num_preemptions > 0
+    else:
+        assert sum(completion.usage.cached_tokens for completion in served.again) > 1000
+    assert served.loads.num_held_blocks == 0
+
+
+def assert_logprobs(
+    model: transformers.PreTrainedModel, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+) -> None:
+    """Of the tokens that were chosen, within `FLOAT32_MARGIN` of what transformers computes."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        output = completion.outputs[0]
+        tokens = torch.tensor([[*prompt, *output.token_ids]])
+        with torch.inference_mode():
+            logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        expected = logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        served = torch.tensor([entry.logprob for entry in output.logprobs])
+        torch.testing.assert_close(served, expected, atol=FLOAT32_MARGIN, rtol=0)
 
 
 async def sample_alone(client: Client) -> list[list[tuple[int, ...]]]:

@@ -12,10 +12,14 @@ from tests.system.parity import (
     BF16_MARGIN,
     CASES,
     STORYTELLER,
+    assert_logprobs,
+    assert_the_cache_was_used,
     generate_all,
     prompts_of,
     sample_alone,
     sample_together,
+    serve_twice,
+    tokens_of,
 )
 from tests.worker.checkpoints import make_checkpoint
 
@@ -27,29 +31,10 @@ async def test_greedy_float32_is_what_transformers_generates(name, tmp_path):
     model, prompts = oracle.load(path), prompts_of(seed)
     expected = [oracle.greedy(model, prompt, case.num_output_tokens) for prompt in prompts]
     with running(path, worker=case.worker_flags) as system:
-        first = await generate_all(system.url, prompts, case.num_output_tokens)
-        again = await generate_all(system.url, prompts, case.num_output_tokens)
-        async with Client(system.url) as client:
-            loads = await client.loads()
-    for completions in (first, again):
-        assert [list(completion.outputs[0].token_ids) for completion in completions] == expected
-    if case.is_small_pool:
-        assert loads.num_preemptions > 0
-    else:
-        assert sum(completion.usage.cached_tokens for completion in again) > 1000
-    assert loads.num_held_blocks == 0
-    assert_logprobs(model, prompts, first)
-
-
-def assert_logprobs(model: transformers.PreTrainedModel, prompts: list[list[int]], completions: list) -> None:
-    for prompt, completion in zip(prompts, completions, strict=True):
-        output = completion.outputs[0]
-        tokens = torch.tensor([prompt + list(output.token_ids)])
-        with torch.inference_mode():
-            logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        expected = logprobs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
-        served = torch.tensor([entry.logprob for entry in output.logprobs])
-        torch.testing.assert_close(served, expected, atol=1e-4, rtol=0)
+        served = await serve_twice(system.url, prompts, case.num_output_tokens)
+    assert tokens_of(served.first) == tokens_of(served.again) == expected
+    assert_the_cache_was_used(case, served)
+    assert_logprobs(model, prompts, served.first)
 
 
 async def test_seeded_samples_are_equal_alone_in_a_batch_and_under_preemption(tmp_path):
@@ -81,8 +66,7 @@ async def test_greedy_bfloat16_is_what_transformers_generates_but_for_near_ties(
     with running(STORYTELLER, worker=["--dtype", "bfloat16"]) as system:
         completions = await generate_all(system.url, prompts, 60)
     differences, rounding = 0, 0.0
-    for prompt, completion, tokens in zip(prompts, completions, expected, strict=True):
-        ours = list(completion.outputs[0].token_ids)
+    for prompt, ours, tokens in zip(prompts, tokens_of(completions), expected, strict=True):
         rounding = max(rounding, rounding_error(rounded, exact, prompt + tokens))
         differences += ours != tokens
         assert oracle.shortfalls(exact, prompt, ours).max() <= BF16_MARGIN
