@@ -10,16 +10,18 @@ import logging
 import os
 import statistics
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from worker_service.attention import LayerCache
+from worker_service.block_operations import create_block_operations
+from worker_service.device import Device
+from worker_service.moves import BlockIds, StreamMoves
 from worker_service.session import ProtocolError
 from worker_service.step import StepPlan
 
@@ -57,31 +59,51 @@ class CacheEngine:
     """
 
     def __init__(
-        self, shape: CacheShape, num_device_blocks: int, device: torch.device, num_host_blocks: int = 0
+        self,
+        shape: CacheShape,
+        num_device_blocks: int,
+        device: torch.device,
+        num_host_blocks: int = 0,
+        streams: Device | None = None,
     ) -> None:
+        """`streams`: of an accelerator, which moves blocks beside what it computes. Without, everything is done in the
+        order of the calls, and on a CPU before they return."""
         self.shape = shape
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
         order = (shape.block_size, shape.num_kv_heads)
         sizes = (shape.num_layers, 2, *(reversed(order) if shape.is_head_major else order), shape.head_dim)
         self.storage = torch.empty((num_device_blocks + 1, *sizes), dtype=shape.dtype, device=device)
-        self.storage[0] = 0
-        # Pinned where a GPU moves blocks by itself.
-        is_pinned = device.type == "cuda" and num_host_blocks > 0
-        self.host_storage = torch.empty((num_host_blocks + 1, *sizes), dtype=shape.dtype, pin_memory=is_pinned)
+        self._blocks = self.storage.view(torch.uint8).flatten(1)  # [num_device_blocks + 1, block_bytes]
+        self._blocks[0] = 0
         views = self.storage.transpose(3, 4) if shape.is_head_major else self.storage
         self.layers: list[LayerCache] = [(views[:, layer, 0], views[:, layer, 1]) for layer in range(shape.num_layers)]
-        self._moves = _StreamMoves(device) if device.type == "cuda" else None
+        self._streams = streams
+        self._operations = create_block_operations(device)
         self._last_planned_step = 0
+        self._moves: StreamMoves | None = None
+        if streams is None:
+            self._host_blocks = self._blocks.new_empty((num_host_blocks + 1, shape.block_bytes), device="cpu")
+        else:
+            self._moves = StreamMoves(streams, self._blocks, num_host_blocks, self._operations)
+            self._copied_ids = BlockIds(streams)
 
     def reset(self) -> None:
-        """Begin an epoch: whatever was moving has arrived."""
+        """Begin an epoch, after everything that was started has been done."""
+        if self._streams is not None:
+            self._streams.synchronize()
         if self._moves is not None:
             self._moves.reset()
+            self._copied_ids.reset()
         self._last_planned_step = 0
 
+    def host_block(self, host_block: int) -> Tensor:
+        """A host block's content, laid out as in `storage`."""
+        content = self._host_blocks[host_block] if self._moves is None else self._moves.host_block(host_block)
+        return content.view(self.shape.dtype).view(self.storage.shape[1:])
+
     def check(self, plan: StepPlan) -> None:
-        """Raises ProtocolError for a move or copy that names no block, or writes one twice."""
+        """Raises ProtocolError for a move or copy that names no block, writes one twice, or undoes another."""
         num_device_blocks, num_host_blocks = self.num_device_blocks, self.num_host_blocks
         for name, sources, num_sources, targets, num_targets in (
             ("swap_out", plan.swap_out_device_blocks, num_device_blocks, plan.swap_out_host_blocks, num_host_blocks),
@@ -96,32 +118,45 @@ class CacheEngine:
             _check_ids(f"{name} writes", targets, num_targets)
             if len(set(targets)) != len(targets):
                 raise ProtocolError(f"{name} writes a block twice")
+        _check_moved_once("device", plan.swap_out_device_blocks, plan.swap_in_device_blocks)
+        _check_moved_once("host", plan.swap_out_host_blocks, plan.swap_in_host_blocks)
 
     def move(self, plan: StepPlan) -> None:
         """Start the plan's moves, which begin after everything that was computed before. `plan` has been checked."""
         self._last_planned_step = plan.step
         if not (plan.swap_out_device_blocks or plan.swap_in_host_blocks):
             return
-        if self._moves is None:
-            self._move(plan)
+        if self._moves is not None:
+            self._moves.start(plan)
             return
-        with self._moves.of_step(plan.step):
-            self._move(plan)
+        _transfer(self._blocks, plan.swap_out_device_blocks, self._host_blocks, plan.swap_out_host_blocks)
+        _transfer(self._host_blocks, plan.swap_in_host_blocks, self._blocks, plan.swap_in_device_blocks)
 
     def copy(self, plan: StepPlan) -> None:
         """Copy between device blocks before anything else is computed. `plan` has been checked."""
         sources, targets = plan.copy_source_blocks, plan.copy_target_blocks
         if not sources:
             return
-        if self.storage.is_cuda or not set(sources).isdisjoint(targets):
-            device = self.storage.device
-            content = self.storage.index_select(0, torch.tensor(sources, device=device))
-            self.storage.index_copy_(0, torch.tensor(targets, device=device), content)
+        is_chained = not set(sources).isdisjoint(targets)
+        if self._streams is not None:
+            ids = self._copied_ids.put([*sources, *targets])
+            self._streams.compute.run(partial(self._copy, ids, is_chained))
+            self._copied_ids.hold(ids, self._streams.compute)
+        elif is_chained:
+            self._copy(torch.tensor([*sources, *targets]), is_chained)
         else:
-            _transfer(self.storage, sources, self.storage, targets)
+            _transfer(self._blocks, sources, self._blocks, targets)
+
+    def _copy(self, ids: Tensor, is_chained: bool) -> None:
+        """`ids`: those to read and then those to write. Chained: a block is both, and read before it is written."""
+        source_ids, target_ids = ids.to(self._blocks.device, non_blocking=True).chunk(2)
+        if is_chained:
+            self._blocks.index_copy_(0, target_ids, self._blocks.index_select(0, source_ids))
+        else:
+            self._operations.copy(self._blocks, source_ids, target_ids)
 
     def last_moved_step(self) -> int:
-        """The moves of all plans up to this step are done. On a CPU they are when `move` returns."""
+        """The moves of all plans up to this step are done. Without streams they are when `move` returns."""
         return self._last_planned_step if self._moves is None else self._moves.last_done_step(self._last_planned_step)
 
     @property
@@ -150,58 +185,16 @@ class CacheEngine:
         """Seconds that the plan's moves take."""
         started = time.perf_counter()
         self.move(plan)
-        if self.storage.is_cuda:
-            torch.cuda.synchronize(self.storage.device)
+        if self._streams is not None:
+            self._streams.synchronize()
         return time.perf_counter() - started
-
-    def _move(self, plan: StepPlan) -> None:
-        host, device = self.host_storage, self.storage
-        sources: Sequence[int] = plan.swap_in_host_blocks
-        staged = host
-        if not set(sources).isdisjoint(plan.swap_out_host_blocks):
-            # All reads come before the writes.
-            staged = device.new_empty((len(sources), *device.shape[1:]))
-            _transfer(host, sources, staged, range(len(sources)))
-            sources = range(len(sources))
-        _transfer(device, plan.swap_out_device_blocks, host, plan.swap_out_host_blocks)
-        _transfer(staged, sources, device, plan.swap_in_device_blocks)
-
-
-class _StreamMoves:
-    """Moves on a CUDA stream of their own: they wait for what was computed before, and no compute waits for them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()  # step, when its moves are done
-
-    @contextmanager
-    def of_step(self, step: int) -> Iterator[None]:
-        """What is started in this context are the moves of a step."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-        self._pending.append((step, self._stream.record_event()))
-
-    def last_done_step(self, last_planned_step: int) -> int:
-        while self._pending and self._pending[0][1].query():
-            self._pending.popleft()
-        return self._pending[0][0] - 1 if self._pending else last_planned_step
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._pending)
-
-    def reset(self) -> None:
-        self._stream.synchronize()
-        self._pending.clear()
 
 
 def _transfer(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:
     """Copy blocks between tensors, or within one where no block is both read and written.
 
     Every run of ids that ascend by 1 at both ends is one copy. On a CPU this is 2 to 8 times faster than gathering and
-    scattering, but for blocks of a few KiB; on a GPU every copy is one transfer by DMA.
+    scattering, but for blocks of a few KiB.
     """
     start = 0
     for end in range(1, len(source_ids) + 1):
@@ -213,7 +206,7 @@ def _transfer(source: Tensor, source_ids: Sequence[int], target: Tensor, target_
         ):
             continue
         first, to = source_ids[start], target_ids[start]
-        target[to : to + length].copy_(source[first : first + length], non_blocking=True)
+        target[to : to + length].copy_(source[first : first + length])
         start = end
 
 
@@ -221,6 +214,13 @@ def _check_ids(what: str, block_ids: Sequence[int], num_blocks: int) -> None:
     if min(block_ids) < 1 or max(block_ids) > num_blocks:
         ids = f"ids are 1 to {num_blocks}" if num_blocks else "there are none"
         raise ProtocolError(f"{what} blocks {min(block_ids)} to {max(block_ids)}; {ids}")
+
+
+def _check_moved_once(where: str, swapped_out: Sequence[int], swapped_in: Sequence[int]) -> None:
+    """Both ends of a move are held until it is done: no other may write what it reads, or read what it writes."""
+    both = set(swapped_out).intersection(swapped_in)
+    if both:
+        raise ProtocolError(f"{where} block {min(both)} is swapped out and in by one plan")
 
 
 def cpu_cache_bytes(available_bytes: int) -> int:

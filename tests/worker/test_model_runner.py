@@ -313,7 +313,7 @@ def test_move_starts_after_what_was_computed_before(checkpoints: dict[str, Path]
     columns = {"swap_out_device_blocks": (7,), "swap_out_host_blocks": (1,)}
     openings = (opening(1, prompts[1], 0, (7,)),)
     worker.runner.execute(StepPlan(1, 2, (0,), openings=openings, work_slots=(1,), work_num_tokens=(16,), **columns))
-    assert torch.equal(worker.runner._cache.host_storage[1], filled)
+    assert torch.equal(worker.runner._cache.host_block(1), filled)
     assert not torch.equal(worker.runner._cache.storage[7], filled)
 
 
@@ -469,7 +469,7 @@ def test_host_pool_is_sized_by_count_or_by_memory(checkpoints: dict[str, Path]) 
 def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]) -> None:
     worker = load(checkpoints["qwen2"], num_device_blocks=3, num_host_blocks=2)
     cache = worker.runner._cache
-    before = [storage.clone() for storage in (cache.storage, cache.host_storage)]
+    before = [storage.clone() for storage in (cache.storage, cache.host_block(1), cache.host_block(2))]
     swap_in = {"swap_in_host_blocks": (1,), "swap_in_device_blocks": (2,)}
     bad_row = {"openings": (opening(0, [1, 2, 3], 0, (4,)),)}
     bad_copy = {"copy_source_blocks": (1,), "copy_target_blocks": (4,)}
@@ -477,7 +477,8 @@ def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]
         with pytest.raises(ProtocolError):
             worker.runner.execute(StepPlan(1, 1, **swap_in, **columns))
         worker.runner.reset(1)
-    for storage, expected in zip((cache.storage, cache.host_storage), before, strict=True):
+    after = (cache.storage, cache.host_block(1), cache.host_block(2))
+    for storage, expected in zip(after, before, strict=True):
         assert torch.equal(storage.view(torch.int32), expected.view(torch.int32))
 
 

@@ -1,0 +1,261 @@
+"""Moves beside what is computed, on CPU tensors: streams carry out what is put on them late, in any legal order."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker_service.cache_engine import CacheEngine, CacheShape
+from worker_service.device import Event, Graph, Operation
+from worker_service.moves import _find_runs, num_staging_blocks
+from worker_service.step import StepPlan
+
+SHAPE = CacheShape(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 24, 16
+
+
+class LateStream:
+    def __init__(self, device: "LateDevice") -> None:
+        self.device = device
+        self.queue: deque[tuple[Callable[[], bool], Operation]] = deque()  # whether it may begin, what it does
+
+    def run(self, operation: Operation) -> None:
+        self.queue.append((lambda: True, operation))
+
+    def record(self) -> "LateEvent":
+        event = LateEvent(self.device)
+        self.queue.append((lambda: True, event.happen))
+        return event
+
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, LateEvent)
+        self.queue.append((lambda: event.has_happened, lambda: None))
+
+
+@dataclass
+class LateEvent:
+    device: "LateDevice"
+    has_happened: bool = False
+
+    def happen(self) -> None:
+        self.has_happened = True
+
+    def is_done(self) -> bool:
+        """Whoever asks again and again sees it happen."""
+        self.device.progress(1)
+        return self.has_happened
+
+    def wait(self) -> None:
+        while not self.has_happened:
+            self.device.progress(1)
+
+
+class LateDevice:
+    """Three streams on a CPU; only `progress` carries out anything."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.compute = LateStream(self)
+        self.results = LateStream(self)
+        self.moves = LateStream(self)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        content = torch.empty(shape, dtype=dtype)
+        content.view(torch.uint8).fill_(self.rng.randrange(256))
+        return content
+
+    def capture(self, operation: Operation) -> Graph:
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        while self.progress(1):
+            pass
+
+    def progress(self, num: int) -> bool:
+        """Carry out so many of what may begin, each the first of a stream. False if there was nothing."""
+        for _ in range(num):
+            ready = [stream for stream in (self.compute, self.moves) if stream.queue and stream.queue[0][0]()]
+            if not ready:
+                return False
+            self.rng.choice(ready).queue.popleft()[1]()
+        return True
+
+
+@dataclass
+class History:
+    """Random plans that keep S3 and S4, and what every block must hold when they have been carried out."""
+
+    seed: int
+    device_numbers: dict[int, int] = field(default_factory=dict)  # what each block will hold
+    host_numbers: dict[int, int] = field(default_factory=dict)
+    held: list[tuple[int, set[int], set[int]]] = field(default_factory=list)  # step, device and host blocks it moves
+    num_written: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.device = LateDevice(self.seed)
+        self.cache = CacheEngine(
+            SHAPE, NUM_DEVICE_BLOCKS, self.device.torch_device, NUM_HOST_BLOCKS, streams=self.device
+        )
+        for block in range(1, NUM_DEVICE_BLOCKS + 1):
+            self.compute(block)
+
+    def compute(self, block: int) -> None:
+        """A forward pass that writes a block."""
+        self.num_written += 1
+        number = self.device_numbers[block] = self.num_written % 256  # exact in bfloat16
+        self.device.compute.run(lambda: self.cache.storage[block].fill_(number))
+
+    def free_blocks(self) -> tuple[list[int], list[int]]:
+        device = set(self.device_numbers).difference(*(blocks for _, blocks, _ in self.held))
+        host = set(range(1, NUM_HOST_BLOCKS + 1)).difference(*(blocks for _, _, blocks in self.held))
+        return sorted(device), sorted(host)
+
+    def step(self, step: int) -> None:
+        rng = self.rng
+        device, host = self.free_blocks()
+        rng.shuffle(device)
+        rng.shuffle(host)
+        num_out = rng.randrange(min(len(device), len(host), 8) + 1)
+        out = [device.pop() for _ in range(num_out)], [host.pop() for _ in range(num_out)]
+        filled = [block for block in host if block in self.host_numbers]
+        num_in = rng.randrange(min(len(device), len(filled), 8) + 1)
+        sources = rng.choices(filled, k=num_in)
+        targets = [device.pop() for _ in range(num_in)]
+        num_copies = rng.randrange(min(len(device), 4) + 1)
+        copied = rng.choices(device, k=num_copies) if device else []
+        copy_targets = rng.sample(device, num_copies)
+        plan = StepPlan(
+            1,
+            step,
+            swap_out_device_blocks=tuple(out[0]),
+            swap_out_host_blocks=tuple(out[1]),
+            swap_in_host_blocks=tuple(sources),
+            swap_in_device_blocks=tuple(targets),
+            copy_source_blocks=tuple(copied),
+            copy_target_blocks=tuple(copy_targets),
+        )
+        self.cache.check(plan)
+        self.cache.move(plan)
+        self.cache.copy(plan)
+        moved_in = [self.host_numbers[block] for block in sources]
+        self.host_numbers |= {host: self.device_numbers[block] for block, host in zip(*out, strict=True)}
+        self.device_numbers |= dict(zip(targets, moved_in, strict=True))
+        copies = [self.device_numbers[block] for block in copied]
+        self.device_numbers |= dict(zip(copy_targets, copies, strict=True))
+        if num_out or num_in:
+            self.held.append((step, {*out[0], *targets}, {*out[1], *sources}))
+        for block in rng.sample(device, min(len(device), rng.randrange(4))):
+            self.compute(block)
+
+    def acknowledge(self, num_steps: int) -> None:
+        """Whatever is said to have been moved holds what it must."""
+        last_moved_step = self.cache.last_moved_step()
+        assert last_moved_step <= num_steps
+        for _, device, host in [moved for moved in self.held if moved[0] <= last_moved_step]:
+            for block in host:
+                assert numbers(self.cache.host_block(block)) == {self.host_numbers[block]}
+            for block in device:
+                assert numbers(self.cache.storage[block]) == {self.device_numbers[block]}
+        self.held = [moved for moved in self.held if moved[0] > last_moved_step]
+        assert self.cache.is_moving == bool(self.held)
+
+
+def numbers(content: Tensor) -> set[float]:
+    return set(content.flatten().tolist())
+
+
+@pytest.fixture(params=[(1 << 30, 1 << 30), (3, 2), (1, 1)], ids=["one-chunk", "chunks", "single-blocks"])
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are staged, and blocks of a transfer."""
+    staged, transferred = request.param
+    monkeypatch.setattr("worker_service.moves._MAX_STAGING_BYTES", staged * SHAPE.block_bytes)
+    monkeypatch.setattr("worker_service.moves._MAX_TRANSFER_BYTES", transferred * SHAPE.block_bytes)
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("seed", range(40))
+def test_moves_beside_compute(seed: int) -> None:
+    """Moves see what was computed before them and nothing of what came after; an acknowledgement is never early."""
+    history = History(seed)
+    for step in range(1, 31):
+        history.step(step)
+        history.device.progress(history.rng.randrange(12))
+        history.acknowledge(step)
+    history.device.synchronize()
+    history.acknowledge(30)
+    assert history.cache.last_moved_step() == 30
+    assert not history.held
+
+
+def test_compute_waits_for_no_move() -> None:
+    history = History(1)
+    history.device.synchronize()
+    moves = {"swap_out_device_blocks": (1, 2), "swap_out_host_blocks": (3, 4)}
+    history.cache.move(StepPlan(1, 1, **moves))
+    history.compute(5)
+    while history.device.compute.queue:
+        history.device.compute.queue.popleft()[1]()
+    assert numbers(history.cache.storage[5]) == {history.device_numbers[5]}
+    assert history.cache.is_moving
+    assert len(history.device.moves.queue) > 0
+
+
+def test_an_epoch_begins_when_everything_has_arrived() -> None:
+    history = History(2)
+    moves = {"swap_out_device_blocks": (1, 2), "swap_out_host_blocks": (3, 4)}
+    history.cache.move(StepPlan(1, 5, **moves))
+    target = history.cache.host_block(4)
+    history.cache.reset()
+    assert not history.cache.is_moving
+    assert history.cache.last_moved_step() == 0
+    assert numbers(target) == {history.device_numbers[2]}
+
+
+def transfers_of(history: History, plan: StepPlan, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Blocks of each transfer between device and host that a plan takes."""
+    lengths: list[int] = []
+
+    def find_runs(places: Sequence[int], max_blocks: int) -> Iterator[Any]:
+        for run in _find_runs(places, max_blocks):
+            lengths.append(run.num)
+            yield run
+
+    monkeypatch.setattr("worker_service.moves._find_runs", find_runs)
+    history.cache.move(plan)
+    history.device.synchronize()
+    return lengths
+
+
+def test_blocks_that_left_together_come_back_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(3)
+    rng = random.Random(1)
+    devices, hosts = tuple(range(1, 17)), rng.sample(range(1, 17), 16)
+    for step, (first, last) in enumerate(((0, 5), (5, 9), (9, 16), (5, 16), (2, 3), (0, 16)), start=1):
+        targets = rng.sample(hosts[first:last], last - first)
+        columns = {"swap_out_device_blocks": devices[first:last], "swap_out_host_blocks": tuple(targets)}
+        assert transfers_of(history, StepPlan(1, step, **columns), monkeypatch) == [last - first]
+        back = {"swap_in_host_blocks": tuple(targets[:3][::-1]), "swap_in_device_blocks": (17, 18, 19)[: len(targets)]}
+        assert transfers_of(history, StepPlan(1, step, **back), monkeypatch) == [min(3, len(targets))]
+    apart = {"swap_in_host_blocks": (targets[0], targets[8]), "swap_in_device_blocks": (17, 18)}
+    assert transfers_of(history, StepPlan(1, 7, **apart), monkeypatch) == [1, 1]
+
+
+def test_pieces() -> None:
+    runs = [(run.first, run.place, run.num) for run in _find_runs([4, 5, 6, 9, 2, 3], 2)]
+    assert runs == [(0, 4, 2), (2, 6, 1), (3, 9, 1), (4, 2, 2)]
+    assert list(_find_runs([], 2)) == []
+
+
+def test_staging_is_bounded() -> None:
+    assert num_staging_blocks(0, 1 << 20) == 0
+    assert num_staging_blocks(1000, 1 << 20) == 32
+    assert num_staging_blocks(1000, 1 << 30) == 1
+    assert num_staging_blocks(5, 1 << 10) == 5
