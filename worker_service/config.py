@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-_ATTENTION_BACKENDS = ("auto", "cpu", "triton", "torch")
+_ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 _MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -47,8 +47,8 @@ class WorkerConfig:
     max_num_batched_tokens: int = _option(2048, "tokens that one step may compute")
     attention_backend: str = _option(
         "auto",
-        "what computes attention: C kernels (cpu), Triton kernels (triton) or plain torch; auto is cpu or triton, "
-        "wherever these can compute the model, and else torch",
+        "what computes attention: C kernels (cpu), Triton kernels (triton), the package flash-attn (flash_attn; needs "
+        "--block-size 256) or plain torch; auto is cpu or triton, wherever these can compute the model, and else torch",
         _ATTENTION_BACKENDS,
     )
     num_threads: int | None = _option(None, "CPU threads that compute; by default one per core")

@@ -156,7 +156,7 @@ SHAPE = AttentionShape(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, (0, 0))
 
 
 def test_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match=r"'flash' is unknown: choose auto or one of cpu, triton, torch"):
+    with pytest.raises(ValueError, match=r"'flash' is unknown: choose auto or one of cpu, triton, flash_attn, torch"):
         create_backend("flash", CPU, SHAPE)
 
 

@@ -74,13 +74,26 @@ def _create_triton(device: torch.device, shape: AttentionShape) -> AttentionBack
         # Only where it computes: the first import takes long.
         from worker_service.attention import triton_attention
     except ImportError as error:
-        raise UnavailableError(
-            f"attention backend 'triton' needs the package triton ({error}): install it, or choose another "
-            "--attention-backend"
-        ) from error
+        raise _not_installed("triton", "triton", error) from error
     triton_attention.CAPABILITY.check(shape, device)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     return triton_attention.TritonAttention(shape, num_processors)
+
+
+def _create_flash_attn(device: torch.device, shape: AttentionShape) -> AttentionBackend:
+    try:
+        from worker_service.attention import flash_attention
+    except ImportError as error:
+        raise _not_installed("flash_attn", "flash-attn, and triton,", error) from error
+    flash_attention.CAPABILITY.check(shape, device)
+    return flash_attention.FlashAttention(shape)
+
+
+def _not_installed(backend: str, packages: str, error: ImportError) -> UnavailableError:
+    return UnavailableError(
+        f"attention backend {backend!r} needs {packages} to be installed ({error}): install it, or choose another "
+        "--attention-backend"
+    )
 
 
 def _create_torch(device: torch.device, shape: AttentionShape) -> AttentionBackend:
@@ -91,5 +104,6 @@ def _create_torch(device: torch.device, shape: AttentionShape) -> AttentionBacke
 BACKENDS: dict[str, Callable[[torch.device, AttentionShape], AttentionBackend]] = {
     "cpu": _create_cpu,
     "triton": _create_triton,
+    "flash_attn": _create_flash_attn,
     "torch": _create_torch,
 }

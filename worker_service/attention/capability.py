@@ -6,7 +6,7 @@ import torch
 
 from worker_service.attention.backend import AttentionShape
 
-MAX_BLOCK_SIZE = 1024  # that --block-size may be
+ANY = range(1, 1 << 16)
 
 
 class UnavailableError(ValueError):
@@ -19,11 +19,13 @@ class Capability:
 
     backend: str
     device_types: tuple[str, ...]
+    compute_capability: tuple[int, int] = (0, 0)  # of a GPU, at least
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     cache_dtypes: tuple[torch.dtype, ...] = ()  # besides the dtype that it computes in
-    head_dims: range = range(1, 1 << 16)
-    max_groups: int = 1 << 16  # query heads that share a KV head
-    block_sizes: range = range(1, MAX_BLOCK_SIZE + 1)
+    cache_compute_capability: tuple[int, int] = (0, 0)  # of a GPU that reads these, at least
+    head_dims: range = ANY
+    max_groups: int = ANY.stop  # query heads that share a KV head
+    block_sizes: range = ANY
 
     def check(self, shape: AttentionShape, device: torch.device) -> None:
         """Raises UnavailableError with the first thing that the backend cannot do."""
@@ -51,6 +53,18 @@ class Capability:
                 f"reads blocks of {_describe(self.block_sizes)} positions, and --block-size is {shape.block_size}",
                 f"use --block-size {self.block_sizes.start}",
             )
+        if device.type == "cuda":
+            self._check_gpu(shape, device)
+
+    def _check_gpu(self, shape: AttentionShape, device: torch.device) -> None:
+        needed, what, remedy = self.compute_capability, "a GPU", ""
+        if shape.cache_dtype != shape.dtype and needed < self.cache_compute_capability:
+            needed, what = self.cache_compute_capability, f"for a KV cache of {_name(shape.cache_dtype)} a GPU"
+            remedy = "use --kv-cache-dtype auto"
+        actual = torch.cuda.get_device_capability(device) if any(needed) else needed
+        if actual < needed:
+            texts = [".".join(map(str, version)) for version in (needed, actual)]
+            raise self._error(f"needs {what} of compute capability {texts[0]}, and this one has {texts[1]}", remedy)
 
     def _error(self, reason: str, remedy: str = "") -> UnavailableError:
         other = "choose another --attention-backend"
@@ -64,5 +78,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _describe(numbers: range) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
     bounds = f"{numbers[0]} to {numbers[-1]}"
     return bounds if numbers.step == 1 else f"{bounds} in steps of {numbers.step}"

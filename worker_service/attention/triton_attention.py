@@ -19,7 +19,9 @@ from worker_service.attention.capability import Capability
 CAPABILITY = Capability(
     backend="triton",
     device_types=("cuda",),
+    compute_capability=(8, 0),
     cache_dtypes=(torch.float8_e4m3fn,),
+    cache_compute_capability=(8, 9),  # Triton converts float8_e4m3fn from there on
     head_dims=HEAD_DIMS,
     max_groups=MAX_GROUPS,
     block_sizes=BLOCK_SIZES,

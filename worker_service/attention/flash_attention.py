@@ -1,0 +1,131 @@
+"""Paged attention by the package flash-attn (Dao, 2023, https://arxiv.org/abs/2307.08691), whose pages are our blocks.
+
+Rows that decode go to `flash_attn_with_kvcache`, the others to `flash_attn_varlen_func`: the interface of flash-attn
+2.6 to 2.8.3. Its sources from July 2026 on (pull request 2711) ask the device for the longest row in the first of them,
+which no graph can hold: with these, leave graphs off by --max-graph-batch-size 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from torch import Tensor
+
+from kernels.triton.cache import HEAD_DIMS, reshape_and_cache
+from worker_service.attention.backend import Attend, AttentionBatch, AttentionShape, DeviceRows, LayerCache
+from worker_service.attention.capability import Capability
+
+CAPABILITY = Capability(
+    backend="flash_attn",
+    device_types=("cuda",),
+    compute_capability=(8, 0),
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dims=HEAD_DIMS,
+    block_sizes=range(256, 257),  # flash-attn takes multiples of it, and the kernel that writes them no larger ones
+)
+
+
+class FlashAttention:
+    """The backend for whoever has flash-attn. Keys and values are written by the Triton kernel."""
+
+    name = "flash_attn"
+    is_head_major = False
+    is_capturable = True
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._scale = shape.head_dim**-0.5
+        # How far a query sees to its left and right, itself not counted; -1: to the end.
+        self._window_sizes = [(window - 1, 0) if window else (-1, -1) for window in shape.windows]
+
+    def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
+        """Tells rows that decode from the others. See `AttentionBackend.prepare`."""
+        rows = batch.rows_on(kv_cache[0][0].device)
+        block_tables = batch.block_tables.to(torch.int32)
+        parts: list[_Decodes | _Chunks] = []
+        if rows.num_decodes:
+            parts.append(_Decodes.of(rows, block_tables, self._scale))
+        if rows.num_decodes < len(batch.seq_lens):
+            parts.append(_Chunks.of(batch, rows, block_tables, self._scale))
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            key_cache, value_cache = kv_cache[layer]
+            reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping)
+            window_size = self._window_sizes[layer]
+            outputs = [part.attend(query[part.tokens], key_cache, value_cache, window_size) for part in parts]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+        return attend
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """The rows that decode: they come first, with one token each."""
+
+    tokens: slice
+    block_tables: Tensor
+    seq_lens: Tensor
+    scale: float
+
+    @staticmethod
+    def of(rows: DeviceRows, block_tables: Tensor, scale: float) -> "_Decodes":
+        first = slice(0, rows.num_decodes)
+        return _Decodes(first, block_tables[first], rows.seq_lens[first], scale)
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, window_size: tuple[int, int]) -> Tensor:
+        output: Tensor = flash_attn_with_kvcache(
+            query[:, None],  # [rows, 1, num_heads, head_dim]
+            key_cache,
+            value_cache,
+            cache_seqlens=self.seq_lens,
+            block_table=self.block_tables,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=window_size,
+        )
+        return output[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The rows behind those that decode, with any number of tokens."""
+
+    tokens: slice
+    block_tables: Tensor
+    query_start_loc: Tensor  # [rows + 1] int32, from 0
+    key_start_loc: Tensor  # [rows + 1] int32: of the rows' positions, as if they stood one row behind the other
+    max_queries: int
+    max_seq_len: int
+    scale: float
+
+    @staticmethod
+    def of(batch: AttentionBatch, rows: DeviceRows, block_tables: Tensor, scale: float) -> "_Chunks":
+        first = rows.num_decodes
+        starts = rows.query_start_loc[first:]
+        return _Chunks(
+            tokens=slice(first, None),
+            block_tables=block_tables[first:],
+            query_start_loc=starts - starts[0],
+            key_start_loc=F.pad(rows.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0)),
+            max_queries=max(end - start for start, end in pairwise(batch.query_start_loc[first:])),
+            max_seq_len=max(batch.seq_lens[first:]),
+            scale=scale,
+        )
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, window_size: tuple[int, int]) -> Tensor:
+        output: Tensor = flash_attn_varlen_func(
+            query,
+            key_cache,
+            value_cache,
+            cu_seqlens_q=self.query_start_loc,
+            cu_seqlens_k=self.key_start_loc,
+            max_seqlen_q=self.max_queries,
+            max_seqlen_k=self.max_seq_len,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=window_size,
+            block_table=self.block_tables,
+        )
+        return output
