@@ -51,6 +51,11 @@ class WorkerConfig:
         "--block-size 256) or plain torch; auto is cpu or triton, wherever these can compute the model, and else torch",
         _ATTENTION_BACKENDS,
     )
+    tensor_parallel_size: int = _option(1, "ranks that share the model out, each a worker of its own")
+    tensor_parallel_rank: int = _option(0, "which of the ranks this is, from 0")
+    tensor_parallel_address: str | None = _option(
+        None, "HOST:PORT where rank 0 lets the ranks find each other; the same for all of them"
+    )
     num_threads: int | None = _option(None, "CPU threads that compute; by default one per core")
     tls_cert: str | None = _option(None, "file with the server's certificate chain, PEM; turns TLS on")
     tls_key: str | None = _option(None, "file with the server's private key, PEM")
@@ -99,6 +104,7 @@ class WorkerConfig:
             raise ValueError(
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"
             )
+        self._validate_ranks()
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(
@@ -110,6 +116,21 @@ class WorkerConfig:
             raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
         if self.tls_client_names and not self.tls_client_ca:
             raise ValueError("--tls-client-names needs --tls-client-ca")
+
+    def _validate_ranks(self) -> None:
+        size, address = self.tensor_parallel_size, self.tensor_parallel_address
+        _check_range("--tensor-parallel-size", size, 1, 1024)
+        _check_range("--tensor-parallel-rank", self.tensor_parallel_rank, 0, size - 1)
+        if address is None:
+            if size > 1:
+                raise ValueError(
+                    f"--tensor-parallel-size is {size}, but --tensor-parallel-address is missing; give all ranks the "
+                    "HOST:PORT where rank 0 shall listen"
+                )
+            return
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ValueError(f"--tensor-parallel-address is {address!r}; it must be HOST:PORT")
 
 
 def parse_memory(flag: str, text: str) -> int:

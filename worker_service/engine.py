@@ -122,6 +122,7 @@ class Engine:
         on_loaded(None)
         while (command := self._next_command()) is not None:
             command()
+        self._loaded = None  # connections to other ranks end before the interpreter does
 
     def _next_command(self) -> Callable[[], None] | None:
         """Waits for it, and meanwhile tells of moves that are done."""

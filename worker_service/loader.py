@@ -25,7 +25,10 @@ from worker_service.cpu_decoder import fused
 from worker_service.engine import LoadedWorker
 from worker_service.model_runner import Model, ModelRunner
 from worker_service.models import ModelConfig, load_model
+from worker_service.models.communicator import Communicator, SingleRank
+from worker_service.models.shard import Shard
 from worker_service.operations import create_operations
+from worker_service.rank_group import RankGroup
 from worker_service.sequence_table import TableLimits
 from worker_service.step import Ready, RowOpening, SamplingParams, StepPlan
 
@@ -44,8 +47,9 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     path = Path(config.model)
-    device = choose_device(config.device)
-    model_config = ModelConfig.load(path)
+    device = choose_device(config.device, config.tensor_parallel_rank)
+    communicator = _communicator(config, device)
+    model_config = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size).config
     dtype = choose_dtype(config.dtype, model_config.dtype, device)
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     operations = create_operations(device, model_config)
@@ -53,7 +57,15 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         config.attention_backend, device, attention_shape(model_config, config.block_size, dtype, dtype)
     )
     is_dummy = config.load_format == "dummy"
-    loaded = load_model(path, dtype=dtype, device=device, progress=report, operations=operations, is_dummy=is_dummy)
+    loaded = load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        progress=report,
+        operations=operations,
+        is_dummy=is_dummy,
+        communicator=communicator,
+    )
     model = fused(loaded, dtype, backend)
     shape = CacheShape(
         num_layers=model_config.num_layers,
@@ -63,7 +75,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         dtype=dtype,
         is_head_major=backend.is_head_major,
     )
-    assembly = _Assembly(config, model, model_config, backend, shape, device, max_model_len)
+    assembly = _Assembly(config, model, model_config, backend, shape, device, max_model_len, communicator)
     num_device_blocks = assembly.num_device_blocks()
     log_size(shape, num_device_blocks, max_model_len)
     num_host_blocks = count_host_blocks(config, shape.block_bytes, _host_bytes(device, num_device_blocks, shape))
@@ -71,24 +83,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         log_host_size(shape, num_host_blocks, swap_bandwidth)
-    ready = Ready(
-        worker_id=worker_id,
-        model_digest=model_digest(path),
-        vocab_size=model_config.vocab_size,
-        max_model_len=max_model_len,
-        block_size=config.block_size,
-        num_device_blocks=num_device_blocks,
-        block_bytes=shape.block_bytes,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
-        attention_backend=backend.name,
-        num_host_blocks=num_host_blocks,
-        swap_bandwidth=swap_bandwidth,
-        sliding_window=model_config.sliding_window,
-    )
-    return LoadedWorker(runner, ready)
+    return LoadedWorker(runner, assembly.ready(worker_id, cache, swap_bandwidth))
 
 
 def attention_shape(
@@ -106,13 +101,27 @@ def attention_shape(
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """Raises ValueError if there is no such device."""
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """Ranks of one machine take its GPUs in turn. Raises ValueError if there is no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch finds no GPU; use --device cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    if name != "cuda":
+        return torch.device(name)
+    if rank:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
+    """Raises OSError if rank 0 cannot listen."""
+    if config.tensor_parallel_size == 1:
+        return SingleRank()
+    assert config.tensor_parallel_address is not None
+    return RankGroup(
+        config.tensor_parallel_rank, config.tensor_parallel_size, config.tensor_parallel_address, config.host, device
+    )
 
 
 def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
@@ -181,6 +190,7 @@ class _Assembly:
     shape: CacheShape
     device: torch.device
     max_model_len: int
+    communicator: Communicator
 
     def runner(self, num_device_blocks: int, num_host_blocks: int = 0) -> tuple[ModelRunner, CacheEngine]:
         limits = TableLimits(
@@ -193,7 +203,29 @@ class _Assembly:
             sliding_window=self.model_config.sliding_window,
         )
         cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks)
-        return ModelRunner(self.model, cache, self.backend, limits, self.device), cache
+        return ModelRunner(self.model, cache, self.backend, limits, self.device, self.communicator), cache
+
+    def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float) -> Ready:
+        """What the worker says of itself once it has its cache."""
+        return Ready(
+            worker_id=worker_id,
+            model_digest=model_digest(Path(self.config.model)),
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            num_device_blocks=cache.num_device_blocks,
+            block_bytes=self.shape.block_bytes,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            device=self.device.type,
+            dtype=str(self.shape.dtype).removeprefix("torch."),
+            attention_backend=self.backend.name,
+            num_host_blocks=cache.num_host_blocks,
+            swap_bandwidth=swap_bandwidth,
+            sliding_window=self.model_config.sliding_window,
+            tensor_parallel_rank=self.communicator.rank,
+            tensor_parallel_size=self.communicator.size,
+        )
 
     def num_device_blocks(self) -> int:
         """As told, else as many as the memory holds and all rows together could use."""

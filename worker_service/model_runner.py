@@ -14,6 +14,7 @@ import torch
 from worker_service.attention import Attend, AttentionBackend
 from worker_service.batch import Batch, build_batch
 from worker_service.cache_engine import CacheEngine
+from worker_service.models.communicator import Communicator
 from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
 from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
 from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, StepParts, StepPlan, StepResult
@@ -45,12 +46,14 @@ class ModelRunner:
         backend: AttentionBackend,
         limits: TableLimits,
         device: torch.device,
+        communicator: Communicator,
     ) -> None:
         self.table = SequenceTable(limits)
         self._model = model
         self._cache = cache
         self._backend = backend
         self._device = device
+        self._communicator = communicator
 
     def reset(self, epoch: int) -> None:
         """Begin an epoch: no rows, and everything that was started has finished."""
@@ -58,6 +61,7 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._cache.reset()
+        self._communicator.begin(epoch)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

@@ -6,7 +6,7 @@ a scheduler that was replaced is turned away for good.
 
 from worker_service.step import Hello, Refusal, RefusalReason
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class ProtocolError(Exception):

@@ -165,3 +165,5 @@ class WorkerCapacity:
     num_host_blocks: int = 0  # their ids are 1..num_host_blocks
     swap_bandwidth: float = 0.0  # bytes per second between device and host, measured; 0 without host blocks
     sliding_window: int = 0  # the widest window of all layers, in tokens; 0 if one has none
+    tensor_parallel_rank: int = 0
+    tensor_parallel_size: int = 1  # ranks that share the model out; `block_bytes` are those of one of them

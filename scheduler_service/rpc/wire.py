@@ -24,7 +24,7 @@ from scheduler_service.core.plan import (
 )
 from scheduler_service.core.scheduler import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class RefusalReason(Enum):
@@ -157,6 +157,8 @@ def _decode_ready(ready: worker_pb2.Ready) -> WorkerCapacity:
         num_host_blocks=ready.num_host_blocks,
         swap_bandwidth=ready.swap_bandwidth,
         sliding_window=ready.sliding_window,
+        tensor_parallel_rank=ready.tensor_parallel_rank,
+        tensor_parallel_size=ready.tensor_parallel_size,
     )
     for name in _CAPACITY_COUNTS:
         if getattr(capacity, name) < 1:
@@ -173,6 +175,7 @@ _CAPACITY_COUNTS = (
     "num_device_blocks",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "tensor_parallel_size",
 )
 
 

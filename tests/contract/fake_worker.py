@@ -37,6 +37,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             "num_host_blocks": 0,
             "swap_bandwidth": 1e9,
             "sliding_window": 0,
+            "tensor_parallel_rank": 0,
+            "tensor_parallel_size": 1,
         } | capacity
         self.port = 0
         self.step_seconds = 0.0

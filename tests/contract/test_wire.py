@@ -104,6 +104,8 @@ READY = st.builds(
     num_host_blocks=UINT32,
     swap_bandwidth=st.floats(1e-3, 1e15),
     sliding_window=UINT32,
+    tensor_parallel_rank=UINT32,
+    tensor_parallel_size=st.integers(1, 2**32 - 1),
 )
 
 

@@ -16,6 +16,9 @@ class Communicator(Protocol):
     def size(self) -> int:
         """How many ranks there are."""
 
+    def begin(self, epoch: int) -> None:
+        """An epoch begins: any of the other ranks may be another process now."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of what all ranks pass, of one shape; may be written to `x`."""
 
@@ -28,6 +31,9 @@ class SingleRank:
 
     rank = 0
     size = 1
+
+    def begin(self, epoch: int) -> None:
+        pass
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

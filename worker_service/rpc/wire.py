@@ -194,6 +194,8 @@ def _encode_ready(ready: Ready) -> pb.Ready:
         num_host_blocks=ready.num_host_blocks,
         swap_bandwidth=ready.swap_bandwidth,
         sliding_window=ready.sliding_window,
+        tensor_parallel_rank=ready.tensor_parallel_rank,
+        tensor_parallel_size=ready.tensor_parallel_size,
     )
 
 
