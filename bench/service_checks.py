@@ -1,0 +1,335 @@
+"""What `bench/gpu_check.py` checks of the whole system: scheduler and worker as processes, over gRPC, on a device.
+
+transformers computes on the CPU, in float32, what must come out. In float32 sequences are equal, or part where both
+choices are equally good within `FLOAT32_MARGIN`; in narrower types every token lies within a margin of the best one.
+"""
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import transformers
+from tokenizers import Tokenizer
+
+from bench.part import Case, UnavailableError
+from pagewire import Client, SamplingParams
+from pagewire.server import Loads
+from tests.system import oracle, services
+from tests.system.parity import (
+    BF16_MARGIN,
+    CASES,
+    FLOAT32_MARGIN,
+    STORYTELLER,
+    VOCAB_SIZE,
+    ParityCase,
+    assert_logprobs,
+    assert_the_cache_was_used,
+    generate_all,
+    prompts_of,
+    sample_alone,
+    sample_together,
+    serve_twice,
+    tokens_of,
+)
+from tests.system.services import System
+from tests.system.streams import Request, requests_of, run_streams, run_with_ends
+from tests.worker.checkpoints import FAMILIES, make_checkpoint
+
+NUM_KILLS = 10
+MAX_NEAR_TIES = 0.02  # of the sequences, that may part at one
+# Of random weights, whose logits are spread over several units, as BF16_MARGIN is of the bundled model.
+RANDOM_BF16_MARGIN = 0.5
+# With keys and values in 8 bits: the largest shortfall of a token, and the mean of all.
+FP8_MARGIN, FP8_MEAN = 2.0, 0.05
+NUM_BF16_TOKENS = 60
+# As models that are published have them.
+REAL_HEADS = {
+    "qwen3, 4 heads of 128, ratio 2": ParityCase("qwen3", {"hidden_size": 128, "head_dim": 128}),
+    "llama, 8 heads of 64, ratio 4, blocks of 64": ParityCase(
+        "llama", {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}, 64
+    ),
+    "qwen2, 4 heads of 128, ratio 4, blocks of 256": ParityCase(
+        "qwen2", {"hidden_size": 128, "num_key_value_heads": 1, "head_dim": 128}, 256
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the services run, and where checkpoints are written to."""
+
+    device: str
+    directory: Path
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def running(
+        self, model: Path, *, worker: Sequence[object] = (), scheduler: Sequence[object] = ()
+    ) -> AbstractContextManager[System]:
+        """Later flags win. The pool is given, so that others can run beside it on the device."""
+        worker = ["--device", self.device, "--num-device-blocks", 4096, *worker]
+        return services.running(model, worker=worker, scheduler=["--worker-timeout", 120, *scheduler])
+
+    def require_cuda(self) -> None:
+        if not self.is_cuda:
+            raise UnavailableError(f"needs --device cuda, not {self.device}")
+
+
+# Parity with transformers.
+
+
+def parity(setting: Setting) -> Iterator[Case]:
+    """Greedy tokens and log-probabilities in float32, of every family."""
+    for seed, (name, case) in enumerate({**CASES, **REAL_HEADS}.items()):
+        yield Case(f"parity: {name}", partial(check_parity, setting, case, seed))
+
+
+def check_parity(setting: Setting, case: ParityCase, seed: int) -> dict[str, Any]:
+    path = make_checkpoint(setting.directory / f"parity-{seed}", case.family, seed=seed, **case.overrides)
+    model, prompts = oracle.load(path), prompts_of(seed)
+    expected = [oracle.greedy(model, prompt, case.num_output_tokens) for prompt in prompts]
+    with setting.running(path, worker=case.worker_flags) as system:
+        served = asyncio.run(serve_twice(system.url, prompts, case.num_output_tokens))
+    assert_the_cache_was_used(case, served)
+    requests = [(prompt, SamplingParams(temperature=0)) for prompt in prompts]
+    assert_logprobs(model, prompts, served.first)
+    return assert_same(model, requests * 2, tokens_of(served.first) + tokens_of(served.again), expected * 2)
+
+
+def assert_same(
+    model: transformers.PreTrainedModel,
+    requests: Sequence[Request],
+    served: Sequence[list[int]],
+    expected: Sequence[list[int]],
+) -> dict[str, Any]:
+    """Sequences are equal, but for a few that part where float32 cannot tell which choice is better."""
+    num_near_ties = 0
+    for i, ((prompt, sampling), ours, theirs) in enumerate(zip(requests, served, expected, strict=True)):
+        assert len(ours) == len(theirs), f"sequence {i} has {len(ours)} tokens, not {len(theirs)}"
+        first = next((t for t, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other), None)
+        if first is None:
+            continue
+        scores = oracle.preferences(
+            model, prompt + theirs[:first], temperature=sampling.temperature, seed=sampling.seed or 0
+        )
+        gap = float((scores[ours[first]] - scores[theirs[first]]).abs())
+        parting = f"sequence {i}, prompt of {len(prompt)}, token {first}: {ours[first]} instead of {theirs[first]}"
+        assert gap <= FLOAT32_MARGIN, f"{parting}, {gap:.2e} apart"
+        num_near_ties += 1
+    assert num_near_ties <= max(1, MAX_NEAR_TIES * len(requests)), f"{num_near_ties} sequences part at near ties"
+    return {"sequences": len(requests), "near_ties": num_near_ties}
+
+
+# Narrower types.
+
+
+def bfloat16(setting: Setting) -> Iterator[Case]:
+    """The bundled model, and random weights of every family: tokens within a margin of float32's best."""
+    yield Case("bfloat16: the bundled model", partial(check_storyteller, setting, [], BF16_MARGIN))
+    for family in FAMILIES:
+        yield Case(f"bfloat16: {family}, random", partial(check_random, setting, family, [], RANDOM_BF16_MARGIN))
+
+
+def fp8(setting: Setting) -> Iterator[Case]:
+    """A KV cache in 8 bits: it runs, and stays near."""
+    flags = ["--kv-cache-dtype", "fp8"]
+
+    def check(run: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
+        setting.require_cuda()
+        figures = run(setting, *arguments, flags, FP8_MARGIN)
+        assert figures["mean_shortfall"] <= FP8_MEAN, f"the mean shortfall is {figures['mean_shortfall']:.3f}"
+        return figures
+
+    yield Case("fp8 cache: the bundled model", partial(check, check_storyteller))
+    for family in FAMILIES:
+        yield Case(f"fp8 cache: {family}, random", partial(check, check_random, family))
+
+
+def check_storyteller(setting: Setting, flags: Sequence[object], margin: float) -> dict[str, Any]:
+    tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
+    texts = ["Once", "Once upon a time", "The little fox", "Mia was a clever", "There once was a brave turtle"]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    prompts += oracle.random_prompts(6, tokenizer.get_vocab_size(), (1, 40, 300, 700))
+    return check_margin(setting, STORYTELLER, prompts, flags, margin)
+
+
+def check_random(setting: Setting, family: str, flags: Sequence[object], margin: float) -> dict[str, Any]:
+    path = setting.directory / f"bfloat16-{family}"
+    make_checkpoint(path, family, seed=21, dtype="bfloat16")
+    return check_margin(setting, path, prompts_of(22), flags, margin)
+
+
+def check_margin(
+    setting: Setting, model: Path, prompts: Sequence[list[int]], flags: Sequence[object], margin: float
+) -> dict[str, Any]:
+    with setting.running(model, worker=["--dtype", "bfloat16", *flags]) as system:
+        served = tokens_of(asyncio.run(generate_all(system.url, prompts, NUM_BF16_TOKENS)))
+    exact = oracle.load(model)
+    shortfalls = [
+        shortfall
+        for prompt, tokens in zip(prompts, served, strict=True)
+        for shortfall in oracle.shortfalls(exact, prompt, tokens).tolist()
+    ]
+    assert max(shortfalls) <= margin, f"a token lies {max(shortfalls):.3f} below the best; at most {margin} may be"
+    return {
+        "tokens": len(shortfalls),
+        "best_tokens": sum(shortfall == 0 for shortfall in shortfalls),
+        "mean_shortfall": sum(shortfalls) / len(shortfalls),
+        "largest_shortfall": max(shortfalls),
+    }
+
+
+# The same tokens in two ways of running.
+
+
+@dataclass(frozen=True)
+class Way:
+    """Flags of the services, and what must have happened meanwhile."""
+
+    worker: Sequence[object] = ()
+    scheduler: Sequence[object] = ()
+    check: Callable[[Loads], None] = lambda loads: None
+
+
+def check_ways(setting: Setting, name: str, family: str, one: Way, other: Way, **overrides: Any) -> dict[str, Any]:
+    """Greedy and seeded streams in float32, the same in both."""
+    path = make_checkpoint(setting.directory / name, family, seed=31, **overrides)
+    requests = requests_of(32, VOCAB_SIZE, num_requests=40)
+    first, second = (asyncio.run(serve(setting, path, way, requests)) for way in (one, other))
+    return assert_same(oracle.load(path), requests, second, first)
+
+
+async def serve(setting: Setting, model: Path, way: Way, requests: Sequence[Request]) -> list[list[int]]:
+    with setting.running(model, worker=["--dtype", "float32", *way.worker], scheduler=way.scheduler) as system:
+        async with Client(system.url) as client:
+            streams = await run_streams(client, requests)
+            way.check(await client.loads())
+    return streams
+
+
+def graphs(setting: Setting) -> Iterator[Case]:
+    """CUDA graphs on and off."""
+
+    def check(family: str) -> dict[str, Any]:
+        setting.require_cuda()
+        eager = Way(worker=["--max-graph-batch-size", 0])
+        return check_ways(setting, f"graphs-{family}", family, Way(), eager)
+
+    for family in FAMILIES:
+        yield Case(f"graphs on = graphs off: {family}", partial(check, family))
+
+
+def depth(setting: Setting) -> Iterator[Case]:
+    """Two steps in flight and one."""
+    ways = (Way(scheduler=["--pipeline-depth", 2]), Way(scheduler=["--pipeline-depth", 1]))
+    for family in ("qwen3", "mistral"):
+        yield Case(f"depth 2 = depth 1: {family}", partial(check_ways, setting, f"depth-{family}", family, *ways))
+
+
+def swap(setting: Setting) -> Iterator[Case]:
+    """A pool far too small, and one where everything fits."""
+
+    def has_swapped(loads: Loads) -> None:
+        assert loads.num_swap_preemptions > 0, "nobody was swapped"
+        assert loads.num_held_host_blocks == loads.num_held_blocks == 0
+
+    pool = ["--num-device-blocks", 48, "--num-host-blocks", 400]
+    for pipeline_depth in (1, 2):
+        flags = ["--preemption", "swap", "--pipeline-depth", pipeline_depth]
+        squeezed = Way(pool, flags, has_swapped)
+        name = f"swap-{pipeline_depth}"
+        yield Case(
+            f"swapped = undisturbed, depth {pipeline_depth}",
+            partial(check_ways, setting, name, "qwen3", Way(), squeezed),
+        )
+
+
+def backends(setting: Setting) -> Iterator[Case]:
+    """Attention that is ours, and torch's; flash_attn where it is installed."""
+    ours = "triton" if setting.is_cuda else "cpu"
+    shapes: dict[str, tuple[str, int, dict[str, Any]]] = {
+        "llama, blocks of 16": ("llama", 16, {}),
+        "mistral, window of 20, blocks of 32": ("mistral", 32, {}),
+        "qwen3, heads of 128, blocks of 64": ("qwen3", 64, {"hidden_size": 128, "head_dim": 128}),
+    }
+    for index, (name, (family, block_size, overrides)) in enumerate(shapes.items()):
+        ways = [Way(worker=["--attention-backend", backend, "--block-size", block_size]) for backend in (ours, "torch")]
+        check = partial(check_ways, setting, f"backends-{index}", family, *ways, **overrides)
+        yield Case(f"{ours} = torch: {name}", check)
+    yield Case("flash_attn in bfloat16: the bundled model", partial(check_flash_attn, setting))
+
+
+def check_flash_attn(setting: Setting) -> dict[str, Any]:
+    setting.require_cuda()
+    if importlib.util.find_spec("flash_attn") is None:
+        raise UnavailableError("flash_attn is not installed")
+    return check_storyteller(setting, ["--attention-backend", "flash_attn", "--block-size", 256], BF16_MARGIN)
+
+
+# Sampling and recovery.
+
+
+def sampling(setting: Setting) -> Iterator[Case]:
+    """Seeded samples in float32, with filters."""
+    yield Case("seeded samples are equal alone, in a batch and under preemption", partial(check_sampling, setting))
+
+
+def check_sampling(setting: Setting) -> dict[str, Any]:
+    path = make_checkpoint(setting.directory / "sampling", "qwen3", seed=5)
+
+    async def sample(url: str, *ways: Callable[[Client], Any]) -> tuple[list[Any], Loads]:
+        async with Client(url) as client:
+            return [await way(client) for way in ways], await client.loads()
+
+    with setting.running(path, worker=["--dtype", "float32"]) as system:
+        (alone, batch), _ = asyncio.run(sample(system.url, sample_alone, sample_together))
+    with setting.running(path, worker=["--dtype", "float32", "--num-device-blocks", 24]) as system:
+        (squeezed,), loads = asyncio.run(sample(system.url, sample_together))
+    assert loads.num_preemptions > 0
+    assert alone == batch, "samples differ in a batch"
+    assert alone == squeezed, "samples differ under preemption"
+    assert all(first != second for first, second in alone)
+    return {"sequences": sum(map(len, alone))}
+
+
+def kills(setting: Setting) -> Iterator[Case]:
+    """The worker's process dies under load, again and again."""
+    yield Case(f"{NUM_KILLS} kills change no stream", partial(check_kills, setting))
+
+
+def check_kills(setting: Setting) -> dict[str, Any]:
+    path = make_checkpoint(setting.directory / "kills", "qwen3", seed=3)
+    # A GPU is quick: streams are longer there, so that they outlast the kills.
+    requests = requests_of(1, VOCAB_SIZE, max_tokens=(600, 900) if setting.is_cuda else (60, 120))
+    flags = {"worker": ["--dtype", "float32"], "scheduler": ["--max-num-batched-tokens", 512]}
+    run = asyncio.run(run_with_ends(setting.running, path, requests, NUM_KILLS, **flags))
+    figures = assert_same(oracle.load(path), requests, run.disturbed, run.calm)
+    return {**figures, "kills": NUM_KILLS, "seconds_to_recover": run.seconds_to_recover}
+
+
+def device_tests(setting: Setting) -> Iterator[Case]:
+    """`pytest -m gpu tests/gpu`."""
+
+    def check() -> dict[str, Any]:
+        setting.require_cuda()
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout[-1500:]
+        return {"said": ended.stdout.strip().splitlines()[-1]}
+
+    yield Case("tests/gpu", check)
+
+
+PARTS: dict[str, Callable[[Setting], Iterator[Case]]] = {
+    part.__name__: part
+    for part in (parity, bfloat16, graphs, depth, swap, backends, fp8, sampling, kills, device_tests)
+}
