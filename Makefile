@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-gateway bench-frontend bench-overload gpu-check-kernels gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-gateway bench-frontend bench-overload gpu-check gpu-check-kernels gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -88,6 +88,9 @@ bench-overload: $(READY)  ## ten times too many requests: how soon they are refu
 	$(BIN)/python -m bench.overload
 
 # These install nothing: PYTHON=/path/to/python has torch with CUDA (2.11 or later) and Triton (3.6 or later).
+gpu-check:  ## on a GPU: both services against transformers and themselves, in PARTS="parity kills ..." (all)
+	$(PYTHON) -m bench.gpu_check $(if $(PARTS),--parts $(PARTS))
+
 gpu-check-kernels:  ## on a GPU: every Triton kernel against the reference
 	$(PYTHON) -m bench.gpu_kernels check
 

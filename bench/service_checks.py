@@ -44,10 +44,12 @@ from tests.worker.checkpoints import FAMILIES, make_checkpoint
 
 NUM_KILLS = 10
 MAX_NEAR_TIES = 0.02  # of the sequences, that may part at one
-# Of random weights, whose logits are spread over several units, as BF16_MARGIN is of the bundled model.
+# Of random weights, whose logits are spread over several units, as BF16_MARGIN is of the bundled model: twice what
+# bfloat16 on a CPU falls short.
 RANDOM_BF16_MARGIN = 0.5
-# With keys and values in 8 bits: the largest shortfall of a token, and the mean of all.
-FP8_MARGIN, FP8_MEAN = 2.0, 0.05
+# With keys and values in 8 bits: the largest shortfall of a token, and the mean of all; about three times as much as
+# transformers falls short of itself with keys and values rounded so. A token at random would be worse than the largest.
+FP8_MARGIN, FP8_MEAN = 6.0, 0.15
 NUM_BF16_TOKENS = 60
 # As models that are published have them.
 REAL_HEADS = {
@@ -310,7 +312,8 @@ def check_kills(setting: Setting) -> dict[str, Any]:
     path = make_checkpoint(setting.directory / "kills", "qwen3", seed=3)
     # A GPU is quick: streams are longer there, so that they outlast the kills.
     requests = requests_of(1, VOCAB_SIZE, max_tokens=(600, 900) if setting.is_cuda else (60, 120))
-    flags = {"worker": ["--dtype", "float32"], "scheduler": ["--max-num-batched-tokens", 512]}
+    worker = ["--dtype", "float32", "--num-device-blocks", 8192]
+    flags = {"worker": worker, "scheduler": ["--max-num-batched-tokens", 512]}
     run = asyncio.run(run_with_ends(setting.running, path, requests, NUM_KILLS, **flags))
     figures = assert_same(oracle.load(path), requests, run.disturbed, run.calm)
     return {**figures, "kills": NUM_KILLS, "seconds_to_recover": run.seconds_to_recover}
