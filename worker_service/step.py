@@ -83,6 +83,7 @@ class StepPlan:
 class RowStatus(Enum):
     OK = 1
     NAN_LOGITS = 2
+    OUT_OF_MEMORY = 3
 
 
 @dataclass(frozen=True, slots=True)

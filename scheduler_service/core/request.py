@@ -63,6 +63,7 @@ class EndReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     NAN_LOGITS = "nan_logits"  # INTERNAL
+    OUT_OF_MEMORY = "out_of_memory"  # RESOURCE_EXHAUSTED: the worker's, while it computed this request alone
     CRASHES_WORKER = "crashes_worker"  # INTERNAL
     NO_LONGER_FITS = "no_longer_fits"  # RESOURCE_EXHAUSTED: the worker came back smaller
     NO_WORKER = "no_worker"  # UNAVAILABLE

@@ -54,6 +54,15 @@ __all__ = ["ProtocolError", "Scheduler"]
 
 # Tokens and block ids that the openings of one plan may carry: at most 4 bytes each, 8 MiB together.
 _MAX_OPENING_VALUES = 2 * 1024 * 1024
+# How a request ends of which the worker could not compute a row.
+_FAILURES = {
+    RowStatus.NAN_LOGITS: (EndReason.NAN_LOGITS, "the model's logits are not numbers"),
+    RowStatus.OUT_OF_MEMORY: (
+        EndReason.OUT_OF_MEMORY,
+        "the worker's memory does not suffice to compute this request, even alone and a token at a time: shorten it, "
+        "or lower the worker's --gpu-memory-utilization",
+    ),
+}
 
 
 class Scheduler:
@@ -785,9 +794,9 @@ class Scheduler:
     def _take_failures(
         self, epoch: Epoch, dispatch: Dispatch, reading: Reading, outputs: TokenOutputs, now: float
     ) -> None:
-        """Logits were not numbers: the request ends, and whatever was computed on top of its blocks is redone. They are
-        no better if the sequence has ended by itself meanwhile."""
-        failed = [sample.sequence for sample in reading.samples if sample.status is not RowStatus.OK]
+        """Rows were not computed, or their logits are not numbers: the request ends, and whatever was computed on top
+        of its blocks is redone. They are no better if the sequence has ended by itself meanwhile."""
+        failed = {sample.sequence: sample.status for sample in reading.samples if sample.status is not RowStatus.OK}
         # Who wrote a shared block was planned before those who matched it: the cause is found before its consequences.
         planned = {row.sequence: i for i, row in enumerate(dispatch.rows)}
         for sequence in sorted(failed, key=lambda sequence: planned.get(sequence, -1)):
@@ -806,8 +815,8 @@ class Scheduler:
                 ):
                     self._redo(epoch, other, now)
             if ends:
-                message = "the model's logits are not numbers"
-                self._finish_group(group, EndReason.NAN_LOGITS, outputs, message=message)
+                reason, message = _FAILURES[failed[sequence]]
+                self._finish_group(group, reason, outputs, message=message)
 
     def _redo(self, epoch: Epoch, group: SequenceGroup, now: float) -> None:
         """What a group has computed is bad, and so are its samples on their way."""

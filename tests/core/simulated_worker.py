@@ -9,7 +9,7 @@ Moves are done at once, or held back until `finish_moves`: what touches a block 
 """
 
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd
 
@@ -111,8 +111,8 @@ class SimulatedWorker:
     kv: dict[int, list[int]] = field(default_factory=dict)  # digests by device block
     host_kv: dict[int, list[int]] = field(default_factory=dict)
     poisoned: frozenset[int] = frozenset()  # a row whose input holds one of these tokens has no good logits
-    # Sequences whose next sampling row goes wrong though its input is good: its logits, and what it writes.
-    bad_sequences: Set[int] = frozenset()
+    # Sequences whose next sampling row fails though its input is good, and how: its logits, and what it writes.
+    bad_sequences: Mapping[int, RowStatus] = field(default_factory=dict)
     pending: deque[Move] = field(default_factory=deque)
 
     @property
@@ -304,7 +304,8 @@ class SimulatedWorker:
                 continue
             prefix = row.digests[row.num_computed - 1]
             is_good = prefix != BAD
-            statuses.append(RowStatus.OK if is_good else RowStatus.NAN_LOGITS)
+            failure = self.bad_sequences.get(opening.sequence_id, RowStatus.NAN_LOGITS)
+            statuses.append(RowStatus.OK if is_good else failure)
             if opening.sampling.num_candidates is not None:
                 row.work = 0
                 if is_good:
@@ -321,7 +322,7 @@ class SimulatedWorker:
         return StepResult(
             plan.epoch,
             plan.step,
-            () if RowStatus.NAN_LOGITS not in statuses else tuple(statuses),
+            () if set(statuses) <= {RowStatus.OK} else tuple(statuses),
             tuple(token_ids),
             Logprobs(tuple(chosen), (1,) * len(chosen)),
             Candidates(tuple(token_id for token_id, _ in beams), tuple(logprob for _, logprob in beams)),

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import SamplingParams, StepResult, WorkerCapacity
+from scheduler_service.core.plan import RowStatus, SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     AdmissionError,
     AdmissionReason,
@@ -547,6 +547,31 @@ def test_bad_logits_end_one_request_and_those_on_its_blocks_are_redone():
     assert system.ends[poison] is EndReason.NAN_LOGITS
     assert system.tokens[clean] == system.expected(clean)
     assert system.tokens[other] == system.expected(other)
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "text"),
+    [
+        (RowStatus.NAN_LOGITS, EndReason.NAN_LOGITS, "not numbers"),
+        (RowStatus.OUT_OF_MEMORY, EndReason.OUT_OF_MEMORY, "lower the worker's --gpu-memory-utilization"),
+    ],
+)
+def test_a_row_that_fails_ends_its_request_and_those_on_its_blocks_are_redone(status, reason, text):
+    system = System(budget=128)
+    system.join()
+    shared = prompt_of(24)
+    (failing,) = system.add([*shared, 1], 8)
+    (clean,) = system.add([*shared, 3, 4], 8)
+    system.worker.bad_sequences = {failing: status}
+    system.plan()  # both, the second on blocks of the first
+    outputs = system.scheduler.complete(system.results.popleft(), 0.0)
+    (end,) = outputs.ended
+    assert (end.sequence_id, end.reason) == (failing, reason)
+    assert text in end.message
+    system.take(outputs)
+    assert system.scheduler.stats().num_cached_blocks == 0
+    system.run()
+    assert system.tokens[clean] == system.expected(clean)
 
 
 def test_blocks_of_bad_logits_are_unpublished():

@@ -132,8 +132,8 @@ class _Sample:
             assert client.is_aborted, "nobody aborted it"
         elif reason is EndReason.NO_WORKER:
             assert client.is_abandoned, "the worker's timeout has not passed"
-        elif reason is EndReason.NAN_LOGITS:
-            assert client.may_be_bad, "no row of it had bad logits"
+        elif reason in (EndReason.NAN_LOGITS, EndReason.OUT_OF_MEMORY):
+            assert client.may_be_bad, "no row of it failed"
         elif reason is EndReason.CRASHES_WORKER:
             assert client.num_lone_crashes >= 2, f"S10: it crashed the worker alone {client.num_lone_crashes} times"
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import RowStatus, StepPlan, WorkerCapacity
+from scheduler_service.core.plan import StepPlan, WorkerCapacity
 from tests.core.simulated_worker import BAD, SimulatedWorker
 from tests.sim.connection import Connection
 from tests.sim.scenario import BAD_TOKEN
@@ -156,7 +156,7 @@ class WorkerProcess:
             simulation.poison_crashed()
             self.die(0.2)
             return
-        if RowStatus.NAN_LOGITS in result.statuses:
+        if result.statuses:
             self._note_bad_rows()
         if (
             simulation.scenario.preemption is PreemptionMode.AUTO
@@ -193,7 +193,7 @@ class WorkerProcess:
         )
 
     def _note_bad_rows(self) -> None:
-        """Requests that may end for bad logits: not those that only read what others wrote."""
+        """Requests that may end for a row that failed: not those that only read what others wrote."""
         assert self.machine is not None
         for row in self.machine.rows.values():
             client = self.simulation.client_of[row.opening.sequence_id]

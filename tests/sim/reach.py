@@ -22,6 +22,7 @@ STATES = (
     "ended: length",
     "ended: abort",
     "ended: nan_logits",
+    "ended: out_of_memory",
     "ended: crashes_worker",
     "ended: no_longer_fits",
     "ended: no_worker",

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from scheduler_service.core.dispatch import Dispatch
-from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.core.plan import RowStatus, StepPlan, StepResult
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import ProtocolError, Scheduler
@@ -72,7 +72,7 @@ class Simulation:
         )
         self.clients: dict[tuple[str, str], Client] = {}  # that are served
         self.client_of: dict[int, Client] = {}  # by sequence, also of those that have ended
-        self.bad_sequences: set[int] = set()  # whose next sampling row goes wrong
+        self.bad_sequences: dict[int, RowStatus] = {}  # whose next sampling row fails, and how
         self.num_losses = self.num_poison_crashes = 0
         self.num_expected = len(scenario.arrivals)  # arrivals to come
         self.epoch = 0
@@ -191,7 +191,7 @@ class Simulation:
             for sequence_id in range(sequence_ids[0], sequence_ids[0] + num_rows):
                 self.client_of[sequence_id] = client
                 if arrival.goes_bad:
-                    self.bad_sequences.add(sequence_id)
+                    self._turn_bad(sequence_id)
             if request.deadline is not None:
                 self.at(request.deadline, self.abort, client)
         self._audit(1)
@@ -435,7 +435,10 @@ class Simulation:
     def bad_row(self) -> None:
         machine = self.process.machine
         if machine is not None and machine.rows:
-            self.bad_sequences.add(machine.rows[self.rng.choice(sorted(machine.rows))].opening.sequence_id)
+            self._turn_bad(machine.rows[self.rng.choice(sorted(machine.rows))].opening.sequence_id)
+
+    def _turn_bad(self, sequence_id: int) -> None:
+        self.bad_sequences[sequence_id] = RowStatus.OUT_OF_MEMORY if sequence_id % 2 else RowStatus.NAN_LOGITS
 
     def _any_client(self) -> Client | None:
         """Often one whose blocks are not where it could run."""

@@ -12,9 +12,11 @@ class RowStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_STATUS_UNSPECIFIED: _ClassVar[RowStatus]
     ROW_STATUS_OK: _ClassVar[RowStatus]
     ROW_STATUS_NAN_LOGITS: _ClassVar[RowStatus]
+    ROW_STATUS_OUT_OF_MEMORY: _ClassVar[RowStatus]
 ROW_STATUS_UNSPECIFIED: RowStatus
 ROW_STATUS_OK: RowStatus
 ROW_STATUS_NAN_LOGITS: RowStatus
+ROW_STATUS_OUT_OF_MEMORY: RowStatus
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("hello", "plan")
