@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.cpu import BuildError, CpuKernels, PackedLinear, load_kernels
 from worker_service.models.config import ModelConfig
+from worker_service.models.model import Attend
 from worker_service.models.operations import Operations, Product, TorchOperations
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,6 @@ class CpuOperations:
         self.rms_norm = kernels.rms_norm
         self.add_rms_norm = kernels.add_rms_norm
         self.silu_mul = kernels.silu_mul
-        self.norm_rope = kernels.norm_rope
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Every bfloat16 and float16 is a float32, so nothing is lost, and half as much is read."""
@@ -60,6 +60,20 @@ class CpuOperations:
         if computed == torch.float32:
             return CpuProduct(self.kernels, weight, bias)
         return TorchOperations().prepare_product(weight, bias, computed)
+
+    def attend_heads(
+        self,
+        attend: Attend,
+        layer: int,
+        heads: Tensor,
+        num_heads: int,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        return attend(layer, *self.kernels.norm_rope(heads, num_heads, query_weight, key_weight, eps, cos, sin))
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         return product.take_rows if isinstance(product, CpuProduct) else None

@@ -43,7 +43,7 @@ ALLOWED_IMPORTS = {
     "worker_service.checkpoint": (),
     "worker_service.models": ("worker_service.models", "worker_service.checkpoint"),
     "worker_service.operations": ("worker_service.models", "worker_service.triton_operations", "kernels"),
-    "worker_service.triton_operations": ("worker_service.models", "kernels"),
+    "worker_service.triton_operations": ("worker_service.models", "worker_service.attention", "kernels"),
     "worker_service.attention": ("worker_service.attention", "kernels"),
     "worker_service.block_operations": ("kernels",),
     "worker_service.cpu_decoder": (

@@ -111,22 +111,35 @@ def test_rows_of_padding_get_zeros_and_write_nothing():
     check(make_rows(4, [PADDING]))
 
 
-def test_few_long_rows_are_cut_into_splits(monkeypatch):
-    launched = []
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that attended, by name."""
+    names = []
     for name in ("paged_attention_v1", "paged_attention_v2", "paged_prefill"):
         kernel = getattr(kernels, name)
 
         def launch(*arguments, name=name, kernel=kernel):
-            launched.append(name)
+            names.append(name)
             return kernel(*arguments)
 
         monkeypatch.setattr(kernels, name, launch)
+    return names
+
+
+def test_few_long_rows_are_cut_into_splits(launched):
     rows = make_rows(5, [(700, 1), (5, 1)])
     check(rows, windows=(0, 512))
     assert launched == ["paged_attention_v2", "paged_attention_v1"]
     launched.clear()
     check(make_rows(6, [(512, 1), (40, 3)]), windows=(0, 512))
     assert launched == ["paged_attention_v2", "paged_prefill", "paged_attention_v1", "paged_prefill"]
+
+
+def test_bounds_of_many_rows_count_as_what_the_cache_holds(launched):
+    """A graph's rows are all as long as they may be, which never is so at once: one of them may be long."""
+    rows = make_rows(12, [(length, 1) for length in range(1, 11)])
+    check(rows, batch=with_device_rows(rows.batch, 10, bound=100_000))
+    assert launched == ["paged_attention_v2"] * NUM_LAYERS
 
 
 def test_memory_of_splits_serves_steps_of_fewer_and_of_more_rows():

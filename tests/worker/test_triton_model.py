@@ -10,13 +10,16 @@ from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
 
+from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.checkpoints import FAMILIES, make_checkpoint  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
+from worker_service.attention import create_backend  # noqa: E402
 from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
 from worker_service.cache_engine import CacheEngine, CacheShape  # noqa: E402
 from worker_service.loader import attention_shape  # noqa: E402
 from worker_service.model_runner import ModelRunner  # noqa: E402
 from worker_service.models import ModelConfig, load_model  # noqa: E402
+from worker_service.models.communicator import SingleRank  # noqa: E402
 from worker_service.models.operations import TorchOperations  # noqa: E402
 from worker_service.sequence_table import TableLimits  # noqa: E402
 from worker_service.triton_operations import TritonOperations  # noqa: E402
@@ -26,7 +29,7 @@ HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads
 SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {"gpt2": {"n_embd": 64, "n_head": 2}}
 
 
-def make_runner(path):
+def make_runner(path, backend="triton"):
     config = ModelConfig.load(path)
     assert TritonOperations.refusal(config) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
@@ -43,7 +46,8 @@ def make_runner(path):
     )
     cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE)
     cache.storage[1:] = float("nan")
-    return ModelRunner(model, cache, TritonAttention(shape, num_processors=8), limits, DEVICE)
+    attention = create_backend("torch", DEVICE, shape) if backend == "torch" else TritonAttention(shape, 8)
+    return ModelRunner(model, cache, attention, limits, DEVICE, SingleRank())
 
 
 def reference_tokens(path, prompt):
@@ -54,21 +58,25 @@ def reference_tokens(path, prompt):
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_transformers(family, tmp_path):
+@pytest.mark.parametrize(("family", "backend"), [*[(family, "triton") for family in FAMILIES], ("qwen3", "torch")])
+def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
-    runner = make_runner(path)
+    runner = make_runner(path, backend)
     rng = random.Random(11)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 5, 33, 16)]
     outputs = [[] for _ in prompts]
     rows = [Row(prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
-    runner.reset()
+    runner.reset(epoch=1)
     for step in plan_steps(rows, block_size=BLOCK_SIZE, max_num_batched_tokens=20):
         result = runner.execute(step.plan)
         assert result.statuses == ()
         for slot, token_id in zip(step.sampling_slots, result.token_ids, strict=True):
             outputs[slot].append(token_id)
     assert outputs == [reference_tokens(path, prompt) for prompt in prompts]
+
+
+def concatenate(layer, query, key, value):
+    return torch.cat([query, key, value], dim=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -89,9 +97,32 @@ def test_operations_round_where_those_of_torch_do(dtype):
         (triton.add_rms_norm(sums[0], update, weight, 1e-6), plain.add_rms_norm(sums[1], update, weight, 1e-6)),
         sums,
         (triton.silu_mul(gate_up), plain.silu_mul(gate_up)),
-        *zip(triton.norm_rope(heads.clone(), *turned), plain.norm_rope(heads.clone(), *turned), strict=True),
+        (
+            triton.attend_heads(concatenate, 0, heads.clone(), *turned),
+            plain.attend_heads(concatenate, 0, heads.clone(), *turned),
+        ),
     ]
     for actual, expected in pairs:
         torch.testing.assert_close(actual, expected)
         if dtype != torch.float32:
             assert (actual == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_one_launch_turns_heads_and_keeps_them_as_two_do(cache_dtype):
+    """Padding rows included: attention and cache are the same, bit for bit."""
+    dtype, shape = torch.bfloat16, {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    lengths = [(40, 1), PADDING, (15, 1), (33, 20), (0, 5), PADDING]
+    rows = Rows(random.Random(12), lengths, **shape, dtype=dtype, cache_dtype=cache_dtype, device=DEVICE)
+    apart = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
+    backend, operations = TritonAttention(rows.shape(), 8), TritonOperations()
+    attend, attend_apart = (backend.prepare(rows.batch, kv_cache) for kv_cache in (rows.kv_cache, apart))
+    heads = torch.cat(rows.random_qkv(rows.batch.query_start_loc[-1]), dim=1)
+    weight, angles = torch.ones(32, device=DEVICE, dtype=dtype) * 1.5, rows.random_qkv(len(heads))[0][:, 0]
+    turned = (4, weight, None, 1e-6, angles.cos(), angles.sin())
+    actual = operations.attend_heads(attend, 1, heads.clone(), *turned)
+    expected = operations.attend_heads(lambda *arguments: attend_apart(*arguments), 1, heads.clone(), *turned)
+    assert torch.equal(actual, expected)
+    for actual_layer, expected_layer in zip(rows.kv_cache, apart, strict=True):
+        for held, kept in zip(actual_layer, expected_layer, strict=True):
+            torch.testing.assert_close(held.float(), kept.float(), rtol=0, atol=0, equal_nan=True)

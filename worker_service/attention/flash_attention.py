@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from kernels.triton.cache import HEAD_DIMS, reshape_and_cache
+from kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.backend import Attend, AttentionBatch, AttentionShape, DeviceRows, LayerCache
+from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability
 
 CAPABILITY = Capability(
@@ -50,14 +51,12 @@ class FlashAttention:
         if rows.num_decodes < len(batch.seq_lens):
             parts.append(_Chunks.of(batch, rows, block_tables, self._scale))
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            key_cache, value_cache = kv_cache[layer]
-            reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping)
+        def attend(layer: int, query: Tensor) -> Tensor:
             window_size = self._window_sizes[layer]
-            outputs = [part.attend(query[part.tokens], key_cache, value_cache, window_size) for part in parts]
+            outputs = [part.attend(query[part.tokens], *kv_cache[layer], window_size) for part in parts]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-        return attend
+        return CachedAttend(kv_cache, batch.slot_mapping, attend)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS, reshape_and_cache
+from kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
 from kernels.triton.paged_attention import paged_attention
 from kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import Attend, AttentionBatch, AttentionShape, DeviceRows, LayerCache
+from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability
 
 CAPABILITY = Capability(
@@ -50,14 +51,11 @@ class TritonAttention:
         num_blocks = kv_cache[0][0].shape[0]
         plans = {window: self._plan(batch, rows, window, num_blocks, device) for window in set(windows)}
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            key_cache, value_cache = kv_cache[layer]
+        def attend(layer: int, query: Tensor) -> Tensor:
             window = windows[layer]
-            reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping)
             return paged_attention(
                 query,
-                key_cache,
-                value_cache,
+                *kv_cache[layer],
                 block_tables,
                 rows.seq_lens,
                 rows.query_start_loc,
@@ -67,7 +65,7 @@ class TritonAttention:
                 window,
             )
 
-        return attend
+        return CachedAttend(kv_cache, batch.slot_mapping, attend)
 
     def _plan(
         self, batch: AttentionBatch, rows: DeviceRows, window: int, num_blocks: int, device: torch.device

@@ -111,10 +111,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
-        query, key, value = self.operations.norm_rope(
-            heads, self.num_heads, self.query_norm.weight, self.key_norm.weight, self.norm_eps, cos, sin
+        weights = self.query_norm.weight, self.key_norm.weight
+        attended = self.operations.attend_heads(
+            attend, self.layer, heads, self.num_heads, *weights, self.norm_eps, cos, sin
         )
-        return self.communicator.all_reduce(self.output(attend(self.layer, query, key, value).flatten(1)))
+        return self.communicator.all_reduce(self.output(attended.flatten(1)))
 
 
 class HeadNorm(nn.Module):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker_service.models.model import Attend
 from worker_service.models.rope import rotate
 
 # oneDNN lays a weight out for a number of rows; small batches are where the layout matters.
@@ -41,8 +42,10 @@ class Operations(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: [T, 2 * size], gates first, to [T, size]."""
 
-    def norm_rope(
+    def attend_heads(
         self,
+        attend: Attend,
+        layer: int,
         heads: Tensor,
         num_heads: int,
         query_weight: Tensor | None,
@@ -50,16 +53,17 @@ class Operations(Protocol):
         eps: float,
         cos: Tensor,
         sin: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalizes each head of queries and keys where it has a weight, then turns it by its position.
+    ) -> Tensor:
+        """Normalizes each head of queries and keys where it has a weight, turns it by its position, and attends.
 
         Args:
+            attend, layer: of the step, and its layer.
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. May be written to.
             query_weight, key_weight: [head_dim] of `rms_norm`, or None.
             cos, sin: [T, head_dim], as `rotate` takes them.
 
         Returns:
-            queries [T, num_heads, head_dim], keys and values [T, num_kv_heads, head_dim].
+            What `attend` gives: [T, num_heads, head_dim].
         """
 
 
@@ -90,6 +94,20 @@ class TorchOperations:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def attend_heads(
+        self,
+        attend: Attend,
+        layer: int,
+        heads: Tensor,
+        num_heads: int,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
+        return attend(layer, *self.norm_rope(heads, num_heads, query_weight, key_weight, eps, cos, sin))
+
     def norm_rope(
         self,
         heads: Tensor,
@@ -100,6 +118,7 @@ class TorchOperations:
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads, head_dim], ready to attend."""
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         if query_weight is not None:

@@ -1,0 +1,24 @@
+"""Attention on a GPU: keys and values are written first, by a launch of their own or by whoever turns the heads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.triton.cache import reshape_and_cache
+from worker_service.attention.backend import LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAttend:
+    """An `Attend` whose two halves may be called one by one. A cache of 8-bit floats has scales of 1."""
+
+    kv_cache: Sequence[LayerCache]
+    slot_mapping: Tensor
+    # (layer, query [T, num_heads, head_dim]) -> the same shape; the cache holds the step's keys and values already.
+    attend_cached: Callable[[int, Tensor], Tensor]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Attend`."""
+        reshape_and_cache(key, value, *self.kv_cache[layer], self.slot_mapping)
+        return self.attend_cached(layer, query)
