@@ -76,8 +76,11 @@ class CacheEngine:
         self.storage = torch.empty((num_device_blocks + 1, *sizes), dtype=shape.dtype, device=device)
         self._blocks = self.storage.view(torch.uint8).flatten(1)  # [num_device_blocks + 1, block_bytes]
         self._blocks[0] = 0
-        views = self.storage.transpose(3, 4) if shape.is_head_major else self.storage
-        self.layers: list[LayerCache] = [(views[:, layer, 0], views[:, layer, 1]) for layer in range(shape.num_layers)]
+        # [num_device_blocks + 1, num_layers, 2, block_size, num_kv_heads, head_dim], however a block lies
+        self._views = self.storage.transpose(3, 4) if shape.is_head_major else self.storage
+        self.layers: list[LayerCache] = [
+            (self._views[:, layer, 0], self._views[:, layer, 1]) for layer in range(shape.num_layers)
+        ]
         self._streams = streams
         self._operations = create_block_operations(device)
         self._last_planned_step = 0
@@ -154,6 +157,21 @@ class CacheEngine:
             self._blocks.index_copy_(0, target_ids, self._blocks.index_select(0, source_ids))
         else:
             self._operations.copy(self._blocks, source_ids, target_ids)
+
+    def spoil(self, block_ids: Sequence[int], start: int, end: int) -> None:
+        """Fill positions [start, end) of a row's table with NaN, so that nobody who reads them yields a token."""
+        block_size, position = self.shape.block_size, start
+        while position < end:
+            index = position // block_size
+            last = min(end, (index + 1) * block_size)
+            first = position - index * block_size
+            content = self._views[int(block_ids[index]), :, :, first : last - index * block_size]
+            spoil = partial(content.fill_, float("nan"))
+            if self._streams is None:
+                spoil()
+            else:
+                self._streams.compute.run(spoil)
+            position = last
 
     def last_moved_step(self) -> int:
         """The moves of all plans up to this step are done. Without streams they are when `move` returns."""

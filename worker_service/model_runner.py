@@ -6,6 +6,7 @@ A runner is driven by one thread. It needs no gRPC: whoever holds a StepPlan may
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -14,10 +15,12 @@ import torch
 from worker_service.attention import Attend, AttentionBackend
 from worker_service.batch import Batch, build_batch
 from worker_service.cache_engine import CacheEngine
+from worker_service.device_error import free_memory, is_fatal, is_out_of_memory
 from worker_service.models.communicator import Communicator
 from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
 from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
 from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, StepParts, StepPlan, StepResult
+from worker_service.step_parts import join_results, num_prompt_positions, run_in_parts, take_rows
 
 # Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
 _MAX_LOGITS_POSITIONS = 128
@@ -72,7 +75,7 @@ class ModelRunner:
         self._cache.move(plan)
         self._cache.copy(plan)
         watch.end("plan")
-        result = self._compute(plan, rows, watch) if len(rows.slots) else StepResult(plan.epoch, plan.step)
+        result = self._compute_in_parts(plan, rows, watch)
         return replace(
             result,
             duration_us=watch.elapsed_us(),
@@ -91,7 +94,33 @@ class ModelRunner:
 
     def is_fatal(self, error: Exception) -> bool:
         """An error of the device stays: every later call fails too."""
-        return isinstance(error, torch.AcceleratorError)
+        return is_fatal(error)
+
+    def _compute_in_parts(self, plan: StepPlan, rows: WorkingRows, watch: "_Watch") -> StepResult:
+        """In one part, unless memory does not suffice or has not for one of the rows."""
+        has_failed = self.table.has_failed[rows.slots]
+        good_rows = rows
+        if has_failed.any():
+            self._give_up(take_rows(rows, has_failed))
+            good_rows = take_rows(rows, ~has_failed)
+        parts = run_in_parts(
+            good_rows,
+            lambda part: self._compute(plan, part, watch),
+            is_out_of_memory=is_out_of_memory,
+            free_memory=partial(free_memory, self._device),
+            give_up=self._give_up,
+        )
+        if len(parts) == 1 and len(parts[0].rows.slots) == len(rows.slots):
+            return parts[0].result
+        return join_results(plan, self.table, rows, parts)
+
+    def _give_up(self, rows: WorkingRows) -> None:
+        """These rows are not computed, in this step and in any later one; what they should have written is spoilt."""
+        for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
+            self._cache.spoil(self.table.block_tables[slot], int(start), int(end))
+        self.table.has_failed[rows.slots] = True
+        chooses = ~self.table.is_beam[rows.slots[rows.samples]]
+        self.table.advance(rows, np.zeros(int(chooses.sum()), np.int64))
 
     def _compute(self, plan: StepPlan, rows: WorkingRows, watch: "_Watch") -> StepResult:
         batch = build_batch(self.table, rows, self._device)
@@ -139,10 +168,9 @@ class ModelRunner:
     def _prompt_logprobs(self, rows: WorkingRows, batch: Batch, hidden: torch.Tensor) -> tuple[PromptLogprobs, ...]:
         """Of the rows that asked and computed prompt positions: position p tells of prompt token p + 1."""
         table = self.table
-        num_positions = np.minimum(rows.ends, table.num_prompt_tokens[rows.slots] - 1) - rows.starts
-        asking = np.flatnonzero((table.num_prompt_logprobs[rows.slots] >= 0) & (num_positions > 0))
+        num_positions = num_prompt_positions(table, rows)
         chunks = []
-        for row in asking:
+        for row in np.flatnonzero(num_positions > 0):
             slot, first = int(rows.slots[row]), int(rows.starts[row]) + 1
             start = batch.attention.query_start_loc[row]
             chunk_hidden = hidden[start : start + int(num_positions[row])]

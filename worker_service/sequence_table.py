@@ -74,6 +74,7 @@ class SequenceTable:
         self.is_special = np.zeros(size, np.bool_)  # samples by more than the highest of the model's own logits
         self.num_prompt_logprobs = np.full(size, -1, np.int64)  # -1: none asked for
         self.is_beam = np.zeros(size, np.bool_)  # reports candidates instead of choosing a token
+        self.has_failed = np.zeros(size, np.bool_)  # was given up: computes nothing until it is released
 
     def clear(self) -> None:
         self.occupied[:] = False
@@ -178,6 +179,7 @@ class SequenceTable:
         num_prompt_logprobs = opening.sampling.num_prompt_logprobs
         self.num_prompt_logprobs[slot] = -1 if num_prompt_logprobs is None else num_prompt_logprobs
         self.is_beam[slot] = opening.sampling.num_candidates is not None
+        self.has_failed[slot] = False
 
     def _fork(self, plan: StepPlan) -> None:
         _check_lengths("forks", plan.fork_source_slots, plan.fork_target_slots)
@@ -267,6 +269,7 @@ class SequenceTable:
             self.is_special,
             self.num_prompt_logprobs,
             self.is_beam,
+            self.has_failed,
         )
 
     def _working_rows(self) -> WorkingRows:

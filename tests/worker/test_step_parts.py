@@ -1,0 +1,311 @@
+"""Steps that do not fit into memory: the order of their parts on a model of blocks, and a runner's results."""
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.worker.checkpoints import make_checkpoint
+from worker_service.config import WorkerConfig
+from worker_service.device_error import is_fatal, is_out_of_memory
+from worker_service.engine import LoadedWorker
+from worker_service.loader import load_worker
+from worker_service.sequence_table import WorkingRows
+from worker_service.step import RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
+from worker_service.step_parts import run_in_parts
+
+BLOCK_SIZE = 4
+
+
+@dataclass
+class Planned:
+    """A row of the model: it computes [start, end) of its table."""
+
+    start: int
+    end: int
+    table: list[int]
+    samples: bool
+
+    def places(self, start: int, end: int) -> list[tuple[int, int]]:
+        return [(self.table[position // BLOCK_SIZE], position % BLOCK_SIZE) for position in range(start, end)]
+
+
+@dataclass
+class Memory:
+    """Rows in slots, many on blocks that others of the step write, and memory that does not suffice."""
+
+    seed: int
+    rows: dict[int, Planned] = field(default_factory=dict)
+    filled: set[tuple[int, int]] = field(default_factory=set)
+    num_blocks: int = 0
+    given_up: dict[int, int] = field(default_factory=dict)  # slot: from which position
+    num_calls: int = 0
+    num_freed: int = 0
+
+    def __post_init__(self) -> None:
+        rng = self.rng = random.Random(self.seed)
+        slots = rng.sample(range(20), rng.randrange(1, 9))
+        for slot in slots:
+            self.rows[slot] = self._row(rng)
+        total = sum(row.end - row.start for row in self.rows.values())
+        self.max_tokens = rng.randrange(1, total + 1)
+        self.max_failures = rng.choice([0, 0, 5])  # of no visible cause
+        self.stubborn: dict[int, int] = {}  # slot: a position that is never computed
+        for slot in rng.sample(slots, rng.choice([0, 0, 1, min(2, len(slots))])):
+            row = self.rows[slot]
+            self.stubborn[slot] = rng.randrange(row.start, row.end)
+
+    def _row(self, rng: random.Random) -> Planned:
+        table: list[int] = []
+        if self.rows and rng.random() < 0.7:  # the full blocks of another one, computed before or in this step
+            other = rng.choice(list(self.rows.values()))
+            table = other.table[: rng.randrange(other.end // BLOCK_SIZE + 1)]
+        start = len(table) * BLOCK_SIZE
+        old = rng.choice([0, 0, rng.randrange(10)])
+        end = start + old + rng.choice([1, rng.randrange(1, 25)])
+        while len(table) * BLOCK_SIZE < end:
+            self.num_blocks += 1
+            table.append(self.num_blocks)
+        row = Planned(start + old, end, table, rng.random() < 0.7)
+        self.filled.update(row.places(start, start + old))
+        return row
+
+    def working_rows(self) -> WorkingRows:
+        slots = sorted(self.rows)
+        rows = [self.rows[slot] for slot in slots]
+        return WorkingRows(
+            np.array(slots),
+            np.array([row.start for row in rows]),
+            np.array([row.end - row.start for row in rows]),
+            np.array([row.samples for row in rows]),
+        )
+
+    def compute(self, part: WorkingRows) -> dict[int, tuple[int, int]]:
+        self.num_calls += 1
+        pieces = dict(zip(part.slots.tolist(), zip(part.starts.tolist(), part.ends.tolist(), strict=True), strict=True))
+        assert list(pieces) == sorted(pieces)
+        if sum(end - start for start, end in pieces.values()) > self.max_tokens:
+            raise MemoryError("too many tokens")
+        if any(slot in pieces and pieces[slot][1] > position for slot, position in self.stubborn.items()):
+            raise MemoryError("a stubborn row")
+        if self.max_failures and self.rng.random() < 0.3:
+            self.max_failures -= 1
+            raise MemoryError("no visible cause")
+        for slot, (start, end) in pieces.items():
+            assert slot not in self.given_up
+            self.filled.update(self.rows[slot].places(start, end))
+        for slot, (_, end) in pieces.items():
+            unread = set(self.rows[slot].places(0, end)).difference(self.filled)
+            assert not unread, f"slot {slot} reads {unread} before it is written"
+        for (slot, (_, end)), samples in zip(pieces.items(), part.samples.tolist(), strict=True):
+            assert samples == (self.rows[slot].samples and end == self.rows[slot].end)
+        return pieces
+
+    def free(self) -> None:
+        self.num_freed += 1
+
+    def give_up(self, part: WorkingRows) -> None:
+        ((slot, start, end, samples),) = zip(part.slots, part.starts, part.ends, part.samples, strict=True)
+        row = self.rows[int(slot)]
+        assert (end, samples) == (row.end, row.samples)
+        self.filled.update(row.places(start, end))
+        assert slot not in self.given_up
+        self.given_up[int(slot)] = int(start)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 2000, 250))
+def test_parts_keep_the_order_of_blocks(first_seed: int) -> None:
+    num_given_up = num_cut = 0
+    for seed in range(first_seed, first_seed + 250):
+        memory = Memory(seed)
+        rows = memory.working_rows()
+        parts = run_in_parts(
+            rows,
+            memory.compute,
+            is_out_of_memory=lambda error: isinstance(error, MemoryError),
+            free_memory=memory.free,
+            give_up=memory.give_up,
+        )
+        reached = {slot: row.start for slot, row in memory.rows.items()}
+        for part in parts:
+            for slot, (start, end) in part.result.items():
+                assert start == reached[slot], "a row's pieces come in order and once"
+                reached[slot] = end
+                num_cut += end < memory.rows[slot].end
+        assert memory.given_up.keys() >= memory.stubborn.keys()
+        assert reached == {slot: memory.given_up.get(slot, row.end) for slot, row in memory.rows.items()}
+        if not memory.max_failures:
+            for slot in memory.given_up.keys() & memory.stubborn.keys():
+                assert memory.given_up[slot] <= memory.stubborn[slot]
+        assert memory.num_calls <= 3 * rows.num_new_tokens.sum() + 1
+        num_given_up += len(memory.given_up)
+    assert num_given_up > 50
+    assert num_cut > 300
+
+
+def test_memory_that_suffices_costs_nothing() -> None:
+    memory = Memory(1)
+    memory.max_tokens, memory.stubborn, memory.max_failures = 1000, {}, 0
+    arguments: dict[str, Any] = {"free_memory": memory.free, "give_up": memory.give_up}
+    (part,) = run_in_parts(memory.working_rows(), memory.compute, is_out_of_memory=is_out_of_memory, **arguments)
+    assert part.rows.slots.tolist() == sorted(memory.rows)
+    assert (memory.num_calls, memory.num_freed) == (1, 0)
+
+
+def test_other_errors_are_raised() -> None:
+    def compute(rows: WorkingRows) -> None:
+        raise ValueError("of another kind")
+
+    memory = Memory(1)
+    arguments: dict[str, Any] = {"free_memory": memory.free, "give_up": memory.give_up}
+    with pytest.raises(ValueError, match="of another kind"):
+        run_in_parts(memory.working_rows(), compute, is_out_of_memory=is_out_of_memory, **arguments)
+
+
+def test_errors_of_memory_are_told_from_those_of_the_device() -> None:
+    with pytest.raises(RuntimeError) as of_a_cpu:
+        torch.empty(1 << 50)
+    with pytest.raises(MemoryError) as of_numpy:
+        np.empty(1 << 50)
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    lost.error_code = 700
+    exhausted = torch.AcceleratorError("CUDA error: out of memory")
+    exhausted.error_code = 2
+    cases = [
+        (of_a_cpu.value, True, False),
+        (of_numpy.value, True, False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True, False),
+        (exhausted, True, False),
+        (lost, False, True),
+        (RuntimeError("shapes do not fit"), False, False),
+    ]
+    for error, exhausts, kills in cases:
+        assert (is_out_of_memory(error), is_fatal(error)) == (exhausts, kills), error
+
+
+# A runner on a CPU whose model finds too little memory for large steps
+
+
+POISON = 150  # with this token in it, nothing fits
+SAMPLED = SamplingParams(temperature=0.8, num_logprobs=2, num_prompt_logprobs=1)
+BEAM = SamplingParams(num_candidates=3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen2", seed=7)
+
+
+def load(path: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> LoadedWorker:
+    worker = load_worker(WorkerConfig(model=str(path), device="cpu", num_device_blocks=100), "worker")
+    forward = worker.runner._model.forward  # type: ignore[attr-defined]
+
+    def scarce_forward(token_ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+        if len(token_ids) > max_tokens or POISON in token_ids:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return forward(token_ids, positions, attend)
+
+    monkeypatch.setattr(worker.runner._model, "forward", scarce_forward)  # type: ignore[attr-defined]
+    return worker
+
+
+def opening(slot: int, tokens: list[int], computed: int, blocks: tuple[int, ...], sampling: SamplingParams) -> Any:
+    return RowOpening(slot, slot, tuple(tokens), len(tokens), computed, blocks, sampling, seed=slot, sample_index=0)
+
+
+def run_steps(worker: LoadedWorker, poisoned_slot: int = -1) -> list[StepResult]:
+    """Rows of every kind; those of slots 0 and 3 stand on blocks that slot 2 computes in the same step."""
+    rng = random.Random(5)
+    shared = [rng.randrange(POISON) for _ in range(48)]
+    tails = {slot: [rng.randrange(POISON) for _ in range(4)] for slot in range(4)}
+    tokens = {0: shared[:32] + tails[0], 1: tails[1] * 5, 2: shared + tails[2], 3: shared[:16] + tails[3] * 6}
+    if poisoned_slot >= 0:
+        tokens[poisoned_slot][-1] = POISON
+    openings = (
+        opening(0, tokens[0], 32, (1, 2, 5), SAMPLED),
+        opening(1, tokens[1], 0, (6, 7), SAMPLED),
+        opening(2, tokens[2], 0, (1, 2, 3, 4), SamplingParams()),
+        opening(3, tokens[3], 16, (1, 8, 9), BEAM),
+    )
+    worker.runner.reset(1)
+    first = StepPlan(1, 1, openings=openings, work_slots=(0, 1, 2, 3), work_num_tokens=(4, 20, 48, 24))
+    # Slot 2 comes to its end in the second step only.
+    later = [StepPlan(1, 2, work_slots=(2,), work_num_tokens=(4,)), StepPlan(1, 3), StepPlan(1, 4)]
+    return [worker.runner.execute(plan) for plan in (first, *later)]
+
+
+def assert_equal(found: StepResult, expected: StepResult) -> None:
+    assert (found.statuses, found.token_ids) == (expected.statuses, expected.token_ids)
+    assert found.candidates.token_ids == expected.candidates.token_ids
+    assert found.candidates.logprobs == pytest.approx(expected.candidates.logprobs, abs=1e-4)
+    pairs = [(found.logprobs, expected.logprobs)]
+    for chunk, other in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
+        assert (chunk.slot, chunk.first_position) == (other.slot, other.first_position)
+        pairs.append((chunk.logprobs, other.logprobs))
+    for columns, others in pairs:
+        assert (columns.ranks, columns.top_token_ids) == (others.ranks, others.top_token_ids)
+        assert columns.chosen == pytest.approx(others.chosen, abs=1e-4)
+        assert columns.top_logprobs == pytest.approx(others.top_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("max_tokens", [95, 50, 33, 7, 3, 1])
+def test_a_step_in_parts_is_the_same_step(checkpoint: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run_steps(load(checkpoint, 1000, monkeypatch))
+    found = run_steps(load(checkpoint, max_tokens, monkeypatch))
+    assert expected[0].prompt_logprobs
+    assert expected[0].candidates.token_ids
+    for one, other in zip(found, expected, strict=True):
+        assert_equal(one, other)
+
+
+def test_a_row_that_does_not_fit_alone_fails_where_it_samples(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_steps(load(checkpoint, 1000, monkeypatch))
+    worker = load(checkpoint, 1000, monkeypatch)
+    found = run_steps(worker, poisoned_slot=2)
+    assert_equal(found[0], expected[0])  # its last token comes in the second step
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        slots = [0, 1, 2] if len(other.token_ids) == 3 else [0, 1]
+        assert one.statuses == tuple(RowStatus.OUT_OF_MEMORY if slot == 2 else RowStatus.OK for slot in slots)
+        assert one.token_ids == tuple(
+            token_id for slot, token_id in zip(slots, other.token_ids, strict=True) if slot != 2
+        )
+    # Released, the slot is as good as any.
+    again = (opening(2, [1, 2, 3], 0, (20,), SamplingParams()),)
+    result = worker.runner.execute(
+        StepPlan(1, 5, (2,), openings=again, work_slots=(0, 1, 2), work_num_tokens=(0, 0, 3))
+    )
+    assert (result.statuses, len(result.token_ids)) == ((), 1)
+
+
+def test_who_reads_what_a_failed_row_should_have_written_gets_no_token(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = load(checkpoint, 1000, monkeypatch)
+    worker.runner.reset(1)
+    tokens = [3, POISON, *range(30)]
+    rows = (
+        opening(0, [*tokens[:16], 9], 16, (1, 3), replace(SAMPLED, num_prompt_logprobs=None)),
+        opening(1, tokens, 0, (1, 2, 10), SAMPLED),
+        opening(2, [4, 5, 6], 0, (4,), SamplingParams()),
+    )
+    plan = StepPlan(1, 1, openings=rows, work_slots=(0, 1, 2), work_num_tokens=(1, 20, 3))
+    result = worker.runner.execute(plan)
+    assert result.statuses == (RowStatus.NAN_LOGITS, RowStatus.OK)
+    assert len(result.token_ids) == 1
+    (chunk,) = result.prompt_logprobs
+    assert (chunk.slot, chunk.first_position, len(chunk.logprobs.chosen)) == (1, 1, 20)
+    assert [math.isnan(value) for value in chunk.logprobs.chosen] == [False] * 1 + [True] * 19
+    assert len(chunk.logprobs.top_token_ids) == 20
+    assert worker.runner._cache.storage[2].isnan().any()  # type: ignore[attr-defined]
+    last = worker.runner.execute(StepPlan(1, 2, work_slots=(0, 1, 2), work_num_tokens=(0, 12, 0)))
+    assert last.statuses == (RowStatus.OUT_OF_MEMORY,)
+    assert worker.runner.execute(StepPlan(1, 3)).statuses == (RowStatus.OUT_OF_MEMORY,)
