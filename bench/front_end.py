@@ -177,7 +177,7 @@ async def run_steps(worker: str) -> None:
     step_loop = StepLoop(scheduler, Metrics(), worker_timeout=60)
     digest = read_model_info(MODEL).digest
     async with grpc.aio.insecure_channel(worker, CHANNEL_OPTIONS) as channel:
-        link = WorkerLink(channel, step_loop, instance_id="bench", model_digest=digest, pipeline_depth=2)
+        link = WorkerLink([channel], step_loop, instance_id="bench", model_digest=digest, pipeline_depth=2)
         running = [asyncio.create_task(each) for each in (link.run(), step_loop.run())]
         await step_loop.wait_for_first_worker()
         print("ready on -", flush=True)

@@ -134,7 +134,7 @@ async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
 
     info = read_model_info(str(arguments.model))
     async with worker_process(arguments) as target, grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
-        link = WorkerLink(channel, step_loop, instance_id="bench", model_digest=info.digest, pipeline_depth=2)
+        link = WorkerLink([channel], step_loop, instance_id="bench", model_digest=info.digest, pipeline_depth=2)
         running = asyncio.create_task(link.run())
         await step_loop.wait_for_first_worker()
         yield

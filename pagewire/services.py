@@ -22,6 +22,8 @@ LOOPBACK = "127.0.0.1"
 # The supervisor connects the two on loopback: these have no meaning for `serve`.
 LINK_OPTIONS = (
     "worker",
+    "tensor_parallel_rank",
+    "tensor_parallel_address",
     "worker_tls_ca",
     "worker_tls_cert",
     "worker_tls_key",
@@ -31,7 +33,7 @@ LINK_OPTIONS = (
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """Runs a scheduler in this process and its worker as a child."""
+    """Runs a scheduler in this process and its worker, each rank of it, as a child."""
     from scheduler_service.config import SchedulerConfig
     from worker_service.config import WorkerConfig
 
@@ -39,24 +41,40 @@ def serve(arguments: Sequence[str]) -> int:
     known = options.options_of(SchedulerConfig, WorkerConfig, GatewayConfig, logs.LogConfig, without=LINK_OPTIONS)
     parser = _parser("serve", description, known, positional="model")
     resolved = _resolve(parser, known, arguments)
-    worker_port = free_port(LOOPBACK)
-    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0}
-    worker_config = _build(parser, resolved, WorkerConfig, host=LOOPBACK, port=worker_port, **link)
-    scheduler_config = _build(parser, resolved, SchedulerConfig, worker=f"{LOOPBACK}:{worker_port}")
+    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0, "host": LOOPBACK}
+    ranks = [_build(parser, resolved, WorkerConfig, **link, **rank) for rank in _ranks(resolved)]
+    addresses = ",".join(f"{LOOPBACK}:{rank.port}" for rank in ranks)
+    scheduler_config = _build(parser, resolved, SchedulerConfig, worker=addresses)
     gateway_config = _build(parser, resolved, GatewayConfig)
     if gateway_config.gateway and scheduler_config.tls_cert is not None:
         parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
     log_config = _start_logging(known, resolved)
-    flags = [*options.to_flags(worker_config), *options.to_flags(log_config)]
     variables = [option.variable for option in options.options_of(WorkerConfig, logs.LogConfig).values()]
     environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
-    supervisor = Supervisor([sys.executable, "-m", "pagewire", "worker", *flags], environ)
+    workers = []
+    for rank, config in enumerate(ranks):
+        flags = [*options.to_flags(config), *options.to_flags(log_config)]
+        name = "worker" if len(ranks) == 1 else f"worker's rank {rank}"
+        workers.append(Supervisor([sys.executable, "-m", "pagewire", "worker", *flags], environ, name=name))
 
     def gateway_of(url: str) -> Supervisor:
         command = gateway_command(gateway_config, url, log_config.log_level, free_port)
         return Supervisor(command, environ, name="gateway", on_ready=_announce)
 
-    return asyncio.run(_run(scheduler_config, supervisor, gateway_of if gateway_config.gateway else None))
+    return asyncio.run(_run(scheduler_config, workers, gateway_of if gateway_config.gateway else None))
+
+
+def _ranks(resolved: options.Resolved) -> list[dict[str, Any]]:
+    """What each rank of the worker has of its own: ports, and a share of the CPU."""
+    size = max(1, resolved.values["tensor_parallel_size"])
+    ports: set[int] = set()
+    while len(ports) < size + 1:
+        ports.add(free_port(LOOPBACK))
+    if size == 1:
+        return [{"port": ports.pop()}]
+    num_threads = resolved.values["num_threads"] or max(1, len(os.sched_getaffinity(0)) // size)
+    shared = {"tensor_parallel_address": f"{LOOPBACK}:{ports.pop()}", "num_threads": num_threads}
+    return [{"port": port, "tensor_parallel_rank": rank, **shared} for rank, port in enumerate(ports)]
 
 
 def scheduler(arguments: Sequence[str]) -> int:
@@ -134,9 +152,9 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
     return config
 
 
-async def _run(config: Any, worker: Supervisor, gateway_of: GatewayFactory | None) -> int:
+async def _run(config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFactory | None) -> int:
     """Serves until the first signal, then drains; a second signal ends at once. The gateway goes when the scheduler
-    has, and the worker last."""
+    has, and the workers last."""
     from scheduler_service import server
 
     loop = asyncio.get_running_loop()
@@ -146,9 +164,15 @@ async def _run(config: Any, worker: Supervisor, gateway_of: GatewayFactory | Non
     url: asyncio.Future[str] = loop.create_future()
     url.add_done_callback(lambda url: _announce(url.result()))
     serving = asyncio.create_task(
-        server.run(config, stop=stop, ready=url.set_result, stop_now=stop_now, on_worker_hangs=worker.kill)
+        server.run(
+            config,
+            stop=stop,
+            ready=url.set_result,
+            stop_now=stop_now,
+            on_worker_hangs=lambda rank: workers[rank].kill(),
+        )
     )
-    supervising = [asyncio.create_task(worker.run())]
+    supervising = [asyncio.create_task(worker.run()) for worker in workers]
     if gateway_of is not None:
         supervising.append(asyncio.create_task(_run_gateway(gateway_of, url)))
     try:

@@ -14,7 +14,10 @@ def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 @dataclass(frozen=True)
 class SchedulerConfig:
     model: str = _option("", "checkpoint directory; the scheduler reads its config, tokenizer and generation config")
-    worker: str = _option("127.0.0.1:50061", "address of the worker, HOST:PORT")
+    worker: str = _option(
+        "127.0.0.1:50061",
+        "address of the worker, HOST:PORT; of several ranks all, in their order, separated by commas",
+    )
     host: str = _option("127.0.0.1", "address to bind")
     port: int = _option(50051, "port to bind; 0 takes a free one")
     served_model_name: str | None = _option(None, "name of the model for clients; the directory's name if unset")
@@ -63,6 +66,11 @@ class SchedulerConfig:
     worker_tls_key: str | None = _option(None, "private key of that certificate, PEM file")
     worker_tls_name: str | None = _option(None, "name in the worker's certificate, where it is not its host")
 
+    @property
+    def worker_addresses(self) -> list[str]:
+        """Of the worker's ranks, in their order."""
+        return [address.strip() for address in self.worker.split(",")]
+
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
         _check_model(self.model)
@@ -85,7 +93,8 @@ class SchedulerConfig:
             raise ValueError(
                 f"--otlp-traces-endpoint is {endpoint!r}, but must be http://HOST:PORT or https://HOST:PORT"
             )
-        _check_address("worker", self.worker)
+        for address in self.worker_addresses:
+            _check_address("worker", address)
         for name, needed in _TLS_NEEDS:
             _check_need(self, name, needed)
 

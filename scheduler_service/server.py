@@ -75,12 +75,12 @@ async def run(
     stop: asyncio.Event,
     ready: Callable[[str], None],
     stop_now: asyncio.Event | None = None,
-    on_worker_hangs: Callable[[], None] = lambda: None,
+    on_worker_hangs: Callable[[int], None] = lambda rank: None,
 ) -> int:
     """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
 
-    `ready` gets the server's URL once, when it first serves. `on_worker_hangs` is called when a worker was given up
-    that is connected but silent.
+    `ready` gets the server's URL once, when it first serves. `on_worker_hangs` is called with the rank of a worker
+    that was given up though it is connected, but silent.
     """
     try:
         config.validate()
@@ -116,7 +116,7 @@ async def serve_until_signalled(run: Callable[..., Coroutine[Any, Any, int]]) ->
 class _Service:
     """All parts, connected. Nothing runs before `run`."""
 
-    def __init__(self, config: SchedulerConfig, on_worker_hangs: Callable[[], None]) -> None:
+    def __init__(self, config: SchedulerConfig, on_worker_hangs: Callable[[int], None]) -> None:
         """Raises ValueError and OSError, one line each."""
         model = read_model_info(config.model)
         self._config = config
@@ -138,9 +138,9 @@ class _Service:
             **_request_observers(config, self._tracing),
         )
         self._activity = Activity(self._step_loop.stats, time.monotonic)
-        self._channel = _worker_channel(config)
+        self._channels = [_worker_channel(config, address) for address in config.worker_addresses]
         self._worker_link = WorkerLink(
-            self._channel,
+            self._channels,
             self._step_loop,
             instance_id=info.instance_id,
             model_digest=model.digest,
@@ -223,7 +223,8 @@ class _Service:
             await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
             await self._probed_server.stop(0)
             await cancel([stopping, *parts])
-            await self._channel.close()
+            for channel in self._channels:
+                await channel.close()
             if self._metrics_server is not None:
                 self._metrics_server.close()
             if self._tokenizer is not None:
@@ -386,9 +387,9 @@ def _probed_server(config: SchedulerConfig, health: Health) -> grpc.aio.Server:
     return server
 
 
-def _worker_channel(config: SchedulerConfig) -> grpc.aio.Channel:
+def _worker_channel(config: SchedulerConfig, address: str) -> grpc.aio.Channel:
     if config.worker_tls_ca is None:
-        return grpc.aio.insecure_channel(config.worker, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(
         root_certificates=read_pem(config.worker_tls_ca),
         private_key=read_pem(config.worker_tls_key),
@@ -397,7 +398,7 @@ def _worker_channel(config: SchedulerConfig) -> grpc.aio.Channel:
     options = CHANNEL_OPTIONS
     if config.worker_tls_name is not None:
         options = (*options, ("grpc.ssl_target_name_override", config.worker_tls_name))
-    return grpc.aio.secure_channel(config.worker, credentials, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def read_pem(path: str | None) -> bytes | None:

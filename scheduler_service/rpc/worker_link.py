@@ -1,4 +1,4 @@
-"""Dials the worker and holds one epoch after the other.
+"""Dials the worker, each of its ranks, and holds one epoch after the other.
 
 Anything unexpected ends the epoch, whatever it was: the step loop hears `worker_lost`, and the next epoch begins.
 """
@@ -6,17 +6,18 @@ Anything unexpected ends the epoch, whatever it was: the step loop hears `worker
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import grpc
 import grpc.aio
 
-from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
+from protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.rpc import wire
-from scheduler_service.rpc.liveness import Liveness
+from scheduler_service.rpc.ranked_session import RankedSession
+from scheduler_service.rpc.worker_session import Session, SessionEnded, SessionEvents, WorkerHangs, read, write
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +38,14 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.enable_retries", 0),
 )
 _READY_TIMEOUT = 120.0  # seconds: a worker answers, or gives up, 90 s after Hello at the latest
-_JUDGE_INTERVAL = 0.1
 _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
 
 
-class LinkEvents(Protocol):
+class LinkEvents(SessionEvents, Protocol):
     """What the step loop wants to know."""
 
-    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: "Session") -> None: ...
-
-    def moved(self, step: int) -> None:
-        """The moves of all plans up to this step are done. Comes before the result that told so."""
-
-    def result(self, result: StepResult) -> None: ...
+    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: Session | RankedSession) -> None: ...
 
     def worker_lost(self, reason: str) -> None: ...
 
@@ -62,29 +57,22 @@ class FencedError(Exception):
     """Another scheduler has taken the worker that this one held."""
 
 
-class _SessionEnded(Exception):
-    """Why an epoch is over."""
-
-
-class _WorkerHangs(_SessionEnded):
-    """The worker is there, but it does nothing."""
-
-
 class WorkerLink:
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channels: Sequence[grpc.aio.Channel],
         events: LinkEvents,
         *,
         instance_id: str,
         model_digest: bytes,
         pipeline_depth: int,
         on_plan_sent: Callable[[int], None] = lambda num_bytes: None,
-        on_worker_hangs: Callable[[], None] = lambda: None,
+        on_worker_hangs: Callable[[int], None] = lambda rank: None,
     ) -> None:
-        """`on_plan_sent` gets the size of every plan in bytes. `on_worker_hangs` is called when a worker was given up
-        that is connected but silent: whoever runs it may end it."""
-        self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        """`channels` lead to the ranks of the worker, in their order. `on_plan_sent` gets the size of every plan in
+        bytes. `on_worker_hangs` is called when a rank was given up that is connected but silent: whoever runs it may
+        end it."""
+        self._stubs = [worker_pb2_grpc.WorkerServiceStub(channel) for channel in channels]
         self._events = events
         self._instance_id = instance_id
         self._model_digest = model_digest
@@ -93,16 +81,16 @@ class WorkerLink:
         self._on_worker_hangs = on_worker_hangs
         # Rises from process to process by its start time, and within one by the low bits.
         self._epoch = (time.time_ns() // 1_000_000) << 20
-        self._first_capacity: WorkerCapacity | None = None
+        self._first_capacities: dict[int, WorkerCapacity] = {}  # by rank
 
     async def run(self) -> None:
         """Until cancelled. Raises FencedError."""
         backoff, told = _MIN_BACKOFF, ""
         while True:
             self._epoch += 1
-            session = Session(self._events, self._epoch, self._on_plan_sent)
-            reason = await self._hold(session)
-            if session.is_ready:
+            sessions = self._sessions()
+            reason = await self._hold_all(sessions)
+            if all(session.is_ready for session in sessions):
                 self._events.worker_lost(reason)
                 backoff, told = _MIN_BACKOFF, ""
             else:
@@ -113,12 +101,30 @@ class WorkerLink:
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
-    async def _hold(self, session: "Session") -> str:
-        """One session, to its end and why it ended."""
-        call = self._stub.Execute(wait_for_ready=True)
+    def _sessions(self) -> Sequence[Session]:
+        """Of the next epoch, one with each rank."""
+        if len(self._stubs) == 1:
+            return [Session(self._events, self._epoch, self._on_plan_sent)]
+        return RankedSession(self._events, self._epoch, self._on_plan_sent, len(self._stubs)).sessions
+
+    async def _hold_all(self, sessions: Sequence[Session]) -> str:
+        """Until one of them ends, which ends the others, and why it did."""
+        holds = [asyncio.create_task(self._hold(rank, session)) for rank, session in enumerate(sessions)]
         try:
-            await _write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
-            capacity = self._admit(await asyncio.wait_for(_read(call), _READY_TIMEOUT))
+            await asyncio.wait(holds, return_when=asyncio.FIRST_COMPLETED)
+            rank, ended = next((rank, hold) for rank, hold in enumerate(holds) if hold.done())
+            return ended.result() if len(holds) == 1 else f"rank {rank}: {ended.result()}"
+        finally:
+            for hold in holds:
+                hold.cancel()
+            await asyncio.gather(*holds, return_exceptions=True)
+
+    async def _hold(self, rank: int, session: Session) -> str:
+        """One session, to its end and why it ended. Raises FencedError."""
+        call = self._stubs[rank].Execute(wait_for_ready=True)
+        try:
+            await write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
+            capacity = self._admit(rank, await asyncio.wait_for(read(call), _READY_TIMEOUT))
             logger.info(
                 "worker %s joined in epoch %d: %s, %s, %d blocks of %d tokens",
                 capacity.worker_id,
@@ -130,135 +136,50 @@ class WorkerLink:
             )
             await session.hold(call, capacity)
         except TimeoutError:
-            self._on_worker_hangs()
+            self._on_worker_hangs(rank)
             return f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s"
-        except _WorkerHangs as error:
-            self._on_worker_hangs()
+        except WorkerHangs as error:
+            self._on_worker_hangs(rank)
             return str(error)
-        except (_SessionEnded, ProtocolError) as error:
+        except (SessionEnded, ProtocolError) as error:
             return str(error)
         except grpc.aio.AioRpcError as error:
             return _describe(error)
         finally:
             call.cancel()
 
-    def _admit(self, answer: wire.WorkerMessage) -> WorkerCapacity:
-        """The worker's capacity if it fits what this scheduler serves. Raises _SessionEnded, FencedError."""
+    def _admit(self, rank: int, answer: wire.WorkerMessage) -> WorkerCapacity:
+        """The worker's capacity if it fits what this scheduler serves. Raises SessionEnded, FencedError."""
         if isinstance(answer, wire.Refusal):
             self._take_refusal(answer)
-            raise _SessionEnded(f"refused: {answer.message}")
+            raise SessionEnded(f"refused: {answer.message}")
         if not isinstance(answer, WorkerCapacity):
             raise ProtocolError(f"the worker answered Hello with {type(answer).__name__}")
         if answer.model_digest != self._model_digest:
-            raise _SessionEnded(
+            raise SessionEnded(
                 f"the worker serves another model (digest {answer.model_digest.hex()[:16]}, here "
                 f"{self._model_digest.hex()[:16]}); start both with the same --model"
             )
-        first = self._first_capacity or answer
+        if (answer.tensor_parallel_rank, answer.tensor_parallel_size) != (rank, len(self._stubs)):
+            raise SessionEnded(
+                f"the worker is rank {answer.tensor_parallel_rank} of {answer.tensor_parallel_size}, here it is rank "
+                f"{rank} of {len(self._stubs)}; name the addresses of all ranks in --worker, in their order"
+            )
+        first = self._first_capacities.setdefault(rank, answer)
         for name in ("vocab_size", "block_size"):
             if getattr(answer, name) != getattr(first, name):
-                raise _SessionEnded(
+                raise SessionEnded(
                     f"the worker came back with {name} {getattr(answer, name)}, it was {getattr(first, name)}; "
                     "restart the scheduler too"
                 )
-        self._first_capacity = first
         return answer
 
     def _take_refusal(self, refusal: wire.Refusal) -> None:
         if refusal.reason is not wire.RefusalReason.STALE_EPOCH:
             return
-        if self._first_capacity is not None and refusal.instance_id != self._instance_id:
+        if self._first_capacities and refusal.instance_id != self._instance_id:
             raise FencedError(f"scheduler {refusal.instance_id} has taken the worker in epoch {refusal.epoch}")
         self._epoch = max(self._epoch, refusal.epoch)
-
-
-class Session:
-    """One epoch on one stream. The step loop's way to the worker while it lasts."""
-
-    def __init__(self, events: LinkEvents, epoch: int, on_plan_sent: Callable[[int], None]) -> None:
-        self.epoch = epoch
-        self.is_ready = False
-        self._events = events
-        self._on_plan_sent = on_plan_sent
-        self._outbox: asyncio.Queue[worker_pb2.ExecuteRequest] = asyncio.Queue()
-        self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._liveness = Liveness(time.monotonic())
-        self._last_moved_step = 0
-
-    def send(self, plan: StepPlan) -> None:
-        message = wire.encode_plan(plan)
-        self._on_plan_sent(message.ByteSize())
-        has_moves = bool(plan.swap_out_device_blocks or plan.swap_in_host_blocks)
-        self._liveness.sent(plan.step, sum(plan.work_num_tokens), time.monotonic(), has_moves=has_moves)
-        self._outbox.put_nowait(message)
-
-    def close(self, reason: str) -> None:
-        if not self._closed.done():
-            self._closed.set_result(reason)
-
-    async def hold(self, call: grpc.aio.StreamStreamCall, capacity: WorkerCapacity) -> NoReturn:
-        """Serve the session to its end. Raises why it ended."""
-        self._liveness = Liveness(time.monotonic())
-        self.is_ready = True
-        self._events.worker_ready(capacity, self.epoch, self)
-        parts = (self._receive(call), self._transmit(call), self._watch())
-        tasks: list[asyncio.Future[None]] = [asyncio.create_task(part) for part in parts]
-        try:
-            ends: list[asyncio.Future[Any]] = [self._closed, *tasks]
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if self._closed in done:
-                raise _SessionEnded(self._closed.result())
-            raise done.pop().exception() or AssertionError("the parts of a session end by raising only")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _receive(self, call: grpc.aio.StreamStreamCall) -> NoReturn:
-        while True:
-            message = await _read(call)
-            now = time.monotonic()
-            self._liveness.heard(now)
-            if not isinstance(message, StepResult | wire.Heartbeat):
-                raise ProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
-            if message.epoch != self.epoch:
-                raise ProtocolError(f"a {type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
-            if message.last_moved_step > self._last_moved_step:
-                self._last_moved_step = message.last_moved_step
-                self._liveness.moved(message.last_moved_step, now)
-                self._events.moved(message.last_moved_step)
-            if isinstance(message, StepResult):
-                self._liveness.finished(message.step, message.duration_us / 1e6, now)
-                self._events.result(message)
-
-    async def _transmit(self, call: grpc.aio.StreamStreamCall) -> NoReturn:
-        while True:
-            await _write(call, await self._outbox.get())
-
-    async def _watch(self) -> NoReturn:
-        while True:
-            await asyncio.sleep(_JUDGE_INTERVAL)
-            verdict = self._liveness.judge(time.monotonic())
-            if verdict:
-                raise _WorkerHangs(verdict)
-
-
-async def _read(call: grpc.aio.StreamStreamCall) -> wire.WorkerMessage:
-    message = await call.read()
-    if message is grpc.aio.EOF:
-        raise await _ended(call)
-    return wire.decode_worker_message(message)
-
-
-async def _write(call: grpc.aio.StreamStreamCall, message: worker_pb2.ExecuteRequest) -> None:
-    try:
-        await call.write(message)
-    except asyncio.InvalidStateError:  # it had ended before, which the reader has not seen yet
-        raise await _ended(call) from None
-
-
-async def _ended(call: grpc.aio.StreamStreamCall) -> _SessionEnded:
-    return _SessionEnded(f"the worker ended the stream ({await call.code()}: {await call.details()})")
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

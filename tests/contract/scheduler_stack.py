@@ -103,12 +103,18 @@ class Result:
 
 
 @asynccontextmanager
-async def serve(checkpoint: Path, *, worker: FakeWorker | None = None, **options: object) -> AsyncIterator[Stack]:
+async def serve(
+    checkpoint: Path, *, worker: FakeWorker | None = None, workers: str = "", **options: object
+) -> AsyncIterator[Stack]:
+    """`workers`: the addresses of all ranks, of which `worker` is the first."""
     if worker is None:
         worker = FakeWorker(read_model_info(str(checkpoint)).digest)
         await worker.start()
     config = SchedulerConfig(
-        **({"model": str(checkpoint), "worker": f"127.0.0.1:{worker.port}", "port": 0, "metrics_port": 0} | options)
+        **(
+            {"model": str(checkpoint), "worker": workers or f"127.0.0.1:{worker.port}", "port": 0, "metrics_port": 0}
+            | options
+        )
     )
     stop, stop_now = asyncio.Event(), asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -16,7 +16,8 @@ from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, St
 from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.liveness import Liveness
 from scheduler_service.rpc.wire import PROTOCOL_VERSION
-from scheduler_service.rpc.worker_link import Session, WorkerLink
+from scheduler_service.rpc.worker_link import WorkerLink
+from scheduler_service.rpc.worker_session import Session
 from tests.contract.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
 from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
 
@@ -202,7 +203,7 @@ async def linked(worker: FakeWorker) -> AsyncIterator[tuple[Listener, WorkerCapa
     await worker.start()
     listener = Listener()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
-        link = WorkerLink(channel, listener, instance_id="one", model_digest=b"digest", pipeline_depth=2)
+        link = WorkerLink([channel], listener, instance_id="one", model_digest=b"digest", pipeline_depth=2)
         running = asyncio.create_task(link.run())
         _, (capacity, session) = await listener.next()
         yield listener, capacity, session

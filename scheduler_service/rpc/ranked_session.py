@@ -1,0 +1,118 @@
+"""One epoch with a worker of several ranks, tensor parallel: every rank gets every plan, and all must answer alike."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.rpc import wire
+from scheduler_service.rpc.worker_session import Session, SessionEnded
+
+# What the ranks of a worker must have in common, and what all of them can do.
+_EQUAL = ("vocab_size", "block_size", "dtype", "sliding_window")
+_LEAST = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_device_blocks",
+    "num_host_blocks",
+    "swap_bandwidth",
+)
+
+
+class RankedSession:
+    """The step loop's way to all ranks. It ends when any of the ranks' sessions does.
+
+    A result counts when all ranks have given it, so that none has more plans than it takes; they compute in step, and
+    nobody waits for long. The tokens are rank 0's.
+    """
+
+    def __init__(self, events: "RankedEvents", epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
+        self.sessions = [Session(_RankEvents(self, rank), epoch, on_plan_sent) for rank in range(num_ranks)]
+        self._events = events
+        self._epoch = epoch
+        self._on_plan_sent = on_plan_sent
+        self._capacities: dict[int, WorkerCapacity] = {}  # by rank
+        self._results: list[deque[StepResult]] = [deque() for _ in range(num_ranks)]  # that others have yet to give
+        self._moved_steps = [0] * num_ranks
+        self._last_moved_step = 0
+
+    def send(self, plan: StepPlan) -> None:
+        message = wire.encode_plan(plan)
+        self._on_plan_sent(message.ByteSize())
+        for session in self.sessions:
+            session.pass_on(plan, message)
+
+    def close(self, reason: str) -> None:
+        self.sessions[0].close(reason)
+
+    def rank_ready(self, rank: int, capacity: WorkerCapacity) -> None:
+        """Raises SessionEnded if the ranks do not fit together."""
+        self._capacities[rank] = capacity
+        if len(self._capacities) == len(self.sessions):
+            self._events.worker_ready(self._capacity(), self._epoch, self)
+
+    def rank_moved(self, rank: int, step: int) -> None:
+        self._moved_steps[rank] = step
+        if min(self._moved_steps) > self._last_moved_step:
+            self._last_moved_step = min(self._moved_steps)
+            self._events.moved(self._last_moved_step)
+
+    def rank_result(self, rank: int, result: StepResult) -> None:
+        """Raises ProtocolError if the ranks do not agree."""
+        self._results[rank].append(result)
+        while all(self._results):
+            first, *others = (results.popleft() for results in self._results)
+            for other_rank, other in enumerate(others, start=1):
+                _check_equal(first, other_rank, other)
+            self._events.result(replace(first, last_moved_step=self._last_moved_step))
+
+    def _capacity(self) -> WorkerCapacity:
+        first, *others = (self._capacities[rank] for rank in range(len(self.sessions)))
+        for rank, other in enumerate(others, start=1):
+            for name in _EQUAL:
+                if getattr(other, name) != getattr(first, name):
+                    raise SessionEnded(
+                        f"rank {rank} has {name} {getattr(other, name)}, rank 0 has {getattr(first, name)}; start all "
+                        "ranks of a worker with the same flags"
+                    )
+        least = {name: min(getattr(capacity, name) for capacity in (first, *others)) for name in _LEAST}
+        return replace(first, **least)
+
+
+class RankedEvents(Protocol):
+    """Who hears of the ranks together."""
+
+    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: RankedSession) -> None: ...
+
+    def moved(self, step: int) -> None: ...
+
+    def result(self, result: StepResult) -> None: ...
+
+
+class _RankEvents:
+    """The `SessionEvents` of one rank."""
+
+    def __init__(self, ranks: RankedSession, rank: int) -> None:
+        self._ranks = ranks
+        self._rank = rank
+
+    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: Session) -> None:
+        self._ranks.rank_ready(self._rank, capacity)
+
+    def moved(self, step: int) -> None:
+        self._ranks.rank_moved(self._rank, step)
+
+    def result(self, result: StepResult) -> None:
+        self._ranks.rank_result(self._rank, result)
+
+
+def _check_equal(first: StepResult, rank: int, other: StepResult) -> None:
+    """Tokens that differ would be followed by different keys and values: nothing of the epoch can be trusted."""
+    if other.step != first.step:
+        raise ProtocolError(f"rank {rank} answered step {other.step} where rank 0 answered step {first.step}")
+    chosen = [(result.statuses, result.token_ids, result.candidates.token_ids) for result in (first, other)]
+    if chosen[0] != chosen[1]:
+        raise ProtocolError(f"rank {rank} chose other tokens in step {first.step} than rank 0")

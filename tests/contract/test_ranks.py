@@ -1,0 +1,200 @@
+"""A worker of two ranks: every plan goes to both, what counts is what both have done, and losing one is losing both."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from protos.gen.pagewire.worker.v1 import worker_pb2
+from scheduler_service.core.plan import StepPlan
+from scheduler_service.model_info import read_model_info
+from scheduler_service.rpc.worker_link import FencedError, WorkerLink
+from tests.contract.fake_worker import FakeWorker
+from tests.contract.scheduler_stack import expected_tokens, request, serve
+from tests.contract.test_worker_link import SWAP_OUT, WORK, Listener, opening
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+class LyingWorker(FakeWorker):
+    """Chooses other tokens."""
+
+    async def _send(self, response: worker_pb2.ExecuteResponse, context: grpc.aio.ServicerContext) -> None:
+        response.result.token_ids[:] = [token_id ^ 1 for token_id in response.result.token_ids]
+        await super()._send(response, context)
+
+
+class Ranks:
+    """Fake ranks, dialed by a link."""
+
+    def __init__(self, *workers: FakeWorker) -> None:
+        self.workers = workers
+        self.listener = Listener()
+        self.hanging: list[int] = []
+        self.running: asyncio.Task[None]
+
+
+def rank(number: int, size: int = 2, **capacity: object) -> FakeWorker:
+    return FakeWorker(b"digest", tensor_parallel_rank=number, tensor_parallel_size=size, **capacity)
+
+
+@asynccontextmanager
+async def linked(*workers: FakeWorker) -> AsyncIterator[Ranks]:
+    ranks = Ranks(*workers)
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            await worker.start()
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}")) for worker in workers
+        ]
+        link = WorkerLink(
+            channels,
+            ranks.listener,
+            instance_id="one",
+            model_digest=b"digest",
+            pipeline_depth=2,
+            on_worker_hangs=ranks.hanging.append,
+        )
+        ranks.running = asyncio.create_task(link.run())
+        yield ranks
+        ranks.running.cancel()
+        await asyncio.gather(ranks.running, return_exceptions=True)
+    for worker in workers:
+        await worker.kill()
+
+
+async def joined(ranks: Ranks) -> tuple:
+    """The capacity of both, and the way to them."""
+    kind, both = await ranks.listener.next()
+    assert kind == "ready"
+    return both
+
+
+async def lost(ranks: Ranks) -> str:
+    """Why the epoch ended, whatever was heard before."""
+    while True:
+        kind, reason = await ranks.listener.next()
+        if kind == "lost":
+            return str(reason)
+
+
+async def test_the_capacity_is_what_all_ranks_have() -> None:
+    first = rank(0, num_device_blocks=90, num_host_blocks=8, swap_bandwidth=2e9, max_model_len=200)
+    async with linked(first, rank(1, num_host_blocks=6)) as ranks:
+        capacity, _ = await joined(ranks)
+        assert (capacity.num_device_blocks, capacity.num_host_blocks, capacity.max_model_len) == (90, 6, 200)
+        assert (capacity.swap_bandwidth, capacity.tensor_parallel_size) == (1e9, 2)
+        assert ranks.workers[0].epochs == ranks.workers[1].epochs
+
+
+async def test_a_result_counts_when_every_rank_has_given_it() -> None:
+    first, second = rank(0), rank(1)
+    second.step_seconds = 0.3
+    async with linked(first, second) as ranks:
+        _, link = await joined(ranks)
+        epoch = link.sessions[0].epoch
+        link.send(StepPlan(epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(8,)))
+        link.send(StepPlan(epoch, 2, work_slots=(0,), work_num_tokens=(1,)))
+        heard = [await ranks.listener.next() for _ in range(4)]
+        assert heard == [("moved", 1), ("result", 1), ("moved", 2), ("result", 2)]
+        assert second.num_steps == 2
+
+
+async def test_moves_are_done_when_every_rank_has_done_them() -> None:
+    first, second = rank(0, num_host_blocks=4), rank(1, num_host_blocks=4)
+    second.holds_moves = True
+    async with linked(first, second) as ranks:
+        _, link = await joined(ranks)
+        epoch = link.sessions[0].epoch
+        link.send(StepPlan(epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(8,)))
+        assert [await ranks.listener.next() for _ in range(2)] == [("moved", 1), ("result", 1)]
+        link.send(StepPlan(epoch, 2, (0,), **SWAP_OUT))
+        assert [await ranks.listener.next() for _ in range(2)] == [("result", 2), ("moved", 2)]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+async def test_a_rank_that_dies_ends_the_epoch_of_all_and_they_begin_together(number: int) -> None:
+    async with linked(rank(0), rank(1)) as ranks:
+        await joined(ranks)
+        dead, other = ranks.workers[number], ranks.workers[1 - number]
+        await dead.kill()
+        assert f"rank {number}: " in await lost(ranks)
+        while len(other.epochs) < 2:  # it is ready, but alone  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert ranks.listener.events.empty()
+        await dead.start()
+        _, link = await joined(ranks)
+        assert other.epochs[-1] == dead.epochs[-1] == link.sessions[0].epoch
+        link.send(StepPlan(link.sessions[0].epoch, 1, openings=(opening(),), **WORK))
+        assert [await ranks.listener.next() for _ in range(2)] == [("moved", 1), ("result", 1)]
+        assert (dead.num_steps, other.num_steps) == (1, 1)
+        assert ranks.hanging == []
+
+
+async def test_a_silent_rank_is_the_one_that_hangs() -> None:
+    async with linked(rank(0), rank(1)) as ranks:
+        _, link = await joined(ranks)
+        ranks.workers[1].is_silent = True
+        link.send(StepPlan(link.sessions[0].epoch, 1, openings=(opening(),), **WORK))
+        assert "rank 1: the worker has been silent" in await lost(ranks)
+        assert ranks.hanging == [1]
+
+
+async def test_tokens_that_differ_end_the_epoch_before_they_count() -> None:
+    liar = LyingWorker(b"digest", tensor_parallel_rank=1, tensor_parallel_size=2)
+    async with linked(rank(0), liar) as ranks:
+        _, link = await joined(ranks)
+        link.send(StepPlan(link.sessions[0].epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(9,)))
+        assert await ranks.listener.next() == ("moved", 1)
+        kind, reason = await ranks.listener.next()
+        assert (kind, "chose other tokens in step 1 than rank 0" in str(reason)) == ("lost", True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        ((rank(0), rank(1, dtype="bfloat16")), "rank 1 has dtype bfloat16, rank 0 has float32; start all"),
+        ((rank(0), rank(1, block_size=8)), "rank 1 has block_size 8, rank 0 has 4"),
+        ((rank(1), rank(0)), "the worker is rank 1 of 2, here it is rank 0 of 2; name the addresses of all"),
+        ((rank(0),), "the worker is rank 0 of 2, here it is rank 0 of 1; name the addresses of all"),
+    ],
+)
+async def test_ranks_that_do_not_fit_together_are_refused(workers: tuple[FakeWorker, ...], message: str) -> None:
+    async with linked(*workers) as ranks:
+        while True:
+            kind, reason = await ranks.listener.next()
+            assert kind == "missing"
+            if message in str(reason):
+                break
+
+
+async def test_a_scheduler_that_loses_one_rank_to_another_ends() -> None:
+    async with linked(rank(0), rank(1)) as ranks:
+        await joined(ranks)
+        ranks.workers[1].last_epoch, ranks.workers[1].holder = 2**63, "usurper"
+        await ranks.workers[0].kill()
+        await ranks.workers[0].start()
+        with pytest.raises(FencedError, match="scheduler usurper"):
+            await asyncio.wait_for(asyncio.shield(ranks.running), 10)
+
+
+async def test_a_stream_of_two_ranks_goes_on_where_it_was(checkpoint: Path) -> None:
+    digest = read_model_info(str(checkpoint)).digest
+    first, second = (FakeWorker(digest, tensor_parallel_rank=i, tensor_parallel_size=2) for i in range(2))
+    for worker in (first, second):
+        worker.step_seconds = 0.01
+        await worker.start()
+    addresses = f"127.0.0.1:{first.port}, 127.0.0.1:{second.port}"
+    async with serve(checkpoint, workers=addresses, worker=first) as stack:
+        stream = asyncio.create_task(stack.generate(request(PROMPT, max_tokens=100)))
+        for worker, num_tokens in ((second, 20), (first, 60)):
+            await stack.until(lambda loads, num_tokens=num_tokens: loads.num_generation_tokens > num_tokens)
+            await worker.kill()
+            await stack.until(lambda loads: not loads.worker_connected)
+            await worker.start()
+        assert (await stream).token_ids[0] == expected_tokens(PROMPT, 100)
+        assert (await stack.until_idle()).num_worker_losses == 2
+    await second.kill()
