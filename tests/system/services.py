@@ -10,14 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from pagewire.supervisor import free_port as store_port
+
+HOST = "127.0.0.1"
 READY_PREFIX = "ready on grpc://"
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def free_port() -> int:
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
+        bound.bind((HOST, 0))
         return bound.getsockname()[1]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 class Process(Protocol):
@@ -86,7 +93,8 @@ class Service:
 
 
 class System:
-    """A worker and a scheduler of a model. The worker can be killed and started again at its address."""
+    """A worker, of one rank or several, and a scheduler of a model. Ranks can be killed and started again at their
+    addresses."""
 
     def __init__(
         self,
@@ -95,34 +103,50 @@ class System:
         worker: Sequence[object] = (),
         scheduler: Sequence[object] = (),
         start: Start = start_process,
+        num_ranks: int = 1,
     ) -> None:
-        port = free_port()
+        ports = [free_port() for _ in range(num_ranks)]
         self._start = start
-        self._worker_flags = ["--model", model, "--port", port, "--log-level", "warning", *worker]
-        self.worker = Service("worker", self._worker_flags, start)
+        self._flags = [["--model", model, "--port", port, "--log-level", "warning", *worker] for port in ports]
+        if num_ranks > 1:
+            # Not one that an outgoing connection may take while rank 0 is away.
+            shared = ["--tensor-parallel-size", num_ranks, "--tensor-parallel-address", f"{HOST}:{store_port(HOST)}"]
+            for rank, flags in enumerate(self._flags):
+                flags += [*shared, "--tensor-parallel-rank", rank, "--num-threads", 1]
+        self.workers: list[Service] = []
         try:
-            link = ["--worker", f"127.0.0.1:{port}", "--model", model, "--port", 0, "--metrics-port", 0]
+            for flags in self._flags:
+                self.workers.append(Service("worker", flags, start))
+            addresses = ",".join(f"{HOST}:{port}" for port in ports)
+            link = ["--worker", addresses, "--model", model, "--port", 0, "--metrics-port", 0]
             self.scheduler = Service("scheduler", [*link, "--log-level", "error", *scheduler], start)
             try:
-                self.worker.wait_until_ready()
+                for service in self.workers:
+                    service.wait_until_ready()
                 self.url = self.scheduler.wait_until_ready()
             except BaseException:
                 self.scheduler.kill()
                 raise
         except BaseException:
-            self.worker.kill()
+            for service in self.workers:
+                service.kill()
             raise
 
-    def restart_worker(self) -> None:
+    @property
+    def worker(self) -> Service:
+        """Rank 0."""
+        return self.workers[0]
+
+    def restart_worker(self, rank: int = 0) -> None:
         """Without waiting until it is ready."""
-        self.worker = Service("worker", self._worker_flags, self._start)
+        self.workers[rank] = Service("worker", self._flags[rank], self._start)
 
     def stop(self) -> None:
         try:
-            exit_code = self.scheduler.stop()
+            exit_codes = [self.scheduler.stop()]
         finally:
-            worker_exit_code = self.worker.stop()
-        assert (exit_code, worker_exit_code) == (0, 0)
+            worker_exit_codes = [worker.stop() for worker in self.workers]
+        assert {*exit_codes, *worker_exit_codes} == {0}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.compiler import skip_without_compiler
+from tests.system.services import children_of
 from tests.worker.checkpoints import make_checkpoint
 
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -44,10 +45,6 @@ PARTS = (
 def share(line: str) -> float:
     """The percents of a row."""
     return float(line.split()[-1])
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_throughput(model: str, tmp_path: Path) -> None:
@@ -96,7 +93,7 @@ def test_the_server_goes_with_the_benchmark(model: str, number: signal.Signals) 
         assert process.stderr is not None
         lines = [process.stderr.readline() for _ in range(2)]
         assert lines[1].startswith("ready on grpc://")
-        [server] = children(process.pid)
+        [server] = children_of(process.pid)
         process.send_signal(number)
         assert process.wait(60) == 128 + number
         assert not Path(f"/proc/{server}").exists()

@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 from pagewire import Client, SamplingParams
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.system.gateway import Gateway, post, send, wait_until
-from tests.system.services import Service, free_port
+from tests.system.services import Service, children_of, free_port
 
 MODEL = "storyteller"
 MAX_MODEL_LEN = 2048
@@ -351,10 +351,6 @@ def test_without_replicas_it_is_503(fleet: Fleet, gateway: Gateway) -> None:
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     answer = gateway.post("/v1/completions", **LONG)
     assert answer.status == 503, answer
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def command_line(pid: int) -> str:

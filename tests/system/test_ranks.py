@@ -1,0 +1,138 @@
+"""Two ranks of a worker as processes, which share a model out and meet over gloo: the same tokens, whatever dies."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pagewire import Client, SamplingParams
+from tests.system import oracle, services
+from tests.system.forked import running
+from tests.system.parity import assert_logprobs, generate_all, tokens_of
+from tests.system.streams import Progress, requests_of, run_streams, until_connected, until_lost
+from tests.worker.checkpoints import FAMILIES, make_checkpoint
+
+FLOAT32 = ["--dtype", "float32"]
+PROMPTS = oracle.random_prompts(41, 151, (1, 16, 17, 64, 100, 300))
+VARIANTS = [
+    *[(family, {}) for family in FAMILIES],
+    ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),  # both ranks hold the KV head
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("ranks") / "model", "qwen3", seed=42)
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+async def test_greedy_float32_is_what_transformers_generates(tmp_path, family, overrides):
+    path = make_checkpoint(tmp_path / "model", family, seed=43, **overrides)
+    model = oracle.load(path)
+    with running(path, worker=[*FLOAT32, "--max-num-batched-tokens", 64], num_ranks=2) as system:
+        completions = await generate_all(system.url, PROMPTS, 24)
+    assert tokens_of(completions) == [oracle.greedy(model, prompt, 24) for prompt in PROMPTS]
+    assert_logprobs(model, PROMPTS, completions)
+
+
+async def test_samples_are_those_of_one_rank_with_blocks_that_move(model):
+    """Seeded samples and beams, in a pool so small that requests are swapped, on every rank alike."""
+    requests = requests_of(44, 151, num_requests=16)
+    pool = ["--num-device-blocks", 40, "--num-host-blocks", 100]
+    beams = SamplingParams(beam_width=3, n=3, max_tokens=20, ignore_eos=True)
+    tokens, found = [], []
+    for num_ranks in (1, 2):
+        flags = {"worker": [*FLOAT32, *pool], "scheduler": ["--preemption", "swap"]}
+        with running(model, num_ranks=num_ranks, **flags) as system:
+            async with Client(system.url) as client:
+                tokens.append(await run_streams(client, requests))
+                search = await client.acomplete(None, beams, prompt_token_ids=PROMPTS[2])
+                found.append([output.token_ids for output in search.outputs])
+                loads = await client.loads()
+        assert loads.num_moved_blocks_out > 0
+        assert loads.num_worker_losses == 0
+    assert tokens[0] == tokens[1]
+    assert found[0] == found[1]
+
+
+async def test_streams_go_on_when_ranks_are_killed(model):
+    """Either rank, and the one that keeps the store of the other; they meet again in an epoch of their own."""
+    requests = requests_of(45, 151, num_requests=16, max_tokens=(100, 150))
+    num_tokens = sum(sampling.max_tokens for _, sampling in requests)
+    with running(model, worker=FLOAT32, num_ranks=2) as system:
+        async with Client(system.url) as client:
+            calm = await run_streams(client, requests)
+            progress = Progress()
+            streams = asyncio.create_task(run_streams(client, requests, progress))
+            for num_ends, rank in enumerate((1, 0, 1, 0), start=1):
+                await progress.until(num_tokens * num_ends // 6)
+                assert not streams.done()
+                system.workers[rank].kill()
+                await until_lost(client, num_ends)
+                system.restart_worker(rank)
+                await until_connected(client, True)
+            assert await streams == calm
+            loads = await client.loads()
+    assert loads.num_worker_losses == 4
+    assert loads.num_held_blocks == 0
+
+
+async def test_ranks_that_restart_in_order_end_with_0(model):
+    requests = requests_of(46, 151, num_requests=8, max_tokens=(100, 150))
+    with running(model, worker=FLOAT32, num_ranks=2) as system:
+        async with Client(system.url) as client:
+            calm = await run_streams(client, requests)
+            progress = Progress()
+            streams = asyncio.create_task(run_streams(client, requests, progress))
+            for num_tokens, rank in ((100, 0), (400, 1)):
+                await progress.until(num_tokens)
+                assert await asyncio.to_thread(system.workers[rank].stop) == 0
+                system.restart_worker(rank)
+            assert await streams == calm
+
+
+@pytest.mark.parametrize(("rank", "returns"), [(0, True), (1, False)])
+async def test_a_stopped_rank_ends_the_epoch(model, rank, returns):
+    """The other one waits for it in the middle of a step, until it returns or its connections close."""
+    requests = requests_of(47, 151, num_requests=8)
+    with running(model, worker=FLOAT32, num_ranks=2, scheduler=["--worker-timeout", 60]) as system:
+        async with Client(system.url) as client:
+            calm = await run_streams(client, requests)
+            progress = Progress()
+            streams = asyncio.create_task(run_streams(client, requests, progress))
+            await progress.until(100)
+            system.workers[rank].send_signal(signal.SIGSTOP)
+            stopped_at = time.monotonic()
+            await until_connected(client, False)
+            assert time.monotonic() - stopped_at <= 4.0
+            if returns:
+                system.workers[rank].send_signal(signal.SIGCONT)
+            else:
+                system.workers[rank].kill()
+                system.restart_worker(rank)
+            assert await streams == calm
+            assert (await client.loads()).num_worker_losses == 1
+
+
+async def test_serve_starts_every_rank_and_again_when_it_dies(model):
+    flags = ["--port", 0, "--metrics-port", 0, "--tensor-parallel-size", 2, *FLOAT32, "--log-level", "error"]
+    service = services.Service("serve", [model, *flags])
+    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = oracle.greedy(oracle.load(model), PROMPTS[2], 20)
+    try:
+        async with Client(service.wait_until_ready()) as client:
+            first = await client.acomplete(None, sampling, prompt_token_ids=PROMPTS[2])
+            ranks = services.children_of(service.pid)
+            assert len(ranks) == 2
+            os.kill(ranks[1], signal.SIGKILL)
+            await until_lost(client, 1)
+            again = await client.acomplete(None, sampling, prompt_token_ids=PROMPTS[2])
+        assert list(first.outputs[0].token_ids) == list(again.outputs[0].token_ids) == expected
+        ranks = services.children_of(service.pid)
+        assert len(ranks) == 2
+    finally:
+        assert service.stop() == 0
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
