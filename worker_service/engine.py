@@ -3,6 +3,9 @@
 A second thread that calls torch brings a second team of OpenMP threads, which fight over the cores. So commands go in
 by a queue, and what came of them goes back through the callback that came with the command. This module itself needs no
 torch: the process can listen and answer before that is imported.
+
+A runner may be done with a step when `launch` returns, as on a CPU, or later, as on a GPU. Then the thread goes on to
+launch the next plan, and a second one, the resolver, waits for the steps under way and delivers them in order.
 """
 
 import logging
@@ -10,8 +13,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from dataclasses import dataclass, replace
+from queue import Empty, Queue, SimpleQueue
 from typing import NoReturn, Protocol
 
 from worker_service.session import ProtocolError
@@ -24,14 +27,37 @@ Outcome = StepResult | Exception
 _MOVE_POLL_INTERVAL_S = 0.001
 
 
+class LaunchedStep(Protocol):
+    """A step under way, or done. Its methods may be called on any thread."""
+
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+
+    def result(self) -> StepResult:
+        """Wait for it. To be called once, and in the order in which steps were launched."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """One that was done when it was launched."""
+
+    finished: StepResult
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self.finished
+
+
 class Runner(Protocol):
     """What carries out plans."""
 
     def reset(self, epoch: int) -> None:
         """Begin an epoch: forget every row, after everything that was started has finished."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out one plan. Raises ProtocolError for a bad one."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start to carry out one plan, behind those that were launched before. Raises ProtocolError for a bad one."""
 
     def last_moved_step(self) -> int:
         """The moves of all plans up to this step are done."""
@@ -41,7 +67,7 @@ class Runner(Protocol):
         """Whether moves are under way that no result has told of."""
 
     def is_fatal(self, error: Exception) -> bool:
-        """Whether only a new process can compute again."""
+        """Whether only a new process can compute again. May be called on any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +82,8 @@ class EngineSession:
     """One epoch's steps. Whatever is still queued when it ends is dropped."""
 
     def __init__(self, deliver: Callable[[Outcome], None], on_moved: Callable[[], None] = lambda: None) -> None:
-        self.deliver = deliver  # called on the engine's thread; after an exception the session has ended
-        self.on_moved = on_moved  # called there when `last_moved_step` has risen and no result says so
+        self.deliver = deliver  # called on a thread of the engine; after an exception the session has ended
+        self.on_moved = on_moved  # called on its thread when `last_moved_step` has risen and no result says so
         self.has_ended = False
         self.last_started_step = 0
         self.last_finished_step = 0
@@ -73,7 +99,7 @@ class Engine:
     def __init__(
         self, load: Callable[[], LoadedWorker], on_step_done: Callable[[StepPlan, int], None] = lambda plan, ns: None
     ) -> None:
-        """`on_step_done` gets every plan that was carried out, on the engine's thread, and when that began, in
+        """`on_step_done` gets every plan that was carried out, on the thread that delivers it, and when that began, in
         nanoseconds since 1970."""
         self._load = load
         self._on_step_done = on_step_done
@@ -82,6 +108,7 @@ class Engine:
         self._loaded: LoadedWorker | None = None
         self._thread: threading.Thread | None = None
         self._moving: EngineSession | None = None  # its moves are under way
+        self._resolver: _Resolver | None = None  # from the first step on that was not done when it was launched
 
     @property
     def ready(self) -> Ready | None:
@@ -122,6 +149,8 @@ class Engine:
         on_loaded(None)
         while (command := self._next_command()) is not None:
             command()
+        if self._resolver is not None:
+            self._resolver.stop()
         self._loaded = None  # connections to other ranks end before the interpreter does
 
     def _next_command(self) -> Callable[[], None] | None:
@@ -148,35 +177,109 @@ class Engine:
 
     def _begin(self, session: EngineSession, epoch: int, on_begun: Callable[[], object]) -> None:
         assert self._loaded is not None
-        if not session.has_ended:
+        self._settle()
+        if session.has_ended:
+            return
+        try:
             self._loaded.runner.reset(epoch)
-            on_begun()
+        except Exception as error:
+            self._fail(session, error, "beginning an epoch")
+            return
+        on_begun()
 
     def _step(self, session: EngineSession, plan: StepPlan) -> None:
         assert self._loaded is not None
         if session.has_ended:
             return
+        runner = self._loaded.runner
         session.last_started_step = plan.step
-        started_ns = time.time_ns()
+        step = _RunningStep(session, plan, time.time_ns())
         try:
-            result = self._loaded.runner.execute(plan)
+            launched = runner.launch(plan)
         except Exception as error:
-            self._fail(session, error, f"step {plan.step} of epoch {plan.epoch}")
+            self._settle()  # what was launched before is told of before
+            self._fail(session, error, step.name)
             return
-        session.last_finished_step = plan.step
-        session.last_moved_step = result.last_moved_step
-        self._moving = session if self._loaded.runner.is_moving else None
-        session.deliver(result)
-        self._on_step_done(plan, started_ns)
+        session.last_moved_step = max(session.last_moved_step, runner.last_moved_step())
+        self._moving = session if runner.is_moving else None
+        if self._resolver is None and launched.is_done():
+            self._resolve(step, launched)
+            return
+        if self._resolver is None:
+            self._resolver = _Resolver(self._resolve)
+        self._resolver.put(step, launched)
+
+    def _resolve(self, step: "_RunningStep", launched: LaunchedStep) -> None:
+        """Wait for a step and deliver what came of it. Called on the resolver's thread if there is one."""
+        session = step.session
+        try:
+            result = launched.result()  # also of a session that has ended: a lost device is to be noticed
+        except Exception as error:
+            self._fail(session, error, step.name)
+            return
+        if session.has_ended:
+            return
+        session.last_finished_step = step.plan.step
+        session.deliver(replace(result, last_moved_step=session.last_moved_step))
+        self._on_step_done(step.plan, step.started_ns)
+
+    def _settle(self) -> None:
+        """Return when every step that was launched has been delivered."""
+        if self._resolver is not None:
+            self._resolver.settle()
 
     def _fail(self, session: EngineSession, error: Exception, what: str) -> None:
         assert self._loaded is not None
+        had_ended = session.has_ended
         session.end()
         if not isinstance(error, ProtocolError):
             logger.error("%s failed", what, exc_info=error)
         if self._loaded.runner.is_fatal(error):
             exit_process("the device is in an error state that only a new process gets out of")
-        session.deliver(error)
+        if not had_ended:
+            session.deliver(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningStep:
+    """A plan that was launched, and when, in nanoseconds since 1970."""
+
+    session: EngineSession
+    plan: StepPlan
+    started_ns: int
+
+    @property
+    def name(self) -> str:
+        return f"step {self.plan.step} of epoch {self.plan.epoch}"
+
+
+class _Resolver:
+    """The thread that waits for launched steps, one after the other, so that the engine's need not."""
+
+    def __init__(self, resolve: Callable[[_RunningStep, LaunchedStep], None]) -> None:
+        self._resolve = resolve
+        self._launched: Queue[tuple[_RunningStep, LaunchedStep] | None] = Queue()
+        self._thread = threading.Thread(target=self._run, name="resolver", daemon=True)
+        self._thread.start()
+
+    def put(self, step: _RunningStep, launched: LaunchedStep) -> None:
+        self._launched.put((step, launched))
+
+    def settle(self) -> None:
+        """Return when everything that was put has been resolved."""
+        self._launched.join()
+
+    def stop(self) -> None:
+        """Resolve what is left and end the thread."""
+        self._launched.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._launched.get()) is not None:
+            try:
+                self._resolve(*item)
+            finally:
+                self._launched.task_done()
 
 
 def exit_process(reason: str) -> NoReturn:

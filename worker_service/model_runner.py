@@ -1,6 +1,7 @@
 """Carries out plans: moves and copies -> table -> batch -> attention -> model -> logits -> sampler -> table.
 
-A runner is driven by one thread. It needs no gRPC: whoever holds a StepPlan may call `execute`.
+A runner is driven by one thread. It needs no gRPC: whoever holds a StepPlan may call `execute`. A GPU has a runner of
+its own (`cuda_runner.py`); this one is done with a step before it returns.
 """
 
 import time
@@ -16,6 +17,7 @@ from worker_service.attention import Attend, AttentionBackend
 from worker_service.batch import Batch, build_batch
 from worker_service.cache_engine import CacheEngine
 from worker_service.device_error import free_memory, is_fatal, is_out_of_memory
+from worker_service.engine import FinishedStep
 from worker_service.models.communicator import Communicator
 from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
 from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
@@ -65,6 +67,10 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
         self._cache.reset()
         self._communicator.begin(epoch)
+
+    def launch(self, plan: StepPlan) -> FinishedStep:
+        """See `Runner.launch`."""
+        return FinishedStep(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

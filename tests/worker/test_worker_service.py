@@ -24,7 +24,7 @@ from protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.plans import PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig
-from worker_service.engine import Engine, LoadedWorker
+from worker_service.engine import Engine, FinishedStep, LoadedWorker
 from worker_service.loader import load_worker
 from worker_service.rpc.servicer import WorkerServicer
 from worker_service.session import PROTOCOL_VERSION
@@ -79,7 +79,7 @@ class FakeRunner:
         self.log.append(f"reset {epoch}")
         self.num_steps = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         self.log.append(f"{plan.epoch}:{plan.step}")
         if plan.step in self.blocked:
             self.started.set()
@@ -87,7 +87,8 @@ class FakeRunner:
         if plan.step in self.failing:
             raise RuntimeError("boom")
         self.num_steps = plan.step
-        return StepResult(plan.epoch, plan.step, token_ids=(plan.step,), last_moved_step=self.last_moved_step())
+        result = StepResult(plan.epoch, plan.step, token_ids=(plan.step,), last_moved_step=self.last_moved_step())
+        return FinishedStep(result)
 
     def last_moved_step(self) -> int:
         return self.num_steps if self.num_moved is None else self.num_moved
