@@ -45,6 +45,11 @@ class WorkerConfig:
     max_model_len: int | None = _option(None, "positions a sequence may hold; by default the checkpoint's")
     max_num_seqs: int = _option(256, "sequences that run at the same time")
     max_num_batched_tokens: int = _option(2048, "tokens that one step may compute")
+    max_graph_batch_size: int = _option(
+        256,
+        "sequences that decode in one step up to which a GPU replays the step as a CUDA graph; with more it launches "
+        "kernel by kernel; 0: always",
+    )
     attention_backend: str = _option(
         "auto",
         "what computes attention: C kernels (cpu), Triton kernels (triton), the package flash-attn (flash_attn; needs "
@@ -85,6 +90,7 @@ class WorkerConfig:
         _check_range("--block-size", self.block_size, 1, 1024)
         _check_range("--max-num-seqs", self.max_num_seqs, 1, 1 << 16)
         _check_range("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        _check_range("--max-graph-batch-size", self.max_graph_batch_size, 0, 1 << 16)
         if self.num_device_blocks is not None:
             _check_range("--num-device-blocks", self.num_device_blocks, 1, (1 << 31) - 2)
         if self.max_model_len is not None:

@@ -22,6 +22,9 @@ from worker_service.cache_engine import (
 from worker_service.checkpoint import model_digest
 from worker_service.config import WorkerConfig, parse_memory
 from worker_service.cpu_decoder import fused
+from worker_service.cuda_device import CudaDevice
+from worker_service.cuda_runner import CudaRunner
+from worker_service.device_sampler import create_sampler
 from worker_service.engine import LoadedWorker
 from worker_service.model_runner import Model, ModelRunner
 from worker_service.models import ModelConfig, load_model
@@ -75,7 +78,8 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         dtype=dtype,
         is_head_major=backend.is_head_major,
     )
-    assembly = _Assembly(config, model, model_config, backend, shape, device, max_model_len, communicator)
+    streams = CudaDevice(device) if device.type == "cuda" else None
+    assembly = _Assembly(config, model, model_config, backend, shape, device, max_model_len, communicator, streams)
     num_device_blocks = assembly.num_device_blocks()
     log_size(shape, num_device_blocks, max_model_len)
     num_host_blocks = count_host_blocks(config, shape.block_bytes, _host_bytes(device, num_device_blocks, shape))
@@ -83,6 +87,8 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         log_host_size(shape, num_host_blocks, swap_bandwidth)
+    if isinstance(runner, CudaRunner):
+        runner.capture_graphs()
     return LoadedWorker(runner, assembly.ready(worker_id, cache, swap_bandwidth))
 
 
@@ -191,8 +197,9 @@ class _Assembly:
     device: torch.device
     max_model_len: int
     communicator: Communicator
+    streams: CudaDevice | None  # on a GPU
 
-    def runner(self, num_device_blocks: int, num_host_blocks: int = 0) -> tuple[ModelRunner, CacheEngine]:
+    def runner(self, num_device_blocks: int, num_host_blocks: int = 0) -> tuple[ModelRunner | CudaRunner, CacheEngine]:
         limits = TableLimits(
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -202,8 +209,21 @@ class _Assembly:
             vocab_size=self.model_config.vocab_size,
             sliding_window=self.model_config.sliding_window,
         )
-        cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks)
-        return ModelRunner(self.model, cache, self.backend, limits, self.device, self.communicator), cache
+        cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks, self.streams)
+        if self.streams is None:
+            return ModelRunner(self.model, cache, self.backend, limits, self.device, self.communicator), cache
+        runner = CudaRunner(
+            self.model,
+            cache,
+            self.backend,
+            create_sampler(limits.vocab_size),
+            limits,
+            self.streams,
+            self.communicator,
+            # A graph would hold what ranks exchange by the connections of one epoch.
+            max_graph_batch_size=self.config.max_graph_batch_size if self.communicator.size == 1 else 0,
+        )
+        return runner, cache
 
     def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float) -> Ready:
         """What the worker says of itself once it has its cache."""

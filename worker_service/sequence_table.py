@@ -100,17 +100,19 @@ class SequenceTable:
             self._patch_work(plan)
         return self._working_rows()
 
-    def advance(self, rows: WorkingRows, sampled_token_ids: IntArray) -> None:
+    def advance(self, rows: WorkingRows, sampled_token_ids: IntArray | None) -> None:
         """The step is done: its positions are computed, and each sampling row gets its token, in slot order.
 
-        `sampled_token_ids` has an entry for the sampling rows that choose one: those of beams are paused instead.
+        `sampled_token_ids` has an entry for the sampling rows that choose one: those of beams are paused instead. None:
+        they are, or will be, known to a device alone, and `token_ids` means nothing from there on.
         """
         self.num_computed_tokens[rows.slots] = rows.ends
         slots = rows.slots[rows.samples]
         is_beam = self.is_beam[slots]
         self.work[slots[is_beam]] = 0
         slots = slots[~is_beam]
-        self.token_ids[slots, self.num_tokens[slots]] = sampled_token_ids
+        if sampled_token_ids is not None:
+            self.token_ids[slots, self.num_tokens[slots]] = sampled_token_ids
         self.num_tokens[slots] += 1
         self.work[slots] = 1
 

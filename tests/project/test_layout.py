@@ -46,6 +46,7 @@ ALLOWED_IMPORTS = {
     "worker_service.triton_operations": ("worker_service.models", "worker_service.attention", "kernels"),
     "worker_service.attention": ("worker_service.attention", "kernels"),
     "worker_service.block_operations": ("kernels",),
+    "worker_service.device_sampler": ("kernels",),
     "worker_service.cpu_decoder": (
         "worker_service.models",
         "worker_service.operations",

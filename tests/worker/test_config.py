@@ -31,6 +31,7 @@ from worker_service.config import WorkerConfig, parse_memory
         ({"tensor_parallel_size": 2, "tensor_parallel_address": "50071"}, "--tensor-parallel-address is '50071'"),
         ({"tensor_parallel_size": 2, "tensor_parallel_address": "host:0"}, "--tensor-parallel-address is 'host:0'"),
         ({"kv_cache_memory": "much"}, "--kv-cache-memory"),
+        ({"max_graph_batch_size": -1}, "--max-graph-batch-size"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization"),
         ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization"),
         ({"tls_cert": "cert.pem"}, "--tls-key"),

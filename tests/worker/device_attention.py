@@ -1,0 +1,42 @@
+"""Attention as kernels on a GPU see a step: by the reference, reading nothing but what is on the device."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Tensor
+
+from kernels.reference import paged_attention, reshape_and_cache
+from worker_service.attention import Attend, AttentionBatch, LayerCache
+
+
+class DeviceAttention:
+    """A backend that checks what the host says of a step against what the device has."""
+
+    name = "reference"
+    is_head_major = False
+    is_capturable = True
+
+    def __init__(self, windows: Sequence[int] = ()) -> None:
+        self._windows = windows
+
+    def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
+        rows = batch.device_rows
+        assert rows is not None
+        query_start_loc, seq_lens = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
+        lengths = [end - start for start, end in pairwise(query_start_loc)]
+        assert query_start_loc == batch.query_start_loc
+        assert rows.num_decodes == lengths.count(1)
+        assert lengths[: rows.num_decodes] == [1] * rows.num_decodes, "rows that decode come first"
+        for seq_len, bound in zip(seq_lens, batch.seq_lens, strict=True):
+            assert seq_len <= bound
+            assert seq_len in (0, bound) or seq_len <= batch.block_tables.shape[1] * kv_cache[0][0].shape[1]
+        scale = kv_cache[0][0].shape[3] ** -0.5
+        windows = self._windows or (0,) * len(kv_cache)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            reshape_and_cache(key, value, *kv_cache[layer], batch.slot_mapping)
+            return paged_attention(
+                query, *kv_cache[layer], batch.block_tables, seq_lens, query_start_loc, scale, windows[layer]
+            )
+
+        return attend

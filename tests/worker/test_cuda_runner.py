@@ -1,0 +1,454 @@
+"""The CUDA runner on a device that carries streams out in random legal orders: what the plain runner computes, always.
+
+Both runners get the same plans, made by the scheduler's core, and every result is compared.
+"""
+
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scheduler_service.core import plan as core_plan
+from scheduler_service.core.cost import PreemptionMode
+from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, Request
+from scheduler_service.core.scheduler import ProtocolError as CoreProtocolError
+from scheduler_service.core.scheduler import Scheduler
+from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from tests.worker.device_attention import DeviceAttention
+from tests.worker.fake_device import CPU, FakeDevice, Guard
+from tests.worker.plans import GREEDY, Row, plan_steps
+from worker_service.attention.torch_attention import TorchAttention
+from worker_service.cache_engine import CacheEngine, CacheShape
+from worker_service.cuda_runner import CudaRunner, _StepClock
+from worker_service.decode_graphs import graph_sizes
+from worker_service.device_sampler import REFERENCE
+from worker_service.engine import LaunchedStep
+from worker_service.model_runner import ModelRunner
+from worker_service.models import ModelConfig, load_model
+from worker_service.models.communicator import SingleRank
+from worker_service.sequence_table import TableLimits
+from worker_service.session import ProtocolError
+from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
+
+VOCAB_SIZE = 151
+# The fake device keeps the operation of a graph, so it can hold anything.
+SAMPLER = replace(REFERENCE, is_capturable=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {family: make_checkpoint(root / family, family, seed=7) for family in FAMILIES}
+
+
+class Pair:
+    """A plain runner and one on a fake device, over one model."""
+
+    def __init__(
+        self,
+        path: Path,
+        seed: int,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 60,
+        num_host_blocks: int = 0,
+        max_num_seqs: int = 6,
+        max_num_batched_tokens: int = 48,
+        max_graph_batch_size: int = 0,
+        device: FakeDevice | None = None,
+    ) -> None:
+        config = ModelConfig.load(path)
+        model = load_model(path, dtype=torch.float32, device=CPU)
+        self.limits = TableLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=256,
+            block_size=block_size,
+            num_device_blocks=num_blocks,
+            vocab_size=VOCAB_SIZE,
+            sliding_window=config.sliding_window,
+        )
+        self.num_host_blocks = num_host_blocks
+        shape = CacheShape(config.num_layers, block_size, config.num_kv_heads, config.head_dim, torch.float32)
+        plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks)
+        self.plain = ModelRunner(model, plain_cache, TorchAttention(config.windows), self.limits, CPU, SingleRank())
+        self.device = device or FakeDevice(seed)
+        self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
+        for cache in (plain_cache, self.cache):
+            cache.storage[1:] = torch.nan  # what nobody has written
+        backend = DeviceAttention(config.windows)
+        self.runner = CudaRunner(model, self.cache, backend, SAMPLER, self.limits, self.device, max_graph_batch_size)
+        self.runner.capture_graphs()
+        self.num_planned: Counter[str] = Counter()
+
+    def launch(self, plan: StepPlan) -> tuple[LaunchedStep, StepResult]:
+        """Under way on the device, and what is expected of it."""
+        self.num_planned.update({name: len(getattr(plan, name)) for name in COUNTED})
+        return self.runner.launch(plan), self.plain.execute(plan)
+
+    def reset(self, epoch: int) -> None:
+        self.runner.reset(epoch)
+        self.plain.reset(epoch)
+
+
+COUNTED = (
+    "openings",
+    "swap_out_host_blocks",
+    "swap_in_host_blocks",
+    "copy_source_blocks",
+    "fork_source_slots",
+    "append_slots",
+    "set_block_slots",
+    "append_token_slots",
+)
+
+
+def assert_equal(result: StepResult, expected: StepResult) -> None:
+    """Tokens exactly; log-probabilities up to what two ways to compute them differ by."""
+    assert (result.epoch, result.step, result.statuses) == (expected.epoch, expected.step, expected.statuses)
+    assert result.token_ids == expected.token_ids
+    assert_near(result.logprobs, expected.logprobs)
+    assert result.candidates.token_ids == expected.candidates.token_ids
+    assert result.candidates.logprobs == pytest.approx(expected.candidates.logprobs, abs=1e-4)
+    assert len(result.prompt_logprobs) == len(expected.prompt_logprobs)
+    for chunk, other in zip(result.prompt_logprobs, expected.prompt_logprobs, strict=True):
+        assert (chunk.slot, chunk.first_position) == (other.slot, other.first_position)
+        assert_near(chunk.logprobs, other.logprobs)
+
+
+def assert_near(logprobs: Logprobs, expected: Logprobs) -> None:
+    assert logprobs.ranks == expected.ranks
+    assert logprobs.top_token_ids == expected.top_token_ids
+    assert logprobs.chosen == pytest.approx(expected.chosen, abs=1e-4)
+    assert logprobs.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-4)
+
+
+def as_core(result: StepResult) -> core_plan.StepResult:
+    """The same in the scheduler's words."""
+    fields = {name: getattr(result, name) for name in StepResult.__slots__}
+    fields["statuses"] = tuple(core_plan.RowStatus(status.value) for status in result.statuses)
+    return core_plan.StepResult(**fields | {"duration_us": 1000})
+
+
+class History:
+    """The scheduler's core with a pair of workers, until all requests have ended."""
+
+    def __init__(self, pair: Pair, depth: int, **limits: Any) -> None:
+        self.pair = pair
+        table = pair.limits
+        self.scheduler = Scheduler(
+            max_num_seqs=table.max_num_seqs,
+            max_num_batched_tokens=table.max_num_batched_tokens,
+            max_model_len=table.max_model_len,
+            pipeline_depth=depth,
+            **limits,
+        )
+        capacity = core_plan.WorkerCapacity(
+            worker_id="w",
+            model_digest=b"m",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=table.max_model_len,
+            block_size=table.block_size,
+            num_device_blocks=table.num_device_blocks,
+            block_bytes=1,
+            max_num_seqs=table.max_num_seqs,
+            max_num_batched_tokens=table.max_num_batched_tokens,
+            device="cuda",
+            dtype="float32",
+            attention_backend="reference",
+            num_host_blocks=pair.num_host_blocks,
+            swap_bandwidth=1e9 if pair.num_host_blocks else 0.0,
+            sliding_window=table.sliding_window,
+        )
+        self.scheduler.worker_joined(capacity, 1, 0.0)
+        self.under_way: deque[tuple[LaunchedStep, StepResult]] = deque()
+        self.num_tokens = 0
+
+    def run(self, arrivals: Sequence[tuple[float, Request]]) -> None:
+        """`arrivals`: in order, when each request comes; a step takes 0.01."""
+        now = 0.0
+        coming = deque(arrivals)
+        while coming or self.scheduler.has_requests or self.under_way:
+            now += 0.01
+            assert now < 100, "requests do not end"
+            while coming and coming[0][0] <= now:
+                with suppress(AdmissionError):  # it can never fit the cache
+                    self.scheduler.add(coming.popleft()[1], now)
+            while (plan := self.scheduler.schedule(now)) is not None:
+                self.under_way.append(self.pair.launch(plan))
+            self.scheduler.moved(self.pair.runner.last_moved_step(), now)
+            if self.under_way:
+                launched, expected = self.under_way.popleft()
+                result = launched.result()
+                assert_equal(result, expected)
+                self.num_tokens += len(result.token_ids)
+                self.scheduler.complete(as_core(result), now)
+            self.scheduler.check()
+
+
+def random_sampling(rng: random.Random, *, is_beam: bool) -> core_plan.SamplingParams:
+    """Any mix of what a request may ask for; half of them are plain."""
+    fields: dict[str, Any] = {"temperature": rng.choice([0.0, 0.7, 1.0, 1.3])}
+    if rng.random() < 0.5:
+        fields |= {"top_k": rng.choice([0, 5, 400]), "top_p": rng.choice([1.0, 0.9]), "min_p": rng.choice([0.0, 0.02])}
+    if rng.random() < 0.25:
+        penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+        fields |= dict(rng.sample(sorted(penalties.items()), rng.randint(1, 3)))
+    if rng.random() < 0.2:
+        num = rng.randint(1, 4)
+        fields["logit_bias_token_ids"] = tuple(rng.sample(range(VOCAB_SIZE), num))
+        fields["logit_bias_values"] = tuple(rng.choice([-5.0, 3.0, 40.0]) for _ in range(num))
+    if rng.random() < 0.3:
+        fields["stop_token_ids"] = tuple(rng.sample(range(VOCAB_SIZE + 5), 4))
+        fields["min_tokens"] = rng.choice([0, 4])
+    if rng.random() < 0.2 and not is_beam:
+        fields["num_logprobs"] = rng.choice([0, 1, 4])
+    if rng.random() < 0.2:
+        fields["num_prompt_logprobs"] = rng.choice([0, 2])
+    return core_plan.SamplingParams(**fields)
+
+
+def random_request(rng: random.Random, index: int) -> Request:
+    is_beam = rng.random() < 0.2
+    sampling = random_sampling(rng, is_beam=is_beam)
+    shared = random.Random(rng.choice([1, 2]))  # prompts begin alike, so that blocks are shared
+    prompt = [shared.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 9, 20]))]
+    prompt += [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 7, 30]))]
+    num_beams = rng.choice([2, 3])
+    if is_beam:
+        num_candidates = min(VOCAB_SIZE, (1 + len(sampling.stop_token_ids)) * num_beams)
+        sampling = replace(sampling, num_candidates=max(2, num_candidates))
+    return Request(
+        request_id=f"r{index}",
+        tenant="",
+        prompt_token_ids=tuple(prompt),
+        sampling=sampling,
+        max_tokens=rng.randint(1, 25),
+        seed=rng.getrandbits(64),
+        n=num_beams if is_beam else rng.choice([1, 1, 2, 3]),
+        beam=BeamParams(num_beams, 1.0, EarlyStopping.HEURISTIC) if is_beam else None,
+    )
+
+
+def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode | None = None, **options: Any) -> Pair:
+    """Random requests that arrive as others run, in a cache so small that some are preempted."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    pair = Pair(path, seed, **{"num_blocks": 40, **options})
+    history = History(pair, depth, preemption=preemption or rng.choice(list(PreemptionMode)))
+    arrivals = sorted((rng.choice([0.0, 0.2, 0.4]), index) for index in range(8))
+    history.run([(at, random_request(rng, index)) for at, index in arrivals])
+    assert history.num_tokens > len(arrivals)
+    return pair
+
+
+@pytest.mark.parametrize(("depth", "max_graph_batch_size"), [(1, 5), (2, 0), (2, 5)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_are_those_of_the_plain_runner(
+    checkpoints: dict[str, Path], family: str, depth: int, max_graph_batch_size: int
+) -> None:
+    options = {"num_host_blocks": 20, "max_graph_batch_size": max_graph_batch_size}
+    pair = run_history(checkpoints[family], 10 * depth + max_graph_batch_size, depth=depth, **options)
+    assert sum(graph.num_replays for graph in pair.device.graphs) > 5 or not max_graph_batch_size
+
+
+def test_histories_hold_all_that_a_plan_may(checkpoints: dict[str, Path]) -> None:
+    """Swaps above all: S3 and S4 at depth 2, and moves that begin after the compute of the plan before."""
+    num_planned: Counter[str] = Counter()
+    for seed in range(4):
+        options = {"num_blocks": 25, "num_host_blocks": 40, "max_graph_batch_size": 6}
+        pair = run_history(checkpoints["qwen3"], seed, depth=2, preemption=PreemptionMode.SWAP, **options)
+        num_planned += pair.num_planned
+    print(num_planned)
+    assert min(num_planned[name] for name in COUNTED) > 20
+
+
+@pytest.mark.parametrize("guard", Guard, ids=lambda guard: guard.name)
+def test_a_missing_guard_shows(checkpoints: dict[str, Path], guard: Guard) -> None:
+    """Each is needed: without it some order of the streams gives another result. With fewer plans under way than
+    uploads are kept, no upload is written over before it was read."""
+    for seed in range(30):
+        try:
+            options = {"num_blocks": 25, "num_host_blocks": 40, "device": FakeDevice(seed, dropped=guard)}
+            run_history(checkpoints["qwen2"], seed, depth=4, preemption=PreemptionMode.SWAP, **options)
+        except (AssertionError, IndexError, CoreProtocolError) as error:
+            print("seen with seed", seed, repr(error)[:200])
+            return
+    pytest.fail(f"nobody notices that not {guard.value}")
+
+
+# Steps by hand
+
+
+def opening(
+    slot: int, tokens: Sequence[int], blocks: Sequence[int], sampling: SamplingParams = GREEDY, **fields: Any
+) -> RowOpening:
+    return RowOpening(
+        slot, slot, tuple(tokens), len(tokens), 0, tuple(blocks), sampling, **{"seed": 3, "sample_index": 0} | fields
+    )
+
+
+def random_tokens(seed: int, num: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(num)]
+
+
+def assert_all_equal(pair: Pair, plans: Sequence[StepPlan]) -> list[StepResult]:
+    """All of them launched before any result is read, which no plan needs."""
+    under_way = [pair.launch(plan) for plan in plans]
+    results = []
+    for launched, expected in under_way:
+        results.append(launched.result())
+        assert launched.is_done()
+        assert_equal(results[-1], expected)
+    return results
+
+
+@pytest.mark.parametrize("max_graph_batch_size", [0, 6])
+def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path], max_graph_batch_size: int) -> None:
+    """Every plan is launched before any result is read."""
+    draw = SamplingParams(temperature=1.0, top_p=0.95)
+    rows = [
+        Row(random_tokens(i, length), 10, sampling, seed=i << 33, sample_index=i)
+        for i, (length, sampling) in enumerate([(3, GREEDY), (31, draw), (9, draw), (17, GREEDY), (1, draw)])
+    ]
+    pair = Pair(checkpoints["llama"], 1, max_graph_batch_size=max_graph_batch_size)
+    steps = plan_steps(rows, block_size=4, max_num_batched_tokens=20)
+    results = assert_all_equal(pair, [step.plan for step in steps])
+    assert sum(len(result.token_ids) for result in results) == 50
+
+
+def test_nan_logits_fail_their_row_only(checkpoints: dict[str, Path]) -> None:
+    """Of rows that choose a token, that tell more of it, and of a beam."""
+    samplings = (GREEDY, SamplingParams(num_logprobs=2), SamplingParams(num_candidates=3), GREEDY)
+    pair = Pair(checkpoints["qwen2"], 2, max_graph_batch_size=4)
+    openings = tuple(
+        opening(slot, random_tokens(slot, 6), (2 * slot + 1, 2 * slot + 2), sampling)
+        for slot, sampling in enumerate(samplings)
+    )
+    assert_all_equal(pair, [StepPlan(1, 1, openings=openings, work_slots=(0, 1, 2, 3), work_num_tokens=(6,) * 4)])
+    for poisoned in (1, 3, 5):
+        pair.plain._cache.storage[poisoned] = torch.nan
+        pair.device.compute.run(lambda block=poisoned: pair.cache.storage[block].fill_(torch.nan))
+    beam = {"append_token_slots": (2,), "append_token_ids": (1,), "work_slots": (2,), "work_num_tokens": (1,)}
+    results = assert_all_equal(pair, [StepPlan(1, 2, **beam), StepPlan(1, 3)])
+    bad, good = RowStatus.NAN_LOGITS, RowStatus.OK
+    assert [result.statuses for result in results] == [(bad, bad, bad, good), (bad, bad, good)]
+    assert (results[0].logprobs, results[0].candidates) == (Logprobs(), Candidates())
+
+
+def test_bad_plan_raises_before_anything_is_launched(checkpoints: dict[str, Path]) -> None:
+    pair = Pair(checkpoints["qwen2"], 3, num_blocks=3, num_host_blocks=2)
+    pair.device.synchronize()
+    before = pair.cache.storage.clone()
+    good = opening(0, [1, 2, 3], (1,))
+    for columns in (
+        {"openings": (replace(good, block_ids=(4,)),)},
+        {"openings": (good,), "copy_source_blocks": (1,), "copy_target_blocks": (4,)},
+        {"openings": (good,), "swap_in_host_blocks": (1,), "swap_in_device_blocks": (9,)},
+    ):
+        with pytest.raises(ProtocolError) as raised:
+            pair.runner.launch(StepPlan(1, 1, work_slots=(0,), work_num_tokens=(3,), **columns))
+        assert not pair.runner.is_fatal(raised.value)
+        pair.runner.reset(2)
+    pair.device.synchronize()
+    assert torch.equal(pair.cache.storage.view(torch.int32), before.view(torch.int32))
+
+
+def test_next_epoch_begins_with_empty_rows(checkpoints: dict[str, Path]) -> None:
+    """Whatever was under way, and whatever stood in the slots."""
+    pair = Pair(checkpoints["qwen3"], 4, max_graph_batch_size=4)
+    for epoch in (1, 2, 3):
+        pair.reset(epoch)
+        penalties = SamplingParams(temperature=1.0, frequency_penalty=0.5 * epoch, repetition_penalty=1.2)
+        rows = [Row(random_tokens(epoch + i, 5 + epoch), 6, (penalties, GREEDY)[i]) for i in range(2)]
+        steps = plan_steps(rows, block_size=4, max_num_batched_tokens=9, epoch=epoch)
+        assert_all_equal(pair, [step.plan for step in steps[:-2]])
+        for step in steps[-2:]:
+            pair.launch(step.plan)  # nobody asks for the result
+
+
+def test_plan_without_work_is_done_at_once(checkpoints: dict[str, Path]) -> None:
+    launched = Pair(checkpoints["qwen2"], 5).runner.launch(StepPlan(1, 1))
+    assert launched.is_done()
+    assert replace(launched.result(), duration_us=0) == StepResult(1, 1, last_moved_step=1)
+
+
+# Graphs
+
+
+@pytest.mark.parametrize(
+    ("max_graph_batch_size", "max_num_seqs", "sizes"),
+    [
+        (0, 256, ()),
+        (1, 256, (1,)),
+        (3, 256, (1, 2, 3)),
+        (256, 6, (1, 2, 4, 6)),
+        (33, 40, (1, 2, 4, 8, 16, 24, 32, 33)),
+        (256, 1000, (1, 2, 4, *range(8, 257, 8))),
+    ],
+)
+def test_graph_sizes(max_graph_batch_size: int, max_num_seqs: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(max_graph_batch_size, max_num_seqs) == sizes
+
+
+def test_graphs_are_captured_largest_first_and_the_next_larger_is_replayed(checkpoints: dict[str, Path]) -> None:
+    pair = Pair(checkpoints["qwen2"], 6, block_size=8, max_num_seqs=7, max_graph_batch_size=5)
+    graphs = pair.device.graphs  # of each size the forward pass, then sampling
+    assert len(graphs) == 2 * len((5, 4, 2, 1))
+    told = SamplingParams(num_logprobs=1)
+    prompts = [opening(slot, random_tokens(slot, 3), (slot + 1, slot + 11), GREEDY) for slot in range(6)]
+    prompts.append(opening(6, [7, 8, 9], (7, 17), told))
+    work = {"work_slots": tuple(range(7)), "work_num_tokens": (3,) * 7}
+    plans = [StepPlan(1, 1, openings=tuple(prompts), **work), StepPlan(1, 2)]
+    replays = [[0] * 8, [0] * 8]  # seven rows: there is no graph of that size
+    for step, (released, graph) in enumerate(
+        [((0, 1), 0), ((2,), 2), ((3,), 2), ((4,), 4), ((5,), 6)], start=len(plans) + 1
+    ):
+        plans.append(StepPlan(1, step, released))
+        replays.append(replays[-1].copy())
+        replays[-1][graph] += 1  # a row that tells more than its token samples by itself
+    plans += [StepPlan(1, 8, (6,), openings=(opening(0, [1, 2], (1, 11)),), work_slots=(0,), work_num_tokens=(2,))]
+    plans += [StepPlan(1, 9)]
+    replays += [replays[-1], [count + (place >= 6) for place, count in enumerate(replays[-1])]]
+    for plan, expected in zip(plans, replays, strict=True):
+        assert_all_equal(pair, [plan])
+        assert [graph.num_replays for graph in graphs] == expected
+
+
+def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
+    pair = Pair(checkpoints["qwen3"], 7, max_graph_batch_size=6)
+    start = opening(2, random_tokens(1, 7), (3, 4, 5))
+    assert_all_equal(pair, [StepPlan(1, 1, openings=(start,), work_slots=(2,), work_num_tokens=(7,))])
+    before, tokens = pair.cache.storage.clone(), pair.runner._device_table.token_ids[:-1].clone()
+    assert_all_equal(pair, [StepPlan(1, 2)])
+    assert pair.device.graphs[-1].num_replays == 1
+    pair.runner._graphs._rows[:2] = torch.tensor([6, 0])  # the scratch slot, alone in its batch
+    for graph in pair.device.graphs[-2:]:
+        graph.replay()
+    pair.device.synchronize()
+    changed = (pair.cache.storage.view(torch.int32) != before.view(torch.int32)).flatten(1).any(1)
+    assert changed.nonzero().flatten().tolist() == [4], "the row's own block"
+    assert (pair.runner._device_table.token_ids[:-1] != tokens).nonzero().tolist() == [[2, 8]]
+
+
+# Time
+
+
+def test_a_step_takes_what_lies_between_it_and_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _StepClock()
+    now_us = 0
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now_us * 1000)
+    now_us = 700
+    assert clock.duration_us(100_000) == 600
+    now_us = 1000
+    assert clock.duration_us(200_000) == 300, "launched while the one before was computed"
+    now_us = 2000
+    assert clock.duration_us(1_500_000) == 500, "launched when the device had nothing to do"

@@ -1,0 +1,194 @@
+"""What the device keeps of the rows, by slot: their tokens, block tables, sampling parameters and counts of tokens.
+
+The counterpart of `SequenceTable`, which checks a plan and knows every count. Only the device knows the tokens that it
+sampled: the next step reads them here, so a plan can be launched before the result of the one before is known. What a
+plan changes is sent as the values that the host's table has after it, and costs nothing where nothing changes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_service.device_sampler import CountTokens, SamplingColumns
+from worker_service.sequence_table import SequenceTable, TableLimits
+from worker_service.staging import Upload
+from worker_service.step import RowOpening, SamplingParams, StepPlan
+
+# Changes the table, given the step's packed upload. Carried out on the compute stream.
+Edit = Callable[[Tensor], None]
+
+# Lines of `DeviceTable.parameters`; the first ones are float32, bit by bit.
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTEGERS = ("top_k", "sample_indexes", "slots", "num_logprobs")
+
+
+class DeviceTable:
+    """Tensors by slot. Slot `max_num_seqs`, the scratch slot, is nobody's: rows of padding read and write it.
+
+    Attributes:
+        token_ids: [max_num_seqs + 1, max_model_len + 1] int32.
+        block_tables: [max_num_seqs + 1, max_num_blocks] int32; anything beyond a row's blocks.
+        token_counts: [max_num_seqs + 1, vocab_size] int32 as `kernels.sampling.sample` takes them, of rows that have
+            penalties. None before the first of them.
+    """
+
+    def __init__(self, limits: TableLimits, device: torch.device, count_tokens: CountTokens) -> None:
+        num_slots = limits.max_num_seqs + 1
+        self.scratch_slot = limits.max_num_seqs
+        self._limits = limits
+        self._count_tokens = count_tokens
+        self.token_ids = torch.zeros((num_slots, limits.max_model_len + 1), dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((num_slots, limits.max_num_blocks), dtype=torch.int32, device=device)
+        self.token_counts: Tensor | None = None
+        self._parameters = torch.zeros((len(_FLOATS) + len(_INTEGERS), num_slots), dtype=torch.int32, device=device)
+        self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
+        """What the rows in these slots ask for, [R] int32 each, but for their biases and stop tokens."""
+        lines = self._parameters.index_select(1, slots)
+        floats = dict(zip(_FLOATS, lines[: len(_FLOATS)].view(torch.float32), strict=True))
+        integers = dict(zip(_INTEGERS, lines[len(_FLOATS) :], strict=True))
+        return SamplingColumns(**floats, **integers, seeds=self._seeds.index_select(0, slots), num_tokens=num_tokens)
+
+    def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
+        """What a plan changes, in order. `table` is as the plan has left it; what the edits read goes to `upload`."""
+        edits: list[Edit] = []
+        changed = [*(opening.slot for opening in plan.openings), *plan.fork_target_slots]
+        if changed:
+            edits.append(self._set_parameters(np.unique(changed), table, upload))
+        if changed or plan.append_slots or plan.set_block_slots:
+            edits.append(self._set_blocks(plan, changed, table, upload))
+        if plan.openings:
+            edits += self._open(plan.openings, upload)
+        if plan.fork_target_slots:
+            edits.append(self._fork(plan, upload))
+        if plan.append_token_slots:
+            edits.append(self._append_tokens(plan, table, upload))
+        return edits
+
+    def _set_parameters(self, slots: NDArray, table: SequenceTable, upload: Upload) -> Edit:
+        vocab_size = self._limits.vocab_size
+        samplings = [table.sampling[slot] for slot in slots]
+        floats = upload.add_floats([_float_parameters(sampling) for sampling in samplings])
+        integers = upload.add(
+            [
+                [
+                    min(sampling.top_k, vocab_size),
+                    table.sample_indexes[slot],
+                    slot if has_penalties(sampling) else -1,
+                    num_reported(sampling, vocab_size),
+                ]
+                for slot, sampling in zip(slots, samplings, strict=True)
+            ]
+        )
+        seeds = table.seeds[slots]
+        seed_low, seed_high = upload.add(seeds & np.uint64(0xFFFFFFFF)), upload.add(seeds >> np.uint64(32))
+        place = upload.add(slots)
+
+        def edit(packed: Tensor) -> None:
+            indexes = packed[place]
+            lines = torch.cat([packed[floats].view(-1, len(_FLOATS)), packed[integers].view(-1, len(_INTEGERS))], 1)
+            self._parameters.index_copy_(1, indexes.long(), lines.t())
+            high = packed[seed_high].long() << 32
+            self._seeds.index_copy_(0, indexes.long(), high | (packed[seed_low].long() & 0xFFFFFFFF))
+
+        return edit
+
+    def _set_blocks(self, plan: StepPlan, changed: Sequence[int], table: SequenceTable, upload: Upload) -> Edit:
+        """All blocks of rows that changed, and what was appended and set in others. An entry may be named twice."""
+        whole = np.unique(np.array(changed, np.int64))
+        appended, num_appended = np.unique(np.array(plan.append_slots, np.int64), return_counts=True)
+        num_blocks = np.concatenate([table.num_blocks[whole], num_appended])
+        firsts = np.concatenate([np.zeros_like(whole), table.num_blocks[appended] - num_appended])
+        slots = np.concatenate([np.repeat([*whole, *appended], num_blocks), plan.set_block_slots]).astype(np.int64)
+        indexes = np.concatenate([_ranges(firsts, num_blocks), plan.set_block_indexes]).astype(np.int64)
+        where, values = upload.add(np.stack([slots, indexes])), upload.add(table.block_tables[slots, indexes])
+
+        def edit(packed: Tensor) -> None:
+            rows, columns = packed[where].long().view(2, -1)
+            self.block_tables[rows, columns] = packed[values]
+
+        return edit
+
+    def _open(self, openings: Sequence[RowOpening], upload: Upload) -> list[Edit]:
+        lengths = np.array([len(opening.token_ids) for opening in openings])
+        slots = np.repeat([opening.slot for opening in openings], lengths)
+        where = upload.add(np.stack([slots, _ranges(np.zeros_like(lengths), lengths)]))
+        values = upload.add(np.concatenate([np.array(opening.token_ids, np.int64) for opening in openings]))
+
+        def edit(packed: Tensor) -> None:
+            rows, columns = packed[where].long().view(2, -1)
+            self.token_ids[rows, columns] = packed[values]
+
+        penalized = [opening for opening in openings if has_penalties(opening.sampling)]
+        return [edit, self._count(penalized, upload)] if penalized else [edit]
+
+    def _count(self, openings: Sequence[RowOpening], upload: Upload) -> Edit:
+        lengths = [len(opening.token_ids) for opening in openings]
+        slots = upload.add([opening.slot for opening in openings])
+        token_ids = upload.add(np.concatenate([np.array(opening.token_ids, np.int64) for opening in openings]))
+        start_loc = upload.add(np.cumsum([0, *lengths]))
+        num_prompt_tokens = upload.add([opening.num_prompt_tokens for opening in openings])
+
+        def edit(packed: Tensor) -> None:
+            if self.token_counts is None:
+                shape = (len(self.token_ids), self._limits.vocab_size)
+                self.token_counts = torch.zeros(shape, dtype=torch.int32, device=self.token_ids.device)
+            columns = (packed[slots], packed[token_ids], packed[start_loc], packed[num_prompt_tokens])
+            self._count_tokens(self.token_counts, *columns)
+
+        return edit
+
+    def _fork(self, plan: StepPlan, upload: Upload) -> Edit:
+        """Every source is read before a target is written."""
+        sources, targets = upload.add(plan.fork_source_slots), upload.add(plan.fork_target_slots)
+
+        def edit(packed: Tensor) -> None:
+            rows, others = packed[sources].long(), packed[targets].long()
+            self.token_ids.index_copy_(0, others, self.token_ids.index_select(0, rows))
+            if self.token_counts is not None:
+                self.token_counts.index_copy_(0, others, self.token_counts.index_select(0, rows))
+
+        return edit
+
+    def _append_tokens(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> Edit:
+        slots = np.array(plan.append_token_slots, np.int64)
+        is_penalized = np.array([has_penalties(table.sampling[slot]) for slot in slots])
+        where = upload.add(np.stack([slots, table.num_tokens[slots] - 1]))
+        values = upload.add(plan.append_token_ids)
+        increments = upload.add(2 * is_penalized)
+
+        def edit(packed: Tensor) -> None:
+            rows, columns = packed[where].long().view(2, -1)
+            self.token_ids[rows, columns] = packed[values]
+            if self.token_counts is not None:
+                counted = (rows, packed[values].long())
+                self.token_counts[counted] = self.token_counts[counted] + packed[increments]
+
+        return edit
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def num_reported(sampling: SamplingParams, vocab_size: int) -> int:
+    """How many of its most likely tokens a row reports, candidates of a beam included; -1: it reports nothing."""
+    num = sampling.num_logprobs if sampling.num_candidates is None else sampling.num_candidates
+    return -1 if num is None else min(num, vocab_size)
+
+
+def _float_parameters(sampling: SamplingParams) -> tuple[float, ...]:
+    """As `_FLOATS` names them. What the row of a beam would draw is never looked at."""
+    temperature = sampling.temperature if sampling.num_candidates is None else 0.0
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    return (temperature, sampling.top_p, sampling.min_p, *penalties)
+
+
+def _ranges(firsts: NDArray, lengths: NDArray) -> NDArray:
+    """lengths[i] numbers from firsts[i] on, one range after the other."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(firsts - starts, lengths)

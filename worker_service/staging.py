@@ -1,0 +1,124 @@
+"""Pinned memory between the host and the streams: what a step takes along, and what comes back of it."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from worker_service.device import Device, Event
+
+_MIN_BUFFER_SIZE = 1 << 12  # in int32
+
+
+class Upload:
+    """Columns of one step, packed: integers and, bit by bit, float32."""
+
+    def __init__(self) -> None:
+        self._parts: list[NDArray[np.int32]] = []
+        self.size = 0  # in int32
+
+    def add(self, values: ArrayLike) -> slice:
+        """Integers, flattened; where they will lie. Of larger ones the lower 32 bits."""
+        return self._add(np.asarray(values).astype(np.int32, copy=False))
+
+    def add_floats(self, values: ArrayLike) -> slice:
+        return self._add(np.asarray(values, np.float32).view(np.int32))
+
+    def write(self, target: NDArray[np.int32]) -> None:
+        """`target`: [size]."""
+        np.concatenate(self._parts, out=target)
+
+    def _add(self, values: NDArray[np.int32]) -> slice:
+        start = self.size
+        self._parts.append(values.ravel())
+        self.size += values.size
+        return slice(start, self.size)
+
+
+class OnDevice:
+    """A tensor that an operation leaves to those behind it: it is there once they are carried out."""
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+
+    def put(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        assert self._tensor is not None, "read before the operation that makes it"
+        return self._tensor
+
+
+@dataclass(slots=True)
+class PinnedBuffer:
+    """Host memory as the device and as the host see it: [size] int32."""
+
+    tensor: Tensor
+    array: NDArray[np.int32]
+
+    @staticmethod
+    def allocate(device: Device, size: int) -> "PinnedBuffer":
+        """At least `size`."""
+        tensor = device.pinned((max(_MIN_BUFFER_SIZE, 1 << (size - 1).bit_length()),), torch.int32)
+        return PinnedBuffer(tensor, tensor.numpy())
+
+
+class UploadRing:
+    """Sends a step's upload to the device while that of the step before may still be on its way.
+
+    A buffer is written again only when the device has read it.
+    """
+
+    def __init__(self, device: Device, num_buffers: int = 2) -> None:
+        self._device = device
+        self._ring: deque[tuple[PinnedBuffer, Event | None]] = deque(
+            (PinnedBuffer.allocate(device, 1), None) for _ in range(num_buffers)
+        )
+
+    def send(self, upload: Upload) -> OnDevice:
+        """Copy it on the compute stream to a tensor [size] int32 of its own."""
+        buffer, read = self._ring.popleft()
+        if read is not None:
+            read.wait()
+        if len(buffer.array) < upload.size:
+            buffer = PinnedBuffer.allocate(self._device, upload.size)
+        upload.write(buffer.array[: upload.size])
+        packed = OnDevice()
+        source = buffer.tensor[: upload.size]
+        self._device.compute.run(lambda: packed.put(_copied_to(source, self._device.torch_device)))
+        self._ring.append((buffer, self._device.compute.record()))
+        return packed
+
+
+class ResultBuffers:
+    """Buffers for what comes back, each somebody's until it is given back. The deque lets two threads do that."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: deque[PinnedBuffer] = deque()
+
+    def take(self, size: int) -> PinnedBuffer:
+        try:
+            buffer = self._free.popleft()
+        except IndexError:
+            return PinnedBuffer.allocate(self._device, size)
+        return buffer if len(buffer.array) >= size else PinnedBuffer.allocate(self._device, size)
+
+    def give_back(self, buffer: PinnedBuffer) -> None:
+        """It has been read, and no operation writes it any more."""
+        self._free.append(buffer)
+
+
+def _copied_to(source: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source, non_blocking=True)
+
+
+def flatten_to_int32(tensors: Sequence[Tensor]) -> Tensor:
+    """One dense tensor of integers below 2**31, booleans and, bit by bit, float32."""
+    flat = [tensor.flatten() for tensor in tensors]
+    return torch.cat([part.view(torch.int32) if part.dtype == torch.float32 else part.int() for part in flat])
