@@ -84,7 +84,9 @@ class Pair:
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # what nobody has written
         backend = DeviceAttention(config.windows)
-        self.runner = CudaRunner(model, self.cache, backend, SAMPLER, self.limits, self.device, max_graph_batch_size)
+        self.runner = CudaRunner(
+            model, self.cache, backend, SAMPLER, self.limits, self.device, SingleRank(), max_graph_batch_size
+        )
         self.runner.capture_graphs()
         self.num_planned: Counter[str] = Counter()
 
