@@ -163,8 +163,12 @@ def _constants(kernel: str, query: Tensor, key_cache: Tensor, scoring: Scoring) 
 
 # Device code. Scores are in units of log 2, so that weights are powers of two.
 
+# How long rows are, and where in a step's tensors they lie, is no reason to compile again.
+_COUNTS = ["window", "table_stride_row", "max_selected"]
+_ROWS = ["block_tables", "seq_lens"]
 
-@triton.jit(do_not_specialize=["window", "table_stride_row", "max_selected"])
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_ROWS)
 def _paged_attention_v1_kernel(
     output, query, key_cache, value_cache, block_tables, seq_lens, alibi_slopes, selected_blocks, num_selected,
     score_factor, cap, value_scale, window, output_stride_row, output_stride_head, query_stride_row, query_stride_head,
@@ -187,7 +191,7 @@ def _paged_attention_v1_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window", "table_stride_row", "max_selected"])
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_ROWS)
 def _paged_attention_v2_kernel(
     split_rows, split_starts, split_sums, split_highest, split_totals,
     output, query, key_cache, value_cache, block_tables, seq_lens, alibi_slopes, selected_blocks, num_selected,

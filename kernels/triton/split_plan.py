@@ -146,7 +146,10 @@ class SplitPlan:
             raise ValueError(f"queries are {list(query.shape)} and the plan is for {expected}; allocate one for them")
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_splits", "num_shares", "max_positions"])
+@triton.jit(
+    do_not_specialize=["num_rows", "max_splits", "num_shares", "max_positions"],
+    do_not_specialize_on_alignment=["seq_lens"],
+)
 def _plan_kernel(
     seq_lens, split_starts, split_rows, num_rows, max_splits, num_shares, max_positions,
     MIN_CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr, TILE: tl.constexpr,

@@ -24,7 +24,7 @@ from worker_service.models.operations import TorchOperations  # noqa: E402
 from worker_service.sequence_table import TableLimits  # noqa: E402
 from worker_service.triton_operations import TritonOperations  # noqa: E402
 
-BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 6
+BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 4
 HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {"gpt2": {"n_embd": 64, "n_head": 2}}
 
@@ -63,7 +63,7 @@ def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
     runner = make_runner(path, backend)
     rng = random.Random(11)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 5, 33, 16)]
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 33, 16)]
     outputs = [[] for _ in prompts]
     rows = [Row(prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
     runner.reset(epoch=1)
