@@ -47,6 +47,7 @@ CUSTOM_KINDS = {
     "Certificate",
     "Issuer",
 }
+GROUP_INDEX = "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"
 DNS_PORTS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
 
 components = pytest.mark.parametrize("component", ["scheduler", "worker"])
@@ -148,7 +149,8 @@ def test_ports_probes_and_services_agree(overlay: Path) -> None:
             if component in READINESS_SERVICES:
                 assert container[probe]["grpc"]["port"] == ports.get("health", ports["grpc"])
         if ("Service", f"pagewire-{component}") not in [(o["kind"], o["metadata"]["name"]) for o in objects]:
-            assert (overlay.name, component) in [("pairs", "worker"), ("keda", "worker")]
+            assert component == "worker"
+            assert overlay.name in ("pairs", "keda", "tensor-parallel")
             continue
         service = find(objects, "Service", component)["spec"]
         assert all(port["targetPort"] in ports for port in service["ports"])
@@ -232,13 +234,20 @@ def test_every_pod_has_a_policy_and_a_disruption_budget(overlay: Path) -> None:
 
 
 @overlays
-def test_only_the_scheduler_reaches_the_worker(overlay: Path) -> None:
+def test_only_the_scheduler_and_other_ranks_reach_the_worker(overlay: Path) -> None:
     objects = rendered(overlay)
     worker = policy_of(objects, "worker")
-    (rule,) = worker["ingress"]
+    rule, *from_ranks = worker["ingress"]
     assert peers(rule, "from") == ["scheduler"]
     assert [port["port"] for port in rule["ports"]] == [int(flags_of(pod_of("worker"))["port"])]
-    assert worker["egress"] == []
+    if overlay.name == "tensor-parallel":
+        (from_rank,), (to_rank, dns) = from_ranks, worker["egress"]
+        assert peers(from_rank, "from") == peers(to_rank, "to") == ["worker"]
+        # gloo and NCCL choose ports as they like, but none that needs a capability.
+        assert from_rank["ports"] == to_rank["ports"] == [{"port": 1024, "endPort": 65535, "protocol": "TCP"}]
+        assert dns == policy_of(objects, "scheduler")["egress"][1]
+    else:
+        assert (from_ranks, worker["egress"]) == ([], [])
     to_worker, dns = policy_of(objects, "scheduler")["egress"]
     assert peers(to_worker, "to") == ["worker"]
     assert to_worker["ports"] == rule["ports"]
@@ -359,6 +368,37 @@ def test_each_pair_is_a_group_whose_scheduler_dials_its_own_worker() -> None:
     # The controller names a worker after its leader, under a headless service named as the set.
     address = f"$(POD_NAME)-1.{pairs['metadata']['name']}:{flags_of(pods['worker'])['port']}"
     assert flags_of(pods["scheduler"])["worker"] == address
+
+
+def test_each_group_has_a_scheduler_that_dials_the_ranks_of_its_own_worker() -> None:
+    group = find(rendered(DEPLOY / "overlays" / "tensor-parallel"), "LeaderWorkerSet", "")
+    pods = {component: template["spec"] for component, template in pod_templates([group])}
+    flags = flags_of(pods["worker"])
+    num_ranks = int(flags["tensor-parallel-size"])
+    assert group["spec"]["leaderWorkerTemplate"]["size"] == 1 + num_ranks
+    name, port = group["metadata"]["name"], flags["port"]
+    addresses = [f"$(POD_NAME)-{1 + rank}.{name}:{port}" for rank in range(num_ranks)]
+    assert flags_of(pods["scheduler"])["worker"] == ",".join(addresses)
+    # Of the group of this index: where rank 0 listens.
+    store_port = ports_of(pods["worker"])["store"]
+    assert flags["tensor-parallel-address"] == f"{name}-$(GROUP_INDEX)-1.{name}:{store_port}"
+    (container,) = pods["worker"]["containers"]
+    assert {"name": "GROUP_INDEX", "valueFrom": {"fieldRef": {"fieldPath": GROUP_INDEX}}} in container["env"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_the_shell_tells_a_rank_its_number_and_gives_way(tmp_path: Path) -> None:
+    """With a program in Pagewire's place that prints its process and its arguments."""
+    (tmp_path / "pagewire").write_text('#!/bin/sh\necho $$ "$@"\n')
+    (tmp_path / "pagewire").chmod(0o755)
+    group = find(rendered(DEPLOY / "overlays" / "tensor-parallel"), "LeaderWorkerSet", "")
+    (container,) = dict(pod_templates([group]))["worker"]["spec"]["containers"]
+    command = [part.replace("$$", "$") for part in container["command"]]  # as Kubernetes does
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LWS_WORKER_INDEX": "2"}
+    process = subprocess.Popen([*command, "--a=1", "--b=c d"], env=environ, stdout=subprocess.PIPE, text=True)
+    printed, _ = process.communicate()
+    assert printed.strip() == f"{process.pid} worker --tensor-parallel-rank=1 --a=1 --b=c d"
+    assert "tensor_parallel_rank" in settings_of("worker")
 
 
 def test_scaling_is_of_pairs() -> None:
