@@ -62,6 +62,8 @@ class WorkerConfig:
         None, "HOST:PORT where rank 0 lets the ranks find each other; the same for all of them"
     )
     num_threads: int | None = _option(None, "CPU threads that compute; by default one per core")
+    profile: int = _option(0, "steps to trace with torch's profiler, once, after the first 20; 0 is off")
+    profile_dir: str = _option(".", "directory for the trace of --profile, a file named by the time")
     tls_cert: str | None = _option(None, "file with the server's certificate chain, PEM; turns TLS on")
     tls_key: str | None = _option(None, "file with the server's private key, PEM")
     tls_client_ca: str | None = _option(None, "file with the CA that clients' certificates must come from, PEM")
@@ -97,6 +99,7 @@ class WorkerConfig:
             _check_range("--max-model-len", self.max_model_len, 1, 1 << 24)
         if self.num_threads is not None:
             _check_range("--num-threads", self.num_threads, 1, 1024)
+        _check_range("--profile", self.profile, 0, 100_000)
         _check_range("--num-host-blocks", self.num_host_blocks, 0, (1 << 31) - 2)
         if self.swap_space is not None:
             parse_memory("--swap-space", self.swap_space)

@@ -22,7 +22,6 @@ from worker_service.attention import AttentionBackend
 from worker_service.cache_engine import CacheEngine
 from worker_service.decode_graphs import DecodeBuffers, DecodeGraphs, graph_sizes
 from worker_service.device import Device, Event
-from worker_service.device_error import free_memory, is_fatal, is_out_of_memory
 from worker_service.device_sampler import Sampler
 from worker_service.device_table import DeviceTable, Edit
 from worker_service.engine import FinishedStep, LaunchedStep
@@ -34,7 +33,6 @@ from worker_service.session import ProtocolError
 from worker_service.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing, flatten_to_int32
 from worker_service.step import StepParts, StepPlan, StepResult
 from worker_service.step_inputs import DeviceBatch, StepInputs
-from worker_service.step_parts import StepPart, join_results, run_in_parts, take_rows
 from worker_service.step_sampling import PackedSampling, Reading, SamplingRequests, StepSampling
 
 
@@ -89,17 +87,16 @@ class CudaRunner:
         self._requests.update(plan, self.table)
         self._cache.move(plan)
         self._cache.copy(plan)
-        step = self._new_step(plan, rows)
+        step = _Step(plan, rows, self._requests.of_step(self.table, rows))
         edits = self._device_table.plan_edits(plan, self.table, step.upload)
-        is_whole = not self.table.has_failed[rows.slots].any()
-        put_work = self._plan_work(step) if is_whole else None
-        self._send(step)
+        put_work = self._plan_work(step)
+        if step.upload.size:
+            step.packed = self._uploads.send(step.upload)
         for edit in edits:
             self._device.compute.run(partial(_apply, edit, step.packed))
-        if put_work is not None and self._fits(put_work):
-            self.table.advance(rows, None)
-            return self._follow(step, launched_ns)
-        return FinishedStep(self._compute_in_parts(plan, rows))
+        put_work()
+        self.table.advance(rows, None)
+        return self._follow(step, launched_ns)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan and wait for it."""
@@ -123,59 +120,7 @@ class CudaRunner:
             self._device.synchronize()
         except Exception:
             return True
-        return is_fatal(error)
-
-    def _new_step(self, plan: StepPlan, rows: WorkingRows) -> "_Step":
-        return _Step(plan, rows, self._requests.of_step(self.table, rows))
-
-    def _send(self, step: "_Step") -> None:
-        if step.upload.size:
-            step.packed = self._uploads.send(step.upload)
-
-    def _fits(self, put_work: Callable[[], None]) -> bool:
-        """Put work on the compute stream. False if there was not the memory to launch all of it."""
-        try:
-            put_work()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        return True
-
-    def _compute_in_parts(self, plan: StepPlan, rows: WorkingRows) -> StepResult:
-        """A step that does not fit into memory, or has rows that did not: see `step_parts.py`. Waits for the device."""
-        has_failed = self.table.has_failed[rows.slots]
-        if has_failed.any():
-            self._give_up(take_rows(rows, has_failed))
-        launched = run_in_parts(
-            take_rows(rows, ~has_failed),
-            partial(self._launch_part, plan),
-            is_out_of_memory=is_out_of_memory,
-            free_memory=partial(free_memory, self._device.torch_device),
-            give_up=self._give_up,
-        )
-        parts = [StepPart(part.rows, part.result.result()) for part in launched]
-        return replace(
-            join_results(plan, self.table, rows, parts),
-            duration_us=sum(part.result.duration_us for part in parts),
-            last_moved_step=self._cache.last_moved_step(),
-        )
-
-    def _launch_part(self, plan: StepPlan, rows: WorkingRows) -> LaunchedStep:
-        """Changes nothing if it raises for want of memory."""
-        step, launched_ns = self._new_step(plan, rows), time.perf_counter_ns()
-        put_work = self._plan_work(step)
-        self._send(step)
-        put_work()
-        self.table.advance(rows, None)
-        return self._follow(step, launched_ns)
-
-    def _give_up(self, rows: WorkingRows) -> None:
-        """These rows are not computed, in this step and in any later one; what they should have written is spoilt."""
-        for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
-            self._cache.spoil(self.table.block_tables[slot], int(start), int(end))
-        self.table.has_failed[rows.slots] = True
-        self.table.advance(rows, None)
+        return isinstance(error, torch.AcceleratorError)
 
     def _plan_work(self, step: "_Step") -> Callable[[], None]:
         """Packs what the step's work reads. Returns what puts it on the compute stream once that is on its way."""

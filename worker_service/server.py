@@ -13,7 +13,9 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -25,6 +27,7 @@ from worker_service.rpc.credentials import server_credentials
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
 
 if TYPE_CHECKING:
+    from worker_service.profile import ProfiledRunner
     from worker_service.tracing import StepTracing
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class _Server:
         self._stop = asyncio.Event()
         self._tracing = _tracing(config)
         self._engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
+        self._profile: ProfiledRunner | None = None
 
     @property
     def is_computing(self) -> bool:
@@ -127,9 +131,16 @@ class _Server:
         from worker_service.loader import load_worker
 
         try:
-            return load_worker(self._config, worker_id=uuid.uuid4().hex, report=self._progress())
+            loaded = load_worker(self._config, worker_id=uuid.uuid4().hex, report=self._progress())
         except CheckpointError as error:
             raise ValueError(f"--model {self._config.model}: {error}") from error
+        return self._profiled(loaded) if self._config.profile else loaded
+
+    def _profiled(self, loaded: LoadedWorker) -> LoadedWorker:
+        from worker_service.profile import ProfiledRunner
+
+        self._profile = ProfiledRunner(loaded.runner, self._config.profile, Path(self._config.profile_dir))
+        return replace(loaded, runner=self._profile)
 
     def _progress(self) -> Callable[[int, int], None]:
         """A callback that logs a line for every 10 % of the checkpoint that has loaded, and tells the engine."""
@@ -166,6 +177,8 @@ class _Server:
         loop = asyncio.get_running_loop()
         if not await loop.run_in_executor(None, self._engine.stop, _LAST_STEP_TIMEOUT_S):
             exit_process(f"the running step has not finished in {_LAST_STEP_TIMEOUT_S:.0f} s")
+        if self._profile is not None and self._profile.num_steps_left:
+            logger.warning("--profile: no trace was written, %d steps too few have run", self._profile.num_steps_left)
 
     def _install_signal_handlers(self) -> None:
         loop = asyncio.get_running_loop()

@@ -25,6 +25,7 @@ from worker_service.config import WorkerConfig, parse_memory
         ({"swap_space": "1GiB", "num_host_blocks": 5}, "--swap-space is 1GiB and --num-host-blocks is 5"),
         ({"max_model_len": 0}, "--max-model-len"),
         ({"num_threads": 0}, "--num-threads"),
+        ({"profile": -1}, "--profile"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size is 0"),
         ({"tensor_parallel_rank": 1}, "--tensor-parallel-rank is 1; it must be 0 to 0"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2, but --tensor-parallel-address is missing"),

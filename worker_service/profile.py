@@ -1,0 +1,90 @@
+"""A trace of some steps by torch's profiler, for `--profile`: Chrome's JSON, to be opened in Perfetto."""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from worker_service.engine import LaunchedStep, Runner
+from worker_service.step import StepPlan
+
+logger = logging.getLogger(__name__)
+
+# What launches a step is marked with this and the step's number.
+STEP_PREFIX = "launch step "
+NUM_STEPS_BEFORE = 20  # kernels are compiled and memory is allocated in the first ones
+_NUM_TRACED_UNKEPT = 3  # of these: what the profiler itself does at first would be in the trace
+
+
+class ProfiledRunner:
+    """A runner, and once a trace of some steps. To be used on the thread that launches steps."""
+
+    def __init__(self, runner: Runner, num_steps: int, directory: Path) -> None:
+        """`directory` is made where there is none. Raises ValueError if it cannot be."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--profile-dir is {str(directory)!r}, which cannot be made: {error}") from error
+        self._runner = runner
+        self._directory = directory
+        self._num_steps = num_steps
+        self._num_steps_left = NUM_STEPS_BEFORE + num_steps
+        self._profile: profile | None = None
+
+    @property
+    def num_steps_left(self) -> int:
+        """That are still to be launched before the trace is written."""
+        return self._num_steps_left
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """See `Runner.launch`."""
+        if not self._num_steps_left:
+            return self._runner.launch(plan)
+        if self._profile is None:
+            self._profile = self._start()
+        with record_function(f"{STEP_PREFIX}{plan.step}"):
+            launched = self._runner.launch(plan)
+        self._num_steps_left -= 1
+        if not self._num_steps_left and torch.cuda.is_available():
+            torch.cuda.synchronize()  # what is still to run is to be in the trace
+        self._profile.step()
+        if not self._num_steps_left:
+            self._profile.stop()
+            self._profile = None
+        return launched
+
+    def _start(self) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        wait = NUM_STEPS_BEFORE - _NUM_TRACED_UNKEPT
+        phases = schedule(wait=wait, warmup=_NUM_TRACED_UNKEPT, active=self._num_steps, repeat=1)
+        profiler = profile(activities=activities, schedule=phases, on_trace_ready=self._write)
+        profiler.start()
+        return profiler
+
+    def _write(self, profiler: profile) -> None:
+        name = f"pagewire-worker-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.trace.json"
+        path = self._directory / name
+        profiler.export_chrome_trace(str(path))
+        logger.info("--profile: wrote a trace of %d steps to %s", self._num_steps, path.resolve())
+
+    def reset(self, epoch: int) -> None:
+        """See `Runner.reset`."""
+        self._runner.reset(epoch)
+
+    def last_moved_step(self) -> int:
+        """See `Runner.last_moved_step`."""
+        return self._runner.last_moved_step()
+
+    @property
+    def is_moving(self) -> bool:
+        """See `Runner.is_moving`."""
+        return self._runner.is_moving
+
+    def is_fatal(self, error: Exception) -> bool:
+        """See `Runner.is_fatal`."""
+        return self._runner.is_fatal(error)
