@@ -51,14 +51,31 @@ RANDOM_BF16_MARGIN = 0.5
 # transformers falls short of itself with keys and values rounded so. A token at random would be worse than the largest.
 FP8_MARGIN, FP8_MEAN = 6.0, 0.15
 NUM_BF16_TOKENS = 60
-# As models that are published have them.
-REAL_HEADS = {
-    "qwen3, 4 heads of 128, ratio 2": ParityCase("qwen3", {"hidden_size": 128, "head_dim": 128}),
-    "llama, 8 heads of 64, ratio 4, blocks of 64": ParityCase(
-        "llama", {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}, 64
+# Heads that the Triton kernels compute; those of the random checkpoints are smaller.
+WIDE_HEADS: dict[str, dict[str, Any]] = {
+    **{family: {"head_dim": 32} for family in FAMILIES},
+    "gpt2": {"n_embd": 128},
+}
+# Every family at their block sizes, with heads as published models have them.
+KERNEL_CASES = {
+    "llama, 8 heads of 64, ratio 4, blocks of 16": ParityCase(
+        "llama", {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    ),
+    "mistral, heads of 32, window of 50, chunks of 64, blocks of 32": ParityCase(
+        "mistral", {"head_dim": 32, "sliding_window": 50}, 32, {"max_num_batched_tokens": 64}
+    ),
+    "mistral, heads of 64, window of 200, small pool, blocks of 16": ParityCase(
+        "mistral", {"head_dim": 64, "sliding_window": 200}, 16, {"num_device_blocks": 60}
     ),
     "qwen2, 4 heads of 128, ratio 4, blocks of 256": ParityCase(
         "qwen2", {"hidden_size": 128, "num_key_value_heads": 1, "head_dim": 128}, 256
+    ),
+    "qwen3, 4 heads of 128, ratio 2, blocks of 64": ParityCase("qwen3", {"hidden_size": 128, "head_dim": 128}, 64),
+    "qwen3, heads of 32, small pool, chunks of 100, blocks of 16": ParityCase(
+        "qwen3", {"head_dim": 32}, 16, {"num_device_blocks": 70, "max_num_batched_tokens": 100}
+    ),
+    "gpt2, heads of 32, chunks of 48, blocks of 128": ParityCase(
+        "gpt2", {"n_embd": 128}, 128, {"max_num_batched_tokens": 48}
     ),
 }
 
@@ -77,9 +94,15 @@ class Setting:
     def running(
         self, model: Path, *, worker: Sequence[object] = (), scheduler: Sequence[object] = ()
     ) -> AbstractContextManager[System]:
-        """Later flags win. The pool is given, so that others can run beside it on the device."""
-        worker = ["--device", self.device, "--num-device-blocks", 4096, *worker]
+        """Later flags win. The pool is given, so that others can run beside it on the device, and so is the backend,
+        so that none takes its place."""
+        attention = ["--attention-backend", "triton"] if self.is_cuda else []
+        worker = ["--device", self.device, "--num-device-blocks", 4096, *attention, *worker]
         return services.running(model, worker=worker, scheduler=["--worker-timeout", 120, *scheduler])
+
+    def checkpoint(self, name: str, family: str, *, seed: int, **options: Any) -> Path:
+        """A random one that every backend can compute."""
+        return make_checkpoint(self.directory / name, family, seed=seed, **{**WIDE_HEADS[family], **options})
 
     def require_cuda(self) -> None:
         if not self.is_cuda:
@@ -90,16 +113,23 @@ class Setting:
 
 
 def parity(setting: Setting) -> Iterator[Case]:
-    """Greedy tokens and log-probabilities in float32, of every family."""
-    for seed, (name, case) in enumerate({**CASES, **REAL_HEADS}.items()):
-        yield Case(f"parity: {name}", partial(check_parity, setting, case, seed))
+    """Greedy tokens and log-probabilities in float32, of every family, with the kernels' own heads and blocks."""
+    for seed, (name, case) in enumerate(KERNEL_CASES.items(), start=len(CASES)):
+        yield Case(f"parity: {name}", partial(check_parity, setting, case, seed, []))
 
 
-def check_parity(setting: Setting, case: ParityCase, seed: int) -> dict[str, Any]:
+def small_parity(setting: Setting) -> Iterator[Case]:
+    """The same with heads and blocks of any size, by whatever backend computes them."""
+    any_backend = ["--attention-backend", "auto"]
+    for seed, (name, case) in enumerate(CASES.items()):
+        yield Case(f"parity: {name}", partial(check_parity, setting, case, seed, any_backend))
+
+
+def check_parity(setting: Setting, case: ParityCase, seed: int, flags: Sequence[object]) -> dict[str, Any]:
     path = make_checkpoint(setting.directory / f"parity-{seed}", case.family, seed=seed, **case.overrides)
     model, prompts = oracle.load(path), prompts_of(seed)
     expected = [oracle.greedy(model, prompt, case.num_output_tokens) for prompt in prompts]
-    with setting.running(path, worker=case.worker_flags) as system:
+    with setting.running(path, worker=[*flags, *case.worker_flags]) as system:
         served = asyncio.run(serve_twice(system.url, prompts, case.num_output_tokens))
     assert_the_cache_was_used(case, served)
     requests = [(prompt, SamplingParams(temperature=0)) for prompt in prompts]
@@ -165,8 +195,7 @@ def check_storyteller(setting: Setting, flags: Sequence[object], margin: float) 
 
 
 def check_random(setting: Setting, family: str, flags: Sequence[object], margin: float) -> dict[str, Any]:
-    path = setting.directory / f"bfloat16-{family}"
-    make_checkpoint(path, family, seed=21, dtype="bfloat16")
+    path = setting.checkpoint(f"bfloat16-{family}", family, seed=21, dtype="bfloat16")
     return check_margin(setting, path, prompts_of(22), flags, margin)
 
 
@@ -204,7 +233,7 @@ class Way:
 
 def check_ways(setting: Setting, name: str, family: str, one: Way, other: Way, **overrides: Any) -> dict[str, Any]:
     """Greedy and seeded streams in float32, the same in both."""
-    path = make_checkpoint(setting.directory / name, family, seed=31, **overrides)
+    path = setting.checkpoint(name, family, seed=31, **overrides)
     requests = requests_of(32, VOCAB_SIZE, num_requests=40)
     first, second = (asyncio.run(serve(setting, path, way, requests)) for way in (one, other))
     return assert_same(oracle.load(path), requests, second, first)
@@ -286,7 +315,7 @@ def sampling(setting: Setting) -> Iterator[Case]:
 
 
 def check_sampling(setting: Setting) -> dict[str, Any]:
-    path = make_checkpoint(setting.directory / "sampling", "qwen3", seed=5)
+    path = setting.checkpoint("sampling", "qwen3", seed=5)
 
     async def sample(url: str, *ways: Callable[[Client], Any]) -> tuple[list[Any], Loads]:
         async with Client(url) as client:
@@ -309,7 +338,7 @@ def kills(setting: Setting) -> Iterator[Case]:
 
 
 def check_kills(setting: Setting) -> dict[str, Any]:
-    path = make_checkpoint(setting.directory / "kills", "qwen3", seed=3)
+    path = setting.checkpoint("kills", "qwen3", seed=3)
     # A GPU is quick: streams are longer there, so that they outlast the kills.
     requests = requests_of(1, VOCAB_SIZE, max_tokens=(600, 900) if setting.is_cuda else (60, 120))
     worker = ["--dtype", "float32", "--num-device-blocks", 8192]
@@ -334,5 +363,5 @@ def device_tests(setting: Setting) -> Iterator[Case]:
 
 PARTS: dict[str, Callable[[Setting], Iterator[Case]]] = {
     part.__name__: part
-    for part in (parity, bfloat16, graphs, depth, swap, backends, fp8, sampling, kills, device_tests)
+    for part in (parity, small_parity, bfloat16, graphs, depth, swap, backends, fp8, sampling, kills, device_tests)
 }
