@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-gateway bench-frontend bench-overload gpu-check gpu-check-kernels gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-gateway bench-frontend bench-overload gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -93,6 +93,9 @@ gpu-check:  ## on a GPU: both services against transformers and themselves, in P
 
 gpu-check-kernels:  ## on a GPU: every Triton kernel against the reference
 	$(PYTHON) -m bench.gpu_kernels check
+
+gpu-bench:  ## on a GPU: steps, throughput, idle time and swaps beside their goals, in PARTS="decode_small idle ..." (all)
+	$(PYTHON) -m bench.gpu_bench $(if $(PARTS),--parts $(PARTS))
 
 gpu-bench-kernels:  ## on a GPU: how fast they are, beside the card's copy and torch's flash attention
 	$(PYTHON) -m bench.gpu_kernels bench

@@ -1,5 +1,9 @@
-"""Random checkpoints of known shapes, written by transformers for benchmarks. Kept in the user's cache."""
+"""Random checkpoints of known shapes, written by transformers for benchmarks. Kept in the user's cache.
 
+Where a worker makes the weights (`--load-format dummy`), a configuration is a checkpoint.
+"""
+
+import json
 import os
 from pathlib import Path
 
@@ -31,6 +35,41 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
+# Measured on GPUs alone, but for the tiny one, which rehearses that.
+GPU_SHAPES = {
+    "tiny": {
+        **SHAPES["54M"],
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 500,
+    },
+    "Qwen3-0.6B": SHAPES["0.6B"],
+    "Qwen3-8B": {
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def configuration(shape: str, directory: Path) -> Path:
+    """A directory with the config.json of a Qwen3 model of one of GPU_SHAPES, in bf16 and without end tokens."""
+    path = directory / shape
+    path.mkdir(exist_ok=True)
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", **GPU_SHAPES[shape]}
+    further = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": None}
+    (path / "config.json").write_text(json.dumps({**config, **further}, indent=1))
+    return path
 
 
 def random_checkpoint(shape: str) -> Path:

@@ -8,7 +8,6 @@ as they come; parts that are not run keep their last ones. The kernels have a ch
 gpu-check-kernels. With --device cpu and an --output it is a rehearsal of the same code, without what only a GPU can do.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -20,17 +19,17 @@ from pathlib import Path
 import torch
 import transformers
 
-from bench.part import Report, describe, run_cases, run_part
-from bench.record import RESULTS
+from bench.part import Report, run_cases, run_part
+from bench.part_command import open_report, parser_of
 from bench.service_checks import PARTS, Setting
 
-SECONDS = 450.0
+MODULE = "bench.gpu_check"
 NUM_THREADS = 2  # of transformers in a part's process
 
 
 def run_checks(parts: Sequence[str], device: str, report: Report, seconds: float, num_jobs: int) -> int:
     def run(part: str) -> None:
-        command = [sys.executable, "-m", "bench.gpu_check", "--device", device, "--part", part, "--done"]
+        command = [sys.executable, "-m", MODULE, "--device", device, "--part", part, "--done"]
         run_part(part, command, report, time.monotonic() + seconds)
 
     with ThreadPoolExecutor(num_jobs) as pool:
@@ -53,30 +52,15 @@ def run_one(part: str, device: str, done: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="parts:\n" + "\n".join(f"  {name:10} {part.__doc__}" for name, part in PARTS.items()),
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="default: all")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a part may take (default: %(default)g)")
+    parser = parser_of(MODULE, __doc__, PARTS)
     num_jobs = max(1, min(4, (os.cpu_count() or 1) // 2))
     parser.add_argument("--jobs", type=int, default=num_jobs, help="parts at a time (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="defaults to bench/results/gpu_check.json")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--done", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part is not None:
         run_one(options.part, options.device, options.done)
         return 0
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device; run this on a machine that has one, with torch built for it")
-    if options.device != "cuda" and options.output is None:
-        parser.error(f"on {options.device} this is a rehearsal: name a file for its results with --output")
+    report = open_report(MODULE, parser, options)
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 is float32, in the services too
-    report = Report(options.output or RESULTS / "gpu_check.json", describe(torch.device(options.device)), options.parts)
     return run_checks(options.parts, options.device, report, options.seconds, options.jobs)
 
 

@@ -11,7 +11,7 @@ import transformers
 
 @torch.inference_mode()
 def generate(model, prompts: list[list[int]], output_lens: list[int]) -> None:
-    """Padded on the left to the longest prompt; every row runs for the longest output."""
+    """Padded on the left to the longest prompt; every row runs for the longest output. On a CPU."""
     longest = max(map(len, prompts))
     token_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -48,9 +48,18 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--mode", choices=["generate", "generate_batch"], required=True)
     parser.add_argument("--num-threads", type=int, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+    if arguments.load_format == "dummy":
+        config = transformers.AutoConfig.from_pretrained(arguments.model)
+        with torch.device(arguments.device):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model.generation_config = transformers.GenerationConfig()
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+        model.to(arguments.device)
     if arguments.mode == "generate":
         answer(lambda prompts, output_lens: generate(model, prompts, output_lens))
         return

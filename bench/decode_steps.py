@@ -1,0 +1,94 @@
+"""Times decoding steps of a worker in this process: its runner gets plans two steps ahead, as from a scheduler."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.worker.plans import PlannedStep, Row, num_blocks_needed, plan_steps
+from worker_service.config import WorkerConfig
+from worker_service.engine import LoadedWorker
+from worker_service.loader import load_worker
+from worker_service.step import StepPlan, StepResult
+
+DEPTH = 2
+# Steps in which every row decodes before the first one that is timed.
+NUM_WARM_UP_STEPS = 20
+
+
+@dataclass(frozen=True)
+class DecodeLoad:
+    """Rows that decode together, each at about `context` positions, for a number of timed steps."""
+
+    num_rows: int
+    context: int
+    num_steps: int
+
+    def rows(self, vocab_size: int, max_num_batched_tokens: int) -> list[Row]:
+        """The first row has its prompt computed before the last: it decodes alone until all do."""
+        num_prompt_steps = -(-self.num_rows * self.context // (max_num_batched_tokens - self.num_rows))
+        num_outputs = num_prompt_steps + NUM_WARM_UP_STEPS + self.num_steps + 1
+        rng, prompt_len = random.Random(0), max(1, self.context - NUM_WARM_UP_STEPS - self.num_steps // 2)
+        return [Row(rng.choices(range(vocab_size), k=prompt_len), num_outputs) for _ in range(self.num_rows)]
+
+
+class Worker:
+    """A worker with random weights whose runner is driven by hand, one epoch after the other."""
+
+    def __init__(
+        self, model: Path, device: str, loads: Sequence[DecodeLoad], *, num_further_blocks: int = 0, **options: Any
+    ) -> None:
+        """It holds any one of the loads, and `num_further_blocks` device blocks beside it."""
+        config = WorkerConfig(
+            model=str(model), device=device, load_format="dummy", max_num_seqs=max(load.num_rows for load in loads),
+            **options,
+        )  # fmt: skip
+        self._budget = config.max_num_batched_tokens
+        vocab_size = 100  # any token will do
+        self._rows = {load: load.rows(vocab_size, self._budget) for load in loads}
+        needed = max(num_blocks_needed(rows, config.block_size) for rows in self._rows.values())
+        self.further_blocks = range(needed + 1, needed + 1 + num_further_blocks)
+        self.loaded: LoadedWorker = load_worker(replace(config, num_device_blocks=needed + num_further_blocks), "bench")
+        self._block_size = config.block_size
+        self._epoch = 0
+
+    def begin(self) -> int:
+        """Begin an epoch: no rows."""
+        self._epoch += 1
+        self.loaded.runner.reset(self._epoch)
+        return self._epoch
+
+    def plans(self, load: DecodeLoad) -> list[PlannedStep]:
+        """From the first prompt on, for the epoch that has begun. The last `num_steps` are those to time."""
+        rows = [replace(row, blocks=[]) for row in self._rows[load]]
+        steps = plan_steps(rows, block_size=self._block_size, max_num_batched_tokens=self._budget, epoch=self._epoch)
+        last = max(index for index, step in enumerate(steps) if len(step.sampling_slots) == load.num_rows)
+        return steps[: last + 1]
+
+    def results(self, plans: Iterable[StepPlan]) -> Iterator[tuple[float, StepResult]]:
+        """Carries out plans, at most `DEPTH` in flight: when each result came, on the clock of `time.perf_counter`, and
+        the result."""
+        under_way = []
+        for plan in plans:
+            under_way.append(self.loaded.runner.launch(plan))
+            if len(under_way) == DEPTH:
+                result = under_way.pop(0).result()
+                yield time.perf_counter(), result
+        for step in under_way:
+            result = step.result()
+            yield time.perf_counter(), result
+
+
+def time_steps(worker: Worker, load: DecodeLoad) -> list[float]:
+    """Seconds from result to result of the steps to time, in which all rows decode."""
+    worker.begin()
+    plans = [step.plan for step in worker.plans(load)]
+    times = []
+    for at, result in worker.results(plans):
+        assert not result.statuses, f"step {result.step} has rows that failed"
+        times.append(at)
+    timed = times[-load.num_steps - 1 :]
+    return [after - before for before, after in itertools.pairwise(timed)]

@@ -1,0 +1,106 @@
+"""`make gpu-bench`, rehearsed on a CPU with a tiny model; what it makes of traces and results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import gpu_bench
+from bench.checkpoint import GPU_SHAPES
+from bench.gpu_bench import GOALS, judge
+from bench.gpu_measurements import IDLE, ON_GPU, PEER, REHEARSAL, THROUGHPUT, decode_name
+from bench.step_trace import STEP_PREFIX, step_times
+
+
+def test_a_rehearsal_measures_without_judging(tmp_path: Path) -> None:
+    output = tmp_path / "gpu_bench.json"
+    parts = ["decode_small", "throughput", "swap", "idle"]
+    assert gpu_bench.main(["--device", "cpu", "--output", str(output), "--parts", *parts]) == 0
+    found = json.loads(output.read_text())
+    assert list(found["parts"]) == parts
+    steps = found["parts"]["decode_small"]["results"]
+    assert [step["name"] for step in steps] == [decode_name("tiny", batch) for batch in REHEARSAL.small_batches]
+    assert all(0 < step["step_seconds"] < 1 for step in steps)
+    (served,) = found["parts"]["throughput"]["results"]
+    assert len(served["rounds"]) == REHEARSAL.num_rounds
+    assert served["num_output_tokens"] > 8 * 10
+    copies, alone, beside = found["parts"]["swap"]["results"]
+    assert "cuda" in copies["unavailable"]
+    assert alone["bytes"] >= REHEARSAL.swap_bytes
+    assert beside["step_seconds_beside_moves"] > 0
+    (idle,) = found["parts"]["idle"]["results"]
+    assert "none of a GPU" in idle["unavailable"]
+    assert [(goal["value"], goal["is_met"]) for goal in found["goals"]] == [(None, None)] * len(GOALS)
+
+
+def test_goals_are_judged_on_a_gpu_where_all_they_need_is_there() -> None:
+    results = {
+        decode_name("Qwen3-0.6B", 1): {"step_seconds": 0.00119},
+        decode_name("Qwen3-8B", 256): {"step_seconds": 0.0186},
+        THROUGHPUT: {"tokens_per_s": 21_000.0},
+        IDLE: {"idle_share": 0.05},
+    }
+    judged = {judgement.name: judgement for judgement in judge(results, is_gpu=True)}
+    assert {name: judgement.is_met for name, judgement in judged.items() if judgement.value is not None} == {
+        "decode step, Qwen3-0.6B shape, batch 1, 1k context": True,
+        "decode step, Qwen3-8B shape, batch 256, 1k context": False,
+        THROUGHPUT: True,
+        "device idle between decoding steps at depth 2, batch 64": False,
+    }
+    ratio = f"{THROUGHPUT}, beside transformers generate_batch"
+    assert judged[ratio].is_met is None
+    with_peer = judge({**results, PEER: {"tokens_per_s": 5000.0}}, is_gpu=True)
+    (judgement,) = [judgement for judgement in with_peer if judgement.name == ratio]
+    assert (judgement.value, judgement.is_met) == (pytest.approx(4.2), True)
+    assert judgement.goal == "at least 4 times"
+
+
+def test_every_goal_is_about_something_that_is_measured() -> None:
+    """With all cases there, every goal has a value."""
+    shapes = [(ON_GPU.small, ON_GPU.small_batches), (ON_GPU.large, ON_GPU.large_batches)]
+    names = [decode_name(shape, batch) for shape, batches in shapes for batch in batches]
+    assert all(shape in GPU_SHAPES for shape, _ in shapes)
+    every = {"step_seconds": 1.0, "tokens_per_s": 1.0, "idle_share": 1.0, "bytes_per_s": 1.0, "slowdown": 1.0}
+    others = (THROUGHPUT, PEER, IDLE, *(gpu_bench.PINNED_COPY, gpu_bench.SWAP, gpu_bench.SWAP_BESIDE_DECODE))
+    judged = judge(dict.fromkeys([*names, *others], every), is_gpu=True)
+    assert all(judgement.value is not None for judgement in judged)
+
+
+class Trace:
+    """Steps as a profiler writes them: launched on thread 1, carried out on stream 7."""
+
+    def __init__(self) -> None:
+        self.events: list[dict] = []
+
+    def step(self, number: int, launched_at: float, operations: list[tuple[float, float, int]]) -> None:
+        """Operations on the device are (start, end, stream), in microseconds."""
+        mark = {"ph": "X", "cat": "user_annotation", "name": f"{STEP_PREFIX}{number}", "tid": 1}
+        self.events.append({**mark, "ts": launched_at, "dur": 10.0})
+        for start, end, stream in operations:
+            correlation = len(self.events)
+            call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": launched_at + 1}
+            self.events.append({**call, "dur": 1.0, "args": {"correlation": correlation}})
+            operation = {"ph": "X", "cat": "kernel", "name": "k", "tid": stream, "ts": start, "dur": end - start}
+            self.events.append({**operation, "args": {"correlation": correlation, "stream": stream}})
+
+    def times(self):
+        return step_times({"traceEvents": [{"ph": "M", "name": "process_name"}, *self.events]})
+
+
+def test_idle_time_is_what_lies_between_steps_on_their_stream() -> None:
+    """Gaps inside a step are the step's, and what is copied beside it does not count."""
+    trace = Trace()
+    trace.step(1, 0, [(100, 150, 7), (160, 200, 7), (200, 230, 13)])
+    trace.step(2, 50, [(210, 260, 7), (262, 300, 7), (301, 340, 13)])
+    trace.step(3, 210, [(330, 400, 7)])
+    times = trace.times()
+    assert times.num_steps == 3
+    assert times.total == pytest.approx(300e-6)
+    assert times.idle_between == pytest.approx(40e-6)
+
+
+def test_a_trace_without_steps_is_refused() -> None:
+    trace = Trace()
+    trace.step(1, 0, [])
+    with pytest.raises(ValueError, match="0 steps on a device, and 1 that were launched"):
+        trace.times()
