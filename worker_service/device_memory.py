@@ -1,0 +1,119 @@
+"""Who gets how much of a GPU's memory. Pure arithmetic: `loader.py` measures, and allocates what comes out here.
+
+    total * utilization = others + weights + largest step + graphs + staging + KV cache
+
+The largest step is run before the pool exists, with every buffer that the runner keeps, and its peak is measured. CUDA
+graphs cannot be: they hold the pool's addresses, so the pool comes first. They keep memory of their own, which steps
+cannot use meanwhile, about that of the largest one since all share it; so a step of that size is run too, and its peak
+reserved, with an allowance for what the driver keeps of each graph.
+"""
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+_DRIVER_BYTES_PER_GRAPH = 4 << 20  # an allowance
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The largest step there can be."""
+
+    num_tokens: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A GPU's memory beside the pool of blocks, in bytes."""
+
+    total: int
+    others: int  # other processes, and what CUDA itself and its libraries keep for this one
+    weights: int
+    step: int  # the largest step at its peak, and what the runner keeps from step to step
+    graphs: int
+    staging: int  # where blocks are gathered that move to the host
+
+    def left(self, utilization: float) -> int:
+        """Bytes for the pool, block 0 included, if so much of the memory may be used; may be below 0."""
+        used = self.others + self.weights + self.step + self.graphs + self.staging
+        return int(self.total * utilization) - used
+
+    def describe(self) -> str:
+        """All of it, for logs and refusals."""
+        parts = {
+            "weights": self.weights,
+            "the largest step": self.step,
+            "CUDA graphs": self.graphs,
+            "staging": self.staging,
+            "CUDA itself and other processes": self.others,
+        }
+        taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+        return f"of the GPU's {self.total / GIB:.2f} GiB, {taken}"
+
+
+def graph_bytes(*, largest_bytes: int, num_graphs: int) -> int:
+    """What CUDA graphs will keep that share one pool of memory.
+
+    `largest_bytes`: what the largest of the captured steps takes at its peak.
+    """
+    return largest_bytes + num_graphs * _DRIVER_BYTES_PER_GRAPH if num_graphs else 0
+
+
+def size_pool(
+    memory: DeviceMemory, *, utilization: float, block_bytes: int, max_num_blocks: int, step: StepSize
+) -> int:
+    """Usable blocks by --gpu-memory-utilization, at most `max_num_blocks`. Raises ValueError if there is no room."""
+    num_blocks = min(memory.left(utilization) // block_bytes - 1, max_num_blocks)
+    if num_blocks >= 1:
+        return num_blocks
+    if memory.left(1.0) // block_bytes - 1 >= 1:
+        remedy = f"raise --gpu-memory-utilization, which is {utilization}, or {_smaller_step(step)}"
+    elif memory.weights + memory.others + 2 * block_bytes > memory.total:
+        remedy = "the weights alone leave no room: use a GPU with more memory, or share it with nobody"
+    else:
+        remedy = _smaller_step(step)
+    raise ValueError(
+        f"no block of the KV cache fits: {memory.describe()}; two blocks take {2 * block_bytes / GIB:.3f} GiB; {remedy}"
+    )
+
+
+def check_pool(memory: DeviceMemory, *, flag: str, asked: str, num_blocks: int, block_bytes: int) -> None:
+    """Raises ValueError if a pool of as many usable blocks as `flag` asks for does not fit into all of the memory."""
+    num_fitting = memory.left(1.0) // block_bytes - 1
+    if num_blocks > num_fitting:
+        raise ValueError(
+            f"{flag} is {asked}: {num_blocks} blocks take {(num_blocks + 1) * block_bytes / GIB:.2f} GiB; "
+            f"{memory.describe()}; {describe_fitting(num_fitting, block_bytes)}: lower {flag}"
+        )
+
+
+def describe_fitting(num_blocks: int, block_bytes: int) -> str:
+    """How many usable blocks fit, in words."""
+    if num_blocks < 1:
+        return "no block fits"
+    return f"{num_blocks} blocks fit, {(num_blocks + 1) * block_bytes / GIB:.2f} GiB"
+
+
+def step_refusal(*, total: int, free: int, weights: int, step: StepSize) -> ValueError:
+    """The largest step ran out of memory beside the weights. Bytes; `free`: with the weights loaded."""
+    return ValueError(
+        f"a step of {step.num_tokens} tokens in {step.num_rows} rows does not fit: of the GPU's {total / GIB:.2f} GiB, "
+        f"weights {weights / GIB:.2f}, and {free / GIB:.2f} GiB are free; no block fits: {_smaller_step(step)}"
+    )
+
+
+def weights_refusal(*, total: int, free: int, needed: int) -> ValueError:
+    """The weights ran out of memory. Bytes; `free`: before they were loaded; `needed`: those of the files, if known."""
+    files = f"the checkpoint's files have {needed / GIB:.2f} GiB, " if needed else ""
+    return ValueError(
+        f"the weights do not fit: {files}{free / GIB:.2f} of the GPU's {total / GIB:.2f} GiB are free; no block fits: "
+        "use a GPU with more memory, end what else uses this one, or share the model among ranks "
+        "(--tensor-parallel-size)"
+    )
+
+
+def _smaller_step(step: StepSize) -> str:
+    return (
+        f"lower --max-num-batched-tokens, which is {step.num_tokens}, or --max-num-seqs, by which a step has "
+        f"{step.num_rows} rows"
+    )
