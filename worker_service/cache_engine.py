@@ -246,11 +246,6 @@ def cpu_cache_bytes(available_bytes: int) -> int:
     return min(_MAX_DEFAULT_CPU_BYTES, int(available_bytes * _DEFAULT_CPU_SHARE))
 
 
-def gpu_cache_bytes(*, total_bytes: int, used_bytes: int, utilization: float) -> int:
-    """What is left for the KV cache: the allowed part of the memory less all that is used at a step's peak."""
-    return int(total_bytes * utilization) - used_bytes
-
-
 def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, remedy: str) -> int:
     """Usable blocks that fit in `cache_bytes`, block 0 taken off, at most `max_num_blocks`.
 

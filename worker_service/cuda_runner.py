@@ -22,6 +22,7 @@ from worker_service.attention import AttentionBackend
 from worker_service.cache_engine import CacheEngine
 from worker_service.decode_graphs import DecodeBuffers, DecodeGraphs, graph_sizes
 from worker_service.device import Device, Event
+from worker_service.device_error import free_memory, is_fatal, is_out_of_memory
 from worker_service.device_sampler import Sampler
 from worker_service.device_table import DeviceTable, Edit
 from worker_service.engine import FinishedStep, LaunchedStep
@@ -33,6 +34,7 @@ from worker_service.session import ProtocolError
 from worker_service.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing, flatten_to_int32
 from worker_service.step import StepParts, StepPlan, StepResult
 from worker_service.step_inputs import DeviceBatch, StepInputs
+from worker_service.step_parts import StepOutline, StepPart, join_results, run_in_parts, take_rows
 from worker_service.step_sampling import PackedSampling, Reading, SamplingRequests, StepSampling
 
 
@@ -49,8 +51,12 @@ class CudaRunner:
         device: Device,
         communicator: Communicator,
         max_graph_batch_size: int = 0,
+        splits_steps: bool = True,
     ) -> None:
-        """Graphs are there from `capture_graphs` on, for batches of up to `max_graph_batch_size` rows."""
+        """Graphs are there from `capture_graphs` on, for batches of up to `max_graph_batch_size` rows.
+
+        `splits_steps`: computes a step in parts where memory does not suffice.
+        """
         self.table = SequenceTable(limits)
         self._model = model
         self._cache = cache
@@ -63,8 +69,9 @@ class CudaRunner:
         self._uploads = UploadRing(device)
         self._results = ResultBuffers(device)
         is_capturable = backend.is_capturable and sampler.is_capturable
-        sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
-        self._graphs = DecodeGraphs(sizes, limits, device)
+        self.graph_sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
+        self._graphs = DecodeGraphs(self.graph_sizes, limits, device)
+        self._is_out_of_memory = is_out_of_memory if splits_steps else lambda error: False
         self._clock = _StepClock()
         device.synchronize()  # what was made on another stream is there for all
 
@@ -89,14 +96,56 @@ class CudaRunner:
         self._cache.copy(plan)
         step = _Step(plan, rows, self._requests.of_step(self.table, rows))
         edits = self._device_table.plan_edits(plan, self.table, step.upload)
-        put_work = self._plan_work(step)
+        is_whole = not self.table.has_failed[rows.slots].any()
+        put_work = self._plan_work(step) if is_whole else None
         if step.upload.size:
             step.packed = self._uploads.send(step.upload)
         for edit in edits:
             self._device.compute.run(partial(_apply, edit, step.packed))
-        put_work()
+        launched: LaunchedStep
+        if put_work is not None and self._fits(put_work):
+            launched = self._follow(step, launched_ns)
+        else:
+            launched = self._launch_in_parts(plan, rows, launched_ns)
         self.table.advance(rows, None)
+        return launched
+
+    def _fits(self, put_work: Callable[[], None]) -> bool:
+        """Whether the step's work could be put on the device. Memory is taken then, not when it is carried out."""
+        try:
+            put_work()
+        except Exception as error:
+            if not self._is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def _launch_in_parts(self, plan: StepPlan, rows: WorkingRows, launched_ns: int) -> LaunchedStep:
+        """Each part is a step of its own. Rows that were given up before, or are now, are in none."""
+        outline = StepOutline.of(self.table, rows)
+        has_failed = self.table.has_failed[rows.slots]
+        self._give_up(take_rows(rows, has_failed))
+        parts = run_in_parts(
+            take_rows(rows, ~has_failed),
+            partial(self._launch_part, plan, launched_ns),
+            is_out_of_memory=self._is_out_of_memory,
+            free_memory=partial(free_memory, self._device.torch_device),
+            give_up=self._give_up,
+        )
+        return _PartsUnderWay(plan, outline, parts)
+
+    def _launch_part(self, plan: StepPlan, launched_ns: int, rows: WorkingRows) -> LaunchedStep:
+        step = _Step(plan, rows, self._requests.of_step(self.table, rows))
+        put_work = self._plan_work(step)
+        step.packed = self._uploads.send(step.upload)
+        put_work()
         return self._follow(step, launched_ns)
+
+    def _give_up(self, rows: WorkingRows) -> None:
+        """These rows are not computed, in this step and in any later one; what they should have written is spoilt."""
+        for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
+            self._cache.spoil(self.table.block_tables[slot], int(start), int(end))
+        self.table.has_failed[rows.slots] = True
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan and wait for it."""
@@ -120,7 +169,7 @@ class CudaRunner:
             self._device.synchronize()
         except Exception:
             return True
-        return isinstance(error, torch.AcceleratorError)
+        return is_fatal(error)
 
     def _plan_work(self, step: "_Step") -> Callable[[], None]:
         """Packs what the step's work reads. Returns what puts it on the compute stream once that is on its way."""
@@ -269,6 +318,28 @@ class _StepUnderWay:
             prompt_logprobs=prompt_logprobs,
             duration_us=duration_us,
             last_moved_step=self.last_moved_step,
+            parts=StepParts(model_us=duration_us),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PartsUnderWay:
+    """A step in parts, as `LaunchedStep`."""
+
+    plan: StepPlan
+    outline: StepOutline
+    parts: list[StepPart[LaunchedStep]]
+
+    def is_done(self) -> bool:
+        return all(part.result.is_done() for part in self.parts)
+
+    def result(self) -> StepResult:
+        parts = [StepPart(part.rows, part.result.result()) for part in self.parts]
+        duration_us = sum(part.result.duration_us for part in parts)
+        return replace(
+            join_results(self.plan, self.outline, parts),
+            duration_us=duration_us,
+            last_moved_step=max((part.result.last_moved_step for part in parts), default=0),
             parts=StepParts(model_us=duration_us),
         )
 

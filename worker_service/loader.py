@@ -3,7 +3,9 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -15,7 +17,6 @@ from worker_service.cache_engine import (
     available_cpu_bytes,
     count_blocks,
     cpu_cache_bytes,
-    gpu_cache_bytes,
     log_host_size,
     log_size,
 )
@@ -24,18 +25,24 @@ from worker_service.config import WorkerConfig, parse_memory
 from worker_service.cpu_decoder import fused
 from worker_service.cuda_device import CudaDevice
 from worker_service.cuda_runner import CudaRunner
+from worker_service.device_error import is_out_of_memory
+from worker_service.device_memory import DeviceMemory, StepSize, check_pool, size_pool, weights_refusal
 from worker_service.device_sampler import create_sampler
 from worker_service.engine import LoadedWorker
+from worker_service.memory_profile import CudaMeter, measure_memory
 from worker_service.model_runner import Model, ModelRunner
 from worker_service.models import ModelConfig, load_model
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.shard import Shard
+from worker_service.moves import num_staging_blocks
 from worker_service.operations import create_operations
 from worker_service.rank_group import RankGroup
 from worker_service.sequence_table import TableLimits
-from worker_service.step import Ready, RowOpening, SamplingParams, StepPlan
+from worker_service.step import Ready
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,13 +61,15 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     communicator = _communicator(config, device)
     model_config = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size).config
     dtype = choose_dtype(config.dtype, model_config.dtype, device)
+    cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     operations = create_operations(device, model_config)
     backend = create_backend(
-        config.attention_backend, device, attention_shape(model_config, config.block_size, dtype, dtype)
+        config.attention_backend, device, attention_shape(model_config, config.block_size, dtype, cache_dtype)
     )
     is_dummy = config.load_format == "dummy"
-    loaded = load_model(
+    load = partial(
+        load_model,
         path,
         dtype=dtype,
         device=device,
@@ -69,26 +78,30 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         is_dummy=is_dummy,
         communicator=communicator,
     )
-    model = fused(loaded, dtype, backend)
+    model = fused(_load_weights(config, device, load), dtype, backend)
     shape = CacheShape(
         num_layers=model_config.num_layers,
         block_size=config.block_size,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
-        dtype=dtype,
+        dtype=cache_dtype,
         is_head_major=backend.is_head_major,
     )
     streams = CudaDevice(device) if device.type == "cuda" else None
-    assembly = _Assembly(config, model, model_config, backend, shape, device, max_model_len, communicator, streams)
-    num_device_blocks = assembly.num_device_blocks()
+    assembly = _Assembly(
+        config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams
+    )
+    num_host_blocks = count_host_blocks(config, shape.block_bytes, available_cpu_bytes())
+    num_device_blocks = assembly.num_device_blocks(num_host_blocks)
     log_size(shape, num_device_blocks, max_model_len)
-    num_host_blocks = count_host_blocks(config, shape.block_bytes, _host_bytes(device, num_device_blocks, shape))
+    if device.type == "cpu":  # both pools are there
+        count_host_blocks(config, shape.block_bytes, _host_bytes(num_device_blocks, shape))
     runner, cache = assembly.runner(num_device_blocks, num_host_blocks)
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         log_host_size(shape, num_host_blocks, swap_bandwidth)
     if isinstance(runner, CudaRunner):
-        runner.capture_graphs()
+        _capture_graphs(runner, config)
     return LoadedWorker(runner, assembly.ready(worker_id, cache, swap_bandwidth))
 
 
@@ -156,10 +169,9 @@ def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int
     return asked or max_position_embeddings
 
 
-def _host_bytes(device: torch.device, num_device_blocks: int, shape: CacheShape) -> int:
-    """Memory of the host that is left beside the device blocks."""
-    device_bytes = (num_device_blocks + 1) * shape.block_bytes if device.type == "cpu" else 0
-    return max(0, available_cpu_bytes() - device_bytes)
+def _host_bytes(num_device_blocks: int, shape: CacheShape) -> int:
+    """A CPU's memory that is left beside the device blocks."""
+    return max(0, available_cpu_bytes() - (num_device_blocks + 1) * shape.block_bytes)
 
 
 def count_host_blocks(config: WorkerConfig, block_bytes: int, available_bytes: int) -> int:
@@ -192,6 +204,7 @@ class _Assembly:
     config: WorkerConfig
     model: Model
     model_config: ModelConfig
+    dtype: torch.dtype
     backend: AttentionBackend
     shape: CacheShape
     device: torch.device
@@ -199,7 +212,11 @@ class _Assembly:
     communicator: Communicator
     streams: CudaDevice | None  # on a GPU
 
-    def runner(self, num_device_blocks: int, num_host_blocks: int = 0) -> tuple[ModelRunner | CudaRunner, CacheEngine]:
+    def runner(
+        self, num_device_blocks: int, num_host_blocks: int = 0, *, splits_steps: bool = True
+    ) -> tuple[ModelRunner | CudaRunner, CacheEngine]:
+        """`splits_steps`: where memory does not suffice for one. Ranks cannot: all would have to do so alike."""
+        splits_steps = splits_steps and self.communicator.size == 1
         limits = TableLimits(
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -211,7 +228,9 @@ class _Assembly:
         )
         cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks, self.streams)
         if self.streams is None:
-            return ModelRunner(self.model, cache, self.backend, limits, self.device, self.communicator), cache
+            return ModelRunner(
+                self.model, cache, self.backend, limits, self.device, self.communicator, splits_steps=splits_steps
+            ), cache
         runner = CudaRunner(
             self.model,
             cache,
@@ -222,6 +241,7 @@ class _Assembly:
             self.communicator,
             # A graph would hold what ranks exchange by the connections of one epoch.
             max_graph_batch_size=self.config.max_graph_batch_size if self.communicator.size == 1 else 0,
+            splits_steps=splits_steps,
         )
         return runner, cache
 
@@ -238,7 +258,7 @@ class _Assembly:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             device=self.device.type,
-            dtype=str(self.shape.dtype).removeprefix("torch."),
+            dtype=str(self.dtype).removeprefix("torch."),
             attention_backend=self.backend.name,
             num_host_blocks=cache.num_host_blocks,
             swap_bandwidth=swap_bandwidth,
@@ -247,65 +267,95 @@ class _Assembly:
             tensor_parallel_size=self.communicator.size,
         )
 
-    def num_device_blocks(self) -> int:
+    def num_device_blocks(self, num_host_blocks: int) -> int:
         """As told, else as many as the memory holds and all rows together could use."""
-        config = self.config
-        if config.num_device_blocks is not None:
-            return config.num_device_blocks
-        if config.kv_cache_memory is not None:
-            cache_bytes = parse_memory("--kv-cache-memory", config.kv_cache_memory)
-            remedy = "raise --kv-cache-memory or lower --block-size"
-        elif self.device.type == "cuda":
-            cache_bytes = self._gpu_cache_bytes()
-            remedy = "raise --gpu-memory-utilization or lower --max-num-batched-tokens or --max-num-seqs"
-        else:
-            cache_bytes = cpu_cache_bytes(available_cpu_bytes())
-            remedy = "free memory, set --kv-cache-memory or lower --block-size"
+        config, block_bytes = self.config, self.shape.block_bytes
+        flag, asked, num_asked = _asked_blocks(config, block_bytes)
         max_num_blocks = config.max_num_seqs * -(-self.max_model_len // config.block_size)
-        return count_blocks(
-            cache_bytes=cache_bytes,
-            block_bytes=self.shape.block_bytes,
-            max_num_blocks=max_num_blocks,
-            remedy=remedy,
-        )
+        if self.device.type == "cuda":
+            memory = self._measure_memory(num_host_blocks)
+            if num_asked is None:
+                return size_pool(
+                    memory,
+                    utilization=config.gpu_memory_utilization,
+                    block_bytes=block_bytes,
+                    max_num_blocks=max_num_blocks,
+                    step=self._largest_step,
+                )
+            check_pool(memory, flag=flag, asked=asked, num_blocks=num_asked, block_bytes=block_bytes)
+        elif num_asked is None:
+            return count_blocks(
+                cache_bytes=cpu_cache_bytes(available_cpu_bytes()),
+                block_bytes=block_bytes,
+                max_num_blocks=max_num_blocks,
+                remedy="free memory, set --kv-cache-memory or lower --block-size",
+            )
+        return num_asked if flag == "--num-device-blocks" else min(num_asked, max_num_blocks)
 
-    def _gpu_cache_bytes(self) -> int:
-        """Runs the largest step there can be and measures its peak."""
-        plan, num_blocks = largest_step(self.config, self.max_model_len)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.runner(num_blocks)[0].execute(plan)
-        torch.cuda.synchronize(self.device)
-        peak_bytes = torch.cuda.max_memory_allocated(self.device) - (num_blocks + 1) * self.shape.block_bytes
-        torch.cuda.empty_cache()
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        return gpu_cache_bytes(
-            total_bytes=total_bytes,
-            used_bytes=total_bytes - free_bytes + peak_bytes - torch.cuda.memory_allocated(self.device),
-            utilization=self.config.gpu_memory_utilization,
+    @property
+    def _largest_step(self) -> StepSize:
+        max_num_batched_tokens = self.config.max_num_batched_tokens
+        return StepSize(max_num_batched_tokens, min(self.config.max_num_seqs, max_num_batched_tokens))
+
+    def _measure_memory(self, num_host_blocks: int) -> DeviceMemory:
+        """Runs the largest steps on a runner of their own."""
+
+        def make_runner(num_blocks: int) -> CudaRunner:
+            runner, _ = self.runner(num_blocks, splits_steps=False)
+            assert isinstance(runner, CudaRunner)
+            return runner
+
+        block_bytes = self.shape.block_bytes
+        memory = measure_memory(
+            CudaMeter(self.device),
+            make_runner,
+            step=self._largest_step,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            block_bytes=block_bytes,
+            staging_bytes=num_staging_blocks(num_host_blocks, block_bytes) * block_bytes,
         )
+        logger.info("%s", memory.describe())
+        return memory
 
 
-def largest_step(config: WorkerConfig, max_model_len: int) -> tuple[StepPlan, int]:
-    """A plan with as many rows, tokens and samples as a step may have, and the blocks it takes."""
-    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    num_tokens = min(config.max_num_batched_tokens // num_rows, max_model_len)
-    num_row_blocks = -(-num_tokens // config.block_size)
-    sampling = SamplingParams(temperature=1.0, top_p=0.9)
-    openings = tuple(
-        RowOpening(
-            slot=slot,
-            sequence_id=slot,
-            token_ids=(0,) * num_tokens,
-            num_prompt_tokens=num_tokens,
-            num_computed_tokens=0,
-            block_ids=tuple(range(1 + slot * num_row_blocks, 1 + (slot + 1) * num_row_blocks)),
-            sampling=sampling,
-            seed=0,
-            sample_index=0,
-        )
-        for slot in range(num_rows)
+def _asked_blocks(config: WorkerConfig, block_bytes: int) -> tuple[str, str, int | None]:
+    """The flag by which somebody sized the pool, its value, and usable blocks; these are None if nobody did."""
+    if config.num_device_blocks is not None:
+        return "--num-device-blocks", str(config.num_device_blocks), config.num_device_blocks
+    if config.kv_cache_memory is None:
+        return "", "", None
+    num_blocks = count_blocks(
+        cache_bytes=parse_memory("--kv-cache-memory", config.kv_cache_memory),
+        block_bytes=block_bytes,
+        max_num_blocks=1 << 31,
+        remedy="raise --kv-cache-memory or lower --block-size",
     )
-    slots = tuple(range(num_rows))
-    plan = StepPlan(epoch=0, step=1, openings=openings, work_slots=slots, work_num_tokens=(num_tokens,) * num_rows)
-    return plan, num_rows * num_row_blocks
+    return "--kv-cache-memory", config.kv_cache_memory, num_blocks
+
+
+def _load_weights(config: WorkerConfig, device: torch.device, load: Callable[[], M]) -> M:
+    """Raises ValueError if a GPU's memory does not hold them."""
+    if device.type != "cuda":
+        return load()
+    free, total = torch.cuda.mem_get_info(device)
+    try:
+        return load()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        needed = sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
+        raise weights_refusal(total=total, free=free, needed=needed) from error
+
+
+def _capture_graphs(runner: CudaRunner, config: WorkerConfig) -> None:
+    """Raises ValueError if they take more memory than was reserved for them, and that is not there."""
+    try:
+        runner.capture_graphs()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"CUDA graphs do not fit beside the KV cache: lower --max-graph-batch-size, which is "
+            f"{config.max_graph_batch_size}, or --gpu-memory-utilization, which is {config.gpu_memory_utilization}"
+        ) from error

@@ -22,7 +22,7 @@ from worker_service.models.communicator import Communicator
 from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
 from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
 from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, StepParts, StepPlan, StepResult
-from worker_service.step_parts import join_results, num_prompt_positions, run_in_parts, take_rows
+from worker_service.step_parts import StepOutline, join_results, num_prompt_positions, run_in_parts, take_rows
 
 # Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
 _MAX_LOGITS_POSITIONS = 128
@@ -52,6 +52,7 @@ class ModelRunner:
         limits: TableLimits,
         device: torch.device,
         communicator: Communicator,
+        splits_steps: bool = True,
     ) -> None:
         self.table = SequenceTable(limits)
         self._model = model
@@ -59,6 +60,7 @@ class ModelRunner:
         self._backend = backend
         self._device = device
         self._communicator = communicator
+        self._is_out_of_memory = is_out_of_memory if splits_steps else lambda error: False
 
     def reset(self, epoch: int) -> None:
         """Begin an epoch: no rows, and everything that was started has finished."""
@@ -112,13 +114,13 @@ class ModelRunner:
         parts = run_in_parts(
             good_rows,
             lambda part: self._compute(plan, part, watch),
-            is_out_of_memory=is_out_of_memory,
+            is_out_of_memory=self._is_out_of_memory,
             free_memory=partial(free_memory, self._device),
             give_up=self._give_up,
         )
         if len(parts) == 1 and len(parts[0].rows.slots) == len(rows.slots):
             return parts[0].result
-        return join_results(plan, self.table, rows, parts)
+        return join_results(plan, StepOutline.of(self.table, rows), parts)
 
     def _give_up(self, rows: WorkingRows) -> None:
         """These rows are not computed, in this step and in any later one; what they should have written is spoilt."""

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from worker_service.sequence_table import IntArray, SequenceTable, WorkingRows
-from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, StepPlan, StepResult
+from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, SamplingParams, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -122,18 +122,37 @@ class _Sample:
     candidates: Candidates = _NO_CANDIDATES
 
 
-def join_results(
-    plan: StepPlan, table: SequenceTable, rows: WorkingRows, parts: Sequence[StepPart[StepResult]]
-) -> StepResult:
-    """The result of a step's `rows` from those of its parts. Rows that no part finished are out of memory."""
+@dataclass(frozen=True, slots=True)
+class StepOutline:
+    """What a step's result tells, as it is known before: a table changes until the result is read."""
+
+    sampling: dict[int, SamplingParams]  # of the sampling rows by slot, in order
+    prompt_chunks: tuple[tuple[int, int, int, int], ...]  # slot, first position, positions, top tokens of each
+    vocab_size: int
+
+    @staticmethod
+    def of(table: SequenceTable, rows: WorkingRows) -> "StepOutline":
+        vocab_size = table.limits.vocab_size
+        num_owed = num_prompt_positions(table, rows)
+        chunks = []
+        for row in np.flatnonzero(num_owed > 0):
+            slot = int(rows.slots[row])
+            num_top = min(int(table.num_prompt_logprobs[slot]), vocab_size)
+            chunks.append((slot, int(rows.starts[row]) + 1, int(num_owed[row]), num_top))
+        sampling = {slot: table.sampling[slot] for slot in rows.slots[rows.samples].tolist()}
+        return StepOutline(sampling, tuple(chunks), vocab_size)
+
+
+def join_results(plan: StepPlan, outline: StepOutline, parts: Sequence[StepPart[StepResult]]) -> StepResult:
+    """The result of a step from those of its parts. Rows that no part finished are out of memory."""
     samples: dict[int, _Sample] = {}
     chunks: dict[int, list[Logprobs]] = {}
     for part in parts:
-        samples.update(_samples(table, part))
+        samples.update(_samples(outline, part))
         for chunk in part.result.prompt_logprobs:
             chunks.setdefault(chunk.slot, []).append(chunk.logprobs)
     failed = _Sample(RowStatus.OUT_OF_MEMORY)
-    in_order = [samples.get(slot, failed) for slot in rows.slots[rows.samples].tolist()]
+    in_order = [samples.get(slot, failed) for slot in outline.sampling]
     is_good = all(sample.status is RowStatus.OK for sample in in_order)
     return StepResult(
         plan.epoch,
@@ -145,17 +164,17 @@ def join_results(
             tuple(token_id for sample in in_order for token_id in sample.candidates.token_ids),
             tuple(logprob for sample in in_order for logprob in sample.candidates.logprobs),
         ),
-        prompt_logprobs=tuple(_prompt_logprobs(table, rows, chunks)),
+        prompt_logprobs=tuple(_prompt_logprobs(outline, chunks)),
     )
 
 
-def _samples(table: SequenceTable, part: StepPart[StepResult]) -> Iterator[tuple[int, _Sample]]:
+def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple[int, _Sample]]:
     """Slot and sample of each sampling row of a part: the columns, taken apart."""
-    result, vocab_size = part.result, table.limits.vocab_size
+    result, vocab_size = part.result, outline.vocab_size
     slots = part.rows.slots[part.rows.samples].tolist()
     num_tokens = num_positions = num_top = num_candidates = 0
     for slot, status in zip(slots, result.statuses or (RowStatus.OK,) * len(slots), strict=True):
-        sampling = table.sampling[slot]
+        sampling = outline.sampling[slot]
         if status is not RowStatus.OK:
             yield slot, _Sample(status)
             continue
@@ -180,19 +199,14 @@ def _samples(table: SequenceTable, part: StepPart[StepResult]) -> Iterator[tuple
         num_tokens += 1
 
 
-def _prompt_logprobs(
-    table: SequenceTable, rows: WorkingRows, chunks: dict[int, list[Logprobs]]
-) -> Iterator[PromptLogprobs]:
+def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) -> Iterator[PromptLogprobs]:
     """One chunk of each row that owes one. Positions that were not computed have NaN, as with logits that are."""
-    num_owed = num_prompt_positions(table, rows)
-    for row in np.flatnonzero(num_owed > 0):
-        slot = int(rows.slots[row])
+    for slot, first, num_positions, num_top in outline.prompt_chunks:
         found = _joined(chunks.get(slot, []))
-        num_missing = int(num_owed[row]) - len(found.chosen)
-        num_top = num_missing * min(int(table.num_prompt_logprobs[slot]), table.limits.vocab_size)
-        nan = float("nan")
-        missing = Logprobs((nan,) * num_missing, (0,) * num_missing, (0,) * num_top, (nan,) * num_top)
-        yield PromptLogprobs(slot, int(rows.starts[row]) + 1, _joined([found, missing]))
+        num_missing, nan = num_positions - len(found.chosen), float("nan")
+        num_tops = num_missing * num_top
+        missing = Logprobs((nan,) * num_missing, (0,) * num_missing, (0,) * num_tops, (nan,) * num_tops)
+        yield PromptLogprobs(slot, first, _joined([found, missing]))
 
 
 def num_prompt_positions(table: SequenceTable, rows: WorkingRows) -> IntArray:

@@ -12,7 +12,6 @@ from worker_service.cache_engine import (
     available_cpu_bytes,
     count_blocks,
     cpu_cache_bytes,
-    gpu_cache_bytes,
     log_size,
 )
 from worker_service.session import ProtocolError
@@ -56,11 +55,6 @@ def test_cpu_cache_is_modest() -> None:
     assert cpu_cache_bytes(100 * GIB) == 4 * GIB
     assert cpu_cache_bytes(10 * GIB) == 3 * GIB
     assert available_cpu_bytes() > 0
-
-
-def test_gpu_cache_is_what_the_peak_leaves() -> None:
-    assert gpu_cache_bytes(total_bytes=80 * GIB, used_bytes=20 * GIB, utilization=0.9) == 52 * GIB
-    assert gpu_cache_bytes(total_bytes=80 * GIB, used_bytes=75 * GIB, utilization=0.9) < 0
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.plans import Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
+from worker_service.device_memory import StepSize
 from worker_service.engine import LoadedWorker
-from worker_service.loader import largest_step, load_worker
+from worker_service.loader import load_worker
+from worker_service.memory_profile import largest_step
 from worker_service.session import ProtocolError
 from worker_service.step import (
     Candidates,
@@ -165,8 +167,8 @@ def assert_top(expected: torch.Tensor, logprobs: Logprobs, position: int, num_to
 def test_largest_step_fits_its_limits(
     checkpoints: dict[str, Path], max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
-    config = WorkerConfig("m", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-    plan, num_blocks = largest_step(config, max_model_len=1024)
+    size = StepSize(max_num_batched_tokens, min(max_num_seqs, max_num_batched_tokens))
+    plan, num_blocks = largest_step(size, max_model_len=1024, block_size=16)
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     result = load(checkpoints["qwen2"], num_device_blocks=num_blocks, **options).runner.execute(plan)
     assert len(result.token_ids) == len(plan.work_slots) == min(max_num_seqs, max_num_batched_tokens)
