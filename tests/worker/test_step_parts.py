@@ -11,11 +11,17 @@ import pytest
 import torch
 
 from tests.worker.checkpoints import make_checkpoint
-from worker_service.config import WorkerConfig
+from tests.worker.device_attention import DeviceAttention
+from tests.worker.fake_device import CPU, FakeDevice
+from worker_service.attention.torch_attention import TorchAttention
+from worker_service.cache_engine import CacheEngine, CacheShape
+from worker_service.cuda_runner import CudaRunner
 from worker_service.device_error import is_fatal, is_out_of_memory
-from worker_service.engine import LoadedWorker
-from worker_service.loader import load_worker
-from worker_service.sequence_table import WorkingRows
+from worker_service.device_sampler import REFERENCE
+from worker_service.model_runner import ModelRunner
+from worker_service.models import ModelConfig, load_model
+from worker_service.models.communicator import SingleRank
+from worker_service.sequence_table import TableLimits, WorkingRows
 from worker_service.step import RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 from worker_service.step_parts import run_in_parts
 
@@ -190,12 +196,14 @@ def test_errors_of_memory_are_told_from_those_of_the_device() -> None:
         assert (is_out_of_memory(error), is_fatal(error)) == (exhausts, kills), error
 
 
-# A runner on a CPU whose model finds too little memory for large steps
+# Runners whose model finds too little memory for large steps
 
 
 POISON = 150  # with this token in it, nothing fits
 SAMPLED = SamplingParams(temperature=0.8, num_logprobs=2, num_prompt_logprobs=1)
 BEAM = SamplingParams(num_candidates=3)
+KINDS = ("plain", "cuda")
+Runner = ModelRunner | CudaRunner
 
 
 @pytest.fixture(scope="module")
@@ -203,24 +211,44 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "qwen2", seed=7)
 
 
-def load(path: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> LoadedWorker:
-    worker = load_worker(WorkerConfig(model=str(path), device="cpu", num_device_blocks=100), "worker")
-    forward = worker.runner._model.forward  # type: ignore[attr-defined]
+def make_runner(
+    kind: str, path: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch, *, splits_steps: bool = True
+) -> Runner:
+    """That of a GPU carries operations out as they are launched: memory is taken then."""
+    config = ModelConfig.load(path)
+    model = load_model(path, dtype=torch.float32, device=CPU)
+    limits = TableLimits(
+        max_num_seqs=8,
+        max_num_batched_tokens=2048,
+        max_model_len=256,
+        block_size=16,
+        num_device_blocks=100,
+        vocab_size=config.vocab_size,
+    )
+    shape = CacheShape(config.num_layers, 16, config.num_kv_heads, config.head_dim, torch.float32)
+    forward = model.forward
 
     def scarce_forward(token_ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
         if len(token_ids) > max_tokens or POISON in token_ids:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return forward(token_ids, positions, attend)
 
-    monkeypatch.setattr(worker.runner._model, "forward", scarce_forward)  # type: ignore[attr-defined]
-    return worker
+    monkeypatch.setattr(model, "forward", scarce_forward)
+    if kind == "plain":
+        cache = CacheEngine(shape, 100, CPU)
+        return ModelRunner(model, cache, TorchAttention(), limits, CPU, SingleRank(), splits_steps=splits_steps)
+    device = FakeDevice(1, eagerness=1.0)
+    cache = CacheEngine(shape, 100, CPU, 0, device)
+    return CudaRunner(
+        model, cache, DeviceAttention(), REFERENCE, limits, device, SingleRank(), splits_steps=splits_steps
+    )
 
 
 def opening(slot: int, tokens: list[int], computed: int, blocks: tuple[int, ...], sampling: SamplingParams) -> Any:
     return RowOpening(slot, slot, tuple(tokens), len(tokens), computed, blocks, sampling, seed=slot, sample_index=0)
 
 
-def run_steps(worker: LoadedWorker, poisoned_slot: int = -1) -> list[StepResult]:
+def run_steps(runner: Runner, poisoned_slot: int = -1) -> list[StepResult]:
     """Rows of every kind; those of slots 0 and 3 stand on blocks that slot 2 computes in the same step."""
     rng = random.Random(5)
     shared = [rng.randrange(POISON) for _ in range(48)]
@@ -234,11 +262,11 @@ def run_steps(worker: LoadedWorker, poisoned_slot: int = -1) -> list[StepResult]
         opening(2, tokens[2], 0, (1, 2, 3, 4), SamplingParams()),
         opening(3, tokens[3], 16, (1, 8, 9), BEAM),
     )
-    worker.runner.reset(1)
+    runner.reset(1)
     first = StepPlan(1, 1, openings=openings, work_slots=(0, 1, 2, 3), work_num_tokens=(4, 20, 48, 24))
     # Slot 2 comes to its end in the second step only.
     later = [StepPlan(1, 2, work_slots=(2,), work_num_tokens=(4,)), StepPlan(1, 3), StepPlan(1, 4)]
-    return [worker.runner.execute(plan) for plan in (first, *later)]
+    return [runner.execute(plan) for plan in (first, *later)]
 
 
 def assert_equal(found: StepResult, expected: StepResult) -> None:
@@ -255,22 +283,26 @@ def assert_equal(found: StepResult, expected: StepResult) -> None:
         assert columns.top_logprobs == pytest.approx(others.top_logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_tokens", [95, 50, 33, 7, 3, 1])
-def test_a_step_in_parts_is_the_same_step(checkpoint: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run_steps(load(checkpoint, 1000, monkeypatch))
-    found = run_steps(load(checkpoint, max_tokens, monkeypatch))
+def test_a_step_in_parts_is_the_same_step(
+    kind: str, checkpoint: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_steps(make_runner("plain", checkpoint, 1000, monkeypatch))
+    found = run_steps(make_runner(kind, checkpoint, max_tokens, monkeypatch))
     assert expected[0].prompt_logprobs
     assert expected[0].candidates.token_ids
     for one, other in zip(found, expected, strict=True):
         assert_equal(one, other)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_that_does_not_fit_alone_fails_where_it_samples(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run_steps(load(checkpoint, 1000, monkeypatch))
-    worker = load(checkpoint, 1000, monkeypatch)
-    found = run_steps(worker, poisoned_slot=2)
+    expected = run_steps(make_runner("plain", checkpoint, 1000, monkeypatch))
+    runner = make_runner(kind, checkpoint, 1000, monkeypatch)
+    found = run_steps(runner, poisoned_slot=2)
     assert_equal(found[0], expected[0])  # its last token comes in the second step
     for one, other in zip(found[1:], expected[1:], strict=True):
         slots = [0, 1, 2] if len(other.token_ids) == 3 else [0, 1]
@@ -280,17 +312,16 @@ def test_a_row_that_does_not_fit_alone_fails_where_it_samples(
         )
     # Released, the slot is as good as any.
     again = (opening(2, [1, 2, 3], 0, (20,), SamplingParams()),)
-    result = worker.runner.execute(
-        StepPlan(1, 5, (2,), openings=again, work_slots=(0, 1, 2), work_num_tokens=(0, 0, 3))
-    )
+    result = runner.execute(StepPlan(1, 5, (2,), openings=again, work_slots=(0, 1, 2), work_num_tokens=(0, 0, 3)))
     assert (result.statuses, len(result.token_ids)) == ((), 1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_who_reads_what_a_failed_row_should_have_written_gets_no_token(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = load(checkpoint, 1000, monkeypatch)
-    worker.runner.reset(1)
+    runner = make_runner(kind, checkpoint, 1000, monkeypatch)
+    runner.reset(1)
     tokens = [3, POISON, *range(30)]
     rows = (
         opening(0, [*tokens[:16], 9], 16, (1, 3), replace(SAMPLED, num_prompt_logprobs=None)),
@@ -298,14 +329,21 @@ def test_who_reads_what_a_failed_row_should_have_written_gets_no_token(
         opening(2, [4, 5, 6], 0, (4,), SamplingParams()),
     )
     plan = StepPlan(1, 1, openings=rows, work_slots=(0, 1, 2), work_num_tokens=(1, 20, 3))
-    result = worker.runner.execute(plan)
+    result = runner.execute(plan)
     assert result.statuses == (RowStatus.NAN_LOGITS, RowStatus.OK)
     assert len(result.token_ids) == 1
     (chunk,) = result.prompt_logprobs
     assert (chunk.slot, chunk.first_position, len(chunk.logprobs.chosen)) == (1, 1, 20)
     assert [math.isnan(value) for value in chunk.logprobs.chosen] == [False] * 1 + [True] * 19
     assert len(chunk.logprobs.top_token_ids) == 20
-    assert worker.runner._cache.storage[2].isnan().any()  # type: ignore[attr-defined]
-    last = worker.runner.execute(StepPlan(1, 2, work_slots=(0, 1, 2), work_num_tokens=(0, 12, 0)))
+    assert runner._cache.storage[2].isnan().any()
+    last = runner.execute(StepPlan(1, 2, work_slots=(0, 1, 2), work_num_tokens=(0, 12, 0)))
     assert last.statuses == (RowStatus.OUT_OF_MEMORY,)
-    assert worker.runner.execute(StepPlan(1, 3)).statuses == (RowStatus.OUT_OF_MEMORY,)
+    assert runner.execute(StepPlan(1, 3)).statuses == (RowStatus.OUT_OF_MEMORY,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_and_profiles_split_nothing(kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(kind, checkpoint, 50, monkeypatch, splits_steps=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_steps(runner)

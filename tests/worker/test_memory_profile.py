@@ -1,0 +1,109 @@
+"""Measuring memory, on a device whose memory is a number."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from worker_service.device_memory import DeviceMemory, StepSize
+from worker_service.memory_profile import measure_memory
+from worker_service.step import StepPlan, StepResult
+
+MIB, GIB = 1 << 20, 1 << 30
+BLOCK_BYTES, TOKEN_BYTES, BUFFER_BYTES = 2 * MIB, MIB // 8, 50 * MIB
+
+
+@dataclass
+class FakeMemory:
+    """A card of 24 GiB, 1 GiB of it others'; an allocator that keeps what it has had."""
+
+    total: int = 24 * GIB
+    others: int = GIB
+    held: int = 15 * GIB  # by tensors: the weights
+    kept: int = 15 * GIB
+    peak: int = 0
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def take(self, num_bytes: int) -> None:
+        if self.others + self.held + num_bytes > self.total:
+            raise MemoryError(f"{num_bytes} bytes")
+        self.held += num_bytes
+        self.peak = max(self.peak, self.held)
+        self.kept = max(self.kept, self.held)
+
+    def total_and_free(self) -> tuple[int, int]:
+        return self.total, self.total - self.others - self.kept
+
+    def allocated(self) -> int:
+        return self.held
+
+    def peak_of(self, operation: Callable[[], object]) -> int:
+        self.peak = self.held
+        operation()
+        return self.peak
+
+    def release(self) -> None:
+        self.kept = self.held
+
+
+class FakeRunner:
+    graph_sizes = (1, 2, 4, 8)
+
+    def __init__(self, memory: FakeMemory, num_blocks: int) -> None:
+        self._memory = memory
+        self._num_bytes = BUFFER_BYTES + (num_blocks + 1) * BLOCK_BYTES
+        memory.take(self._num_bytes)
+
+    def __del__(self) -> None:
+        self._memory.held -= self._num_bytes
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        num_bytes = sum(plan.work_num_tokens) * TOKEN_BYTES
+        self._memory.take(num_bytes)
+        self._memory.held -= num_bytes
+        self._memory.plans.append(plan)
+        return StepResult(plan.epoch, plan.step)
+
+
+def measure(memory: FakeMemory, step: StepSize) -> DeviceMemory:
+    return measure_memory(
+        memory,
+        lambda num_blocks: FakeRunner(memory, num_blocks),
+        step=step,
+        max_model_len=1000,
+        block_size=16,
+        block_bytes=BLOCK_BYTES,
+        staging_bytes=32 * MIB,
+    )
+
+
+def test_the_largest_steps_are_run_and_their_memory_counted() -> None:
+    memory = FakeMemory()
+    found = measure(memory, StepSize(2048, 16))
+    # 16 rows of 128 tokens; 8 rows decode beside what the runner keeps; 8 graphs of 4 MiB for the driver.
+    assert found == DeviceMemory(
+        total=24 * GIB,
+        others=GIB,
+        weights=15 * GIB,
+        step=BUFFER_BYTES + 2048 * TOKEN_BYTES,
+        graphs=8 * TOKEN_BYTES + 8 * 4 * MIB,
+        staging=32 * MIB,
+    )
+    assert [sum(plan.work_num_tokens) for plan in memory.plans] == [2048, 8]
+    assert memory.plans[1].released_slots == memory.plans[0].work_slots
+    assert memory.held == memory.kept == 15 * GIB, "nothing is left of it"
+
+
+def test_a_step_that_does_not_fit_says_what_to_lower() -> None:
+    memory = FakeMemory()
+    with pytest.raises(
+        ValueError, match=r"a step of 65536 tokens in 256 rows does not fit.*lower --max-num-batched-tok"
+    ):
+        measure(memory, StepSize(65536, 256))
+
+
+def test_other_errors_are_raised() -> None:
+    memory = FakeMemory()
+    memory.take = lambda num_bytes: 1 // 0  # type: ignore[method-assign, assignment]
+    with pytest.raises(ZeroDivisionError):
+        measure(memory, StepSize(2048, 16))
