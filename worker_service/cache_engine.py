@@ -21,13 +21,13 @@ from torch import Tensor
 from worker_service.attention import LayerCache
 from worker_service.block_operations import create_block_operations
 from worker_service.device import Device
+from worker_service.device_memory import GIB
 from worker_service.moves import BlockIds, StreamMoves
 from worker_service.session import ProtocolError
 from worker_service.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
 _MAX_DEFAULT_CPU_BYTES = 4 * GIB
 _DEFAULT_CPU_SHARE = 0.3
 _MEASURED_BYTES = 32 << 20  # that one move of the measurement takes at most

@@ -11,7 +11,6 @@ import torch
 
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache_engine import (
-    GIB,
     CacheEngine,
     CacheShape,
     available_cpu_bytes,
@@ -26,7 +25,7 @@ from worker_service.cpu_decoder import fused
 from worker_service.cuda_device import CudaDevice
 from worker_service.cuda_runner import CudaRunner
 from worker_service.device_error import is_out_of_memory
-from worker_service.device_memory import DeviceMemory, StepSize, check_pool, size_pool, weights_refusal
+from worker_service.device_memory import GIB, DeviceMemory, StepSize, check_pool, size_pool, weights_refusal
 from worker_service.device_sampler import create_sampler
 from worker_service.engine import LoadedWorker
 from worker_service.memory_profile import CudaMeter, measure_memory

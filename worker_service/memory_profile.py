@@ -1,5 +1,6 @@
 """Measures what a GPU's memory is taken by, beside the pool of blocks, by running the largest steps there can be."""
 
+import gc
 from collections.abc import Callable
 from typing import Protocol
 
@@ -54,6 +55,7 @@ class CudaMeter:
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
+        gc.collect()
         torch.cuda.empty_cache()
 
 

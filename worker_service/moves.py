@@ -11,6 +11,8 @@ not named before takes the next place that nobody has had. Blocks that leave tog
 places that came free do, and come back in one piece. At worst, when nothing lies beside anything, each block is a
 transfer, as it would be without the map.
 
+The pool is made of slabs of a power of two of bytes, since torch rounds every piece of pinned memory up to one.
+
 A transfer takes `_MAX_TRANSFER_BYTES` at most: what steps themselves send to and from the device, a few KB, goes
 through the same copy engines and waits for the one under way.
 """
@@ -29,6 +31,7 @@ from worker_service.step import StepPlan
 
 _MAX_STAGING_BYTES = 32 << 20
 _MAX_TRANSFER_BYTES = 8 << 20
+_SLAB_BYTES = 1 << 30
 
 
 def num_staging_blocks(num_host_blocks: int, block_bytes: int) -> int:
@@ -64,7 +67,7 @@ class BlockIds:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Blocks side by side: staging[first : first + num] and place, place + 1, ... of the host's pool."""
+    """Blocks side by side: staging[first : first + num] and place, place + 1, ... of one slab of the host's pool."""
 
     first: int
     place: int
@@ -86,7 +89,11 @@ class StreamMoves:
         self._blocks = blocks
         self._operations = operations
         self._staging = blocks.new_empty((num_staging_blocks(num_host_blocks, block_bytes), block_bytes))
-        self._pool = device.pinned((num_host_blocks, block_bytes), torch.uint8)
+        self._slab_blocks = max(1, _SLAB_BYTES // block_bytes)
+        self._slabs = [
+            device.pinned((min(self._slab_blocks, num_host_blocks - first), block_bytes), torch.uint8)
+            for first in range(0, num_host_blocks, self._slab_blocks)
+        ]
         self._places: dict[int, int] = {}  # of the host blocks that were named; the first places of the pool
         self._max_transfer_blocks = max(1, _MAX_TRANSFER_BYTES // block_bytes)
         self._ids = BlockIds(device)
@@ -132,7 +139,12 @@ class StreamMoves:
 
     def host_block(self, host_block: int) -> Tensor:
         """Where a host block lies: [block_bytes] uint8."""
-        return self._pool[self._place(host_block)]
+        return self._host(self._place(host_block), 1)[0]
+
+    def _host(self, place: int, num: int) -> Tensor:
+        """Places of one slab: [num, block_bytes]."""
+        slab, first = divmod(place, self._slab_blocks)
+        return self._slabs[slab][first : first + num]
 
     def _place(self, host_block: int) -> int:
         return self._places.setdefault(host_block, len(self._places))
@@ -145,29 +157,29 @@ class StreamMoves:
         return places
 
     def _runs(self, places: Sequence[int]) -> list[_Run]:
-        return list(_find_runs(places, self._max_transfer_blocks))
+        return list(_find_runs(places, self._max_transfer_blocks, self._slab_blocks))
 
     def _swap_out(self, ids: Tensor, runs: list[_Run]) -> None:
         staging = self._staging[: len(ids)]
         self._operations.gather(self._blocks, ids.to(self._blocks.device, non_blocking=True), staging)
         for run in runs:
-            target = self._pool[run.place : run.place + run.num]
-            target.copy_(staging[run.first : run.first + run.num], non_blocking=True)
+            staged = staging[run.first : run.first + run.num]
+            self._host(run.place, run.num).copy_(staged, non_blocking=True)
 
     def _swap_in(self, ids: Tensor, runs: list[_Run]) -> None:
         staging = self._staging[: len(ids)]
         for run in runs:
-            source = self._pool[run.place : run.place + run.num]
-            staging[run.first : run.first + run.num].copy_(source, non_blocking=True)
+            staged = staging[run.first : run.first + run.num]
+            staged.copy_(self._host(run.place, run.num), non_blocking=True)
         self._operations.scatter(staging, self._blocks, ids.to(self._blocks.device, non_blocking=True))
 
 
-def _find_runs(places: Sequence[int], max_blocks: int) -> Iterator[_Run]:
-    """Pieces of places that ascend by 1, in order, none longer than `max_blocks`."""
+def _find_runs(places: Sequence[int], max_blocks: int, slab_blocks: int) -> Iterator[_Run]:
+    """Pieces of places that ascend by 1, in order, each in one slab and none longer than `max_blocks`."""
     start = 0
     for end in range(1, len(places) + 1):
         num = end - start
-        if end < len(places) and places[end] == places[start] + num and num < max_blocks:
+        if end < len(places) and places[end] == places[start] + num and num < max_blocks and places[end] % slab_blocks:
             continue
         yield _Run(start, places[start], num)
         start = end

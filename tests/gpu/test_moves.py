@@ -1,11 +1,13 @@
 """Moves on a stream of their own: `pytest -m gpu tests/gpu`. Skipped where there is no CUDA device."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from worker_service.cache_engine import CacheEngine, CacheShape
+from worker_service.cuda_device import CudaDevice
 from worker_service.step import StepPlan
 
 pytestmark = [
@@ -16,6 +18,14 @@ pytestmark = [
 SHAPE = CacheShape(num_layers=8, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 
 
+def create_cache(dtype: torch.dtype = torch.bfloat16) -> tuple[CacheEngine, CudaDevice]:
+    device = CudaDevice(torch.device("cuda"))
+    shape = CacheShape(SHAPE.num_layers, SHAPE.block_size, SHAPE.num_kv_heads, SHAPE.head_dim, dtype)
+    cache = CacheEngine(shape, 64, device.torch_device, num_host_blocks=64, streams=device)
+    device.synchronize()
+    return cache, device
+
+
 def wait_until_moved(cache: CacheEngine, step: int) -> None:
     deadline = time.monotonic() + 20
     while cache.last_moved_step() < step:
@@ -23,24 +33,39 @@ def wait_until_moved(cache: CacheEngine, step: int) -> None:
     assert not cache.is_moving
 
 
-def test_blocks_come_back_bit_for_bit_and_in_order() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_blocks_come_back_bit_for_bit_and_in_order(dtype: torch.dtype) -> None:
     """What is computed before a move is moved; what is computed after its acknowledgement may use both ends."""
-    cache = CacheEngine(SHAPE, 64, torch.device("cuda"), num_host_blocks=64)
-    content = torch.randn_like(cache.storage[1:])
+    cache, device = create_cache(dtype)
+    assert cache.host_block(1).is_pinned()
+    stored = cache.storage[1:].view(torch.uint8)
+    content = torch.randint_like(stored, 256)
+    device.synchronize()
     ids = tuple(range(1, 65))
     scattered = ids[::-1]
     for step in range(1, 21, 2):
-        cache.storage[1:].copy_(content)  # on the compute stream, still running when the move is started
+        device.compute.run(partial(stored.copy_, content))  # still running when the move is started
         cache.move(StepPlan(1, step, swap_out_device_blocks=ids, swap_out_host_blocks=scattered))
         wait_until_moved(cache, step)
-        cache.storage[1:].fill_(float("nan"))
+        device.compute.run(partial(stored.fill_, 0xFF))
         cache.move(StepPlan(1, step + 1, swap_in_host_blocks=ids, swap_in_device_blocks=ids))
         wait_until_moved(cache, step + 1)
-        assert torch.equal(cache.storage[1:].flip(0), content)
+        assert torch.equal(stored.flip(0), content)
+
+
+def test_copies_read_before_they_write() -> None:
+    cache, device = create_cache()
+    for block in range(1, 7):
+        cache.storage[block] = block
+    device.synchronize()
+    cache.copy(StepPlan(1, 1, copy_source_blocks=(1, 2, 3), copy_target_blocks=(4, 5, 6)))
+    cache.copy(StepPlan(1, 2, copy_source_blocks=(4, 5, 6), copy_target_blocks=(5, 6, 4)))
+    device.synchronize()
+    assert cache.storage[1:7, 0, 0, 0, 0, 0].tolist() == [1, 2, 3, 3, 1, 2]
 
 
 def test_bandwidth_is_that_of_the_bus() -> None:
-    cache = CacheEngine(SHAPE, 64, torch.device("cuda"), num_host_blocks=64)
+    cache, _ = create_cache()
     bandwidth = cache.measure_bandwidth()
     print(f"{bandwidth / 1e9:.1f} GB/s")
     assert 1e9 < bandwidth < 1e12

@@ -215,6 +215,31 @@ def test_bad_moves_and_copies(columns: dict[str, Any], text: str) -> None:
         numbered_cache().check(StepPlan(1, 1, **columns))
 
 
+def test_a_cache_of_fp8_is_half_as_large_and_moves_like_any() -> None:
+    shape = replace(SHAPE, dtype=torch.float8_e4m3fn)
+    assert 2 * shape.block_bytes == SHAPE.block_bytes
+    cache = CacheEngine(shape, 4, torch.device("cpu"), 2)
+    cache.storage[1:] = torch.arange(1, 5)[:, None, None, None, None, None].to(shape.dtype)
+    carry_out(cache, swap_out_device_blocks=(2, 3), swap_out_host_blocks=(2, 1))
+    carry_out(
+        cache, swap_in_host_blocks=(2,), swap_in_device_blocks=(4,), copy_source_blocks=(3,), copy_target_blocks=(1,)
+    )
+    assert contents(cache.storage.float()) == [0, 3, 2, 3, 2]
+
+
+@pytest.mark.parametrize("is_head_major", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_positions_are_spoilt_and_no_others(dtype: torch.dtype, is_head_major: bool) -> None:
+    cache = CacheEngine(replace(SHAPE, dtype=dtype, is_head_major=is_head_major), 5, torch.device("cpu"))
+    cache.storage.view(torch.uint8).zero_()
+    cache.spoil([4, 2, 5], 3, 9)  # the last position of block 4, all of 2, the first of 5
+    for keys, values in cache.layers:
+        for view in (keys, values):
+            spoilt = view.float().isnan()
+            assert torch.equal(spoilt.all(3).all(2), spoilt.any(3).any(2))
+            assert spoilt.any(3).any(2).nonzero().tolist() == [[2, 0], [2, 1], [2, 2], [2, 3], [4, 3], [5, 0]]
+
+
 def test_moves_without_a_host_pool_are_refused() -> None:
     cache = numbered_cache(num_host_blocks=0)
     with pytest.raises(ProtocolError, match="swap_out writes blocks 1 to 1; there are none"):

@@ -468,6 +468,12 @@ def test_host_pool_is_sized_by_count_or_by_memory(checkpoints: dict[str, Path]) 
         assert worker.runner.execute(StepPlan(1, 1)).last_moved_step == 1
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_cpu_refuses_a_cache_of_fp8(checkpoints: dict[str, Path], backend: str) -> None:
+    with pytest.raises(ValueError, match="--kv-cache-dtype asks for float8_e4m3fn: use --kv-cache-dtype auto"):
+        load(checkpoints["qwen2"], kv_cache_dtype="fp8", attention_backend=backend)
+
+
 def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]) -> None:
     worker = load(checkpoints["qwen2"], num_device_blocks=3, num_host_blocks=2)
     cache = worker.runner._cache

@@ -1,8 +1,7 @@
 """Moves beside what is computed, on CPU tensors: streams carry out what is put on them late, in any legal order."""
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.worker.fake_device import FakeDevice, Guard
 from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.device import Event, Graph, Operation
 from worker_service.moves import _find_runs, num_staging_blocks
 from worker_service.step import StepPlan
 
@@ -19,80 +18,13 @@ SHAPE = CacheShape(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 24, 16
 
 
-class LateStream:
-    def __init__(self, device: "LateDevice") -> None:
-        self.device = device
-        self.queue: deque[tuple[Callable[[], bool], Operation]] = deque()  # whether it may begin, what it does
-
-    def run(self, operation: Operation) -> None:
-        self.queue.append((lambda: True, operation))
-
-    def record(self) -> "LateEvent":
-        event = LateEvent(self.device)
-        self.queue.append((lambda: True, event.happen))
-        return event
-
-    def wait_for(self, event: Event) -> None:
-        assert isinstance(event, LateEvent)
-        self.queue.append((lambda: event.has_happened, lambda: None))
-
-
-@dataclass
-class LateEvent:
-    device: "LateDevice"
-    has_happened: bool = False
-
-    def happen(self) -> None:
-        self.has_happened = True
-
-    def is_done(self) -> bool:
-        """Whoever asks again and again sees it happen."""
-        self.device.progress(1)
-        return self.has_happened
-
-    def wait(self) -> None:
-        while not self.has_happened:
-            self.device.progress(1)
-
-
-class LateDevice:
-    """Three streams on a CPU; only `progress` carries out anything."""
-
-    torch_device = torch.device("cpu")
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.compute = LateStream(self)
-        self.results = LateStream(self)
-        self.moves = LateStream(self)
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        content = torch.empty(shape, dtype=dtype)
-        content.view(torch.uint8).fill_(self.rng.randrange(256))
-        return content
-
-    def capture(self, operation: Operation) -> Graph:
-        raise NotImplementedError
-
-    def synchronize(self) -> None:
-        while self.progress(1):
-            pass
-
-    def progress(self, num: int) -> bool:
-        """Carry out so many of what may begin, each the first of a stream. False if there was nothing."""
-        for _ in range(num):
-            ready = [stream for stream in (self.compute, self.moves) if stream.queue and stream.queue[0][0]()]
-            if not ready:
-                return False
-            self.rng.choice(ready).queue.popleft()[1]()
-        return True
-
-
 @dataclass
 class History:
     """Random plans that keep S3 and S4, and what every block must hold when they have been carried out."""
 
     seed: int
+    eagerness: float | None = None
+    dropped: Guard | None = None
     device_numbers: dict[int, int] = field(default_factory=dict)  # what each block will hold
     host_numbers: dict[int, int] = field(default_factory=dict)
     held: list[tuple[int, set[int], set[int]]] = field(default_factory=list)  # step, device and host blocks it moves
@@ -100,7 +32,8 @@ class History:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.device = LateDevice(self.seed)
+        eagerness = self.rng.choice([0.02, 0.3, 0.6]) if self.eagerness is None else self.eagerness
+        self.device = FakeDevice(self.seed, eagerness, self.dropped)
         self.cache = CacheEngine(
             SHAPE, NUM_DEVICE_BLOCKS, self.device.torch_device, NUM_HOST_BLOCKS, streams=self.device
         )
@@ -172,10 +105,11 @@ def numbers(content: Tensor) -> set[float]:
     return set(content.flatten().tolist())
 
 
-@pytest.fixture(params=[(1 << 30, 1 << 30), (3, 2), (1, 1)], ids=["one-chunk", "chunks", "single-blocks"])
+@pytest.fixture(params=[(100, 100, 100), (3, 2, 5), (1, 1, 1)], ids=["one-chunk", "chunks", "single-blocks"])
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are staged, and blocks of a transfer."""
-    staged, transferred = request.param
+    """Blocks that are staged, blocks of a transfer, blocks of a slab."""
+    staged, transferred, slab = request.param
+    monkeypatch.setattr("worker_service.moves._SLAB_BYTES", slab * SHAPE.block_bytes)
     monkeypatch.setattr("worker_service.moves._MAX_STAGING_BYTES", staged * SHAPE.block_bytes)
     monkeypatch.setattr("worker_service.moves._MAX_TRANSFER_BYTES", transferred * SHAPE.block_bytes)
 
@@ -184,10 +118,18 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("seed", range(40))
 def test_moves_beside_compute(seed: int) -> None:
     """Moves see what was computed before them and nothing of what came after; an acknowledgement is never early."""
-    history = History(seed)
+    run_history(History(seed))
+
+
+def test_moves_that_do_not_wait_for_compute_are_noticed() -> None:
+    histories = [History(seed, dropped=Guard.MOVES_AFTER_COMPUTE) for seed in range(40)]
+    with pytest.raises(AssertionError):
+        list(map(run_history, histories))
+
+
+def run_history(history: History) -> None:
     for step in range(1, 31):
         history.step(step)
-        history.device.progress(history.rng.randrange(12))
         history.acknowledge(step)
     history.device.synchronize()
     history.acknowledge(30)
@@ -196,16 +138,17 @@ def test_moves_beside_compute(seed: int) -> None:
 
 
 def test_compute_waits_for_no_move() -> None:
-    history = History(1)
+    history = History(1, eagerness=0.0)
     history.device.synchronize()
     moves = {"swap_out_device_blocks": (1, 2), "swap_out_host_blocks": (3, 4)}
     history.cache.move(StepPlan(1, 1, **moves))
     history.compute(5)
-    while history.device.compute.queue:
-        history.device.compute.queue.popleft()[1]()
+    while history.device.compute.pending:
+        assert history.device.compute.can_go_on
+        history.device.compute.go_on()
     assert numbers(history.cache.storage[5]) == {history.device_numbers[5]}
     assert history.cache.is_moving
-    assert len(history.device.moves.queue) > 0
+    assert len(history.device.moves.pending) > 0
 
 
 def test_an_epoch_begins_when_everything_has_arrived() -> None:
@@ -223,8 +166,8 @@ def transfers_of(history: History, plan: StepPlan, monkeypatch: pytest.MonkeyPat
     """Blocks of each transfer between device and host that a plan takes."""
     lengths: list[int] = []
 
-    def find_runs(places: Sequence[int], max_blocks: int) -> Iterator[Any]:
-        for run in _find_runs(places, max_blocks):
+    def find_runs(*arguments: Any) -> Iterator[Any]:
+        for run in _find_runs(*arguments):
             lengths.append(run.num)
             yield run
 
@@ -249,9 +192,11 @@ def test_blocks_that_left_together_come_back_in_one_piece(monkeypatch: pytest.Mo
 
 
 def test_pieces() -> None:
-    runs = [(run.first, run.place, run.num) for run in _find_runs([4, 5, 6, 9, 2, 3], 2)]
+    runs = [(run.first, run.place, run.num) for run in _find_runs([4, 5, 6, 9, 2, 3], 2, 1000)]
     assert runs == [(0, 4, 2), (2, 6, 1), (3, 9, 1), (4, 2, 2)]
-    assert list(_find_runs([], 2)) == []
+    runs = [(run.first, run.place, run.num) for run in _find_runs([4, 5, 6, 7, 8, 9], 9, 3)]
+    assert runs == [(0, 4, 2), (2, 6, 3), (5, 9, 1)]
+    assert list(_find_runs([], 2, 3)) == []
 
 
 def test_staging_is_bounded() -> None:
