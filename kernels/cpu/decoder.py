@@ -51,7 +51,7 @@ class LayerWeights:
 
 
 # The order of source/decoder.h.
-PARTS = ("norms", "products", "rotary", "attention", "activation")
+PARTS = ("norms", "products", "rotary", "attention")
 
 
 class DecoderStack:
@@ -130,7 +130,7 @@ class DecoderStack:
         return hidden
 
     def times(self) -> dict[str, int]:
-        """Nanoseconds of the last step by part: "norms", "products", "rotary", "attention" and "activation"."""
+        """Nanoseconds of the last step by part, `PARTS`; the activation is a part of the products."""
         return dict(zip(PARTS, self._times, strict=True))
 
     def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[PagedScoring]) -> None:

@@ -190,8 +190,9 @@ static void NAME(find_positions)(const attention_step* step, const item* work, i
   }
 }
 
-// Attends for one item: sums, maxima and totals of its pairs, not yet divided.
-static void NAME(attend_item)(const attention_step* step, const item* work, const ELEMENT* query,
+// Attends for one item: sums, maxima and totals of its pairs, not yet divided. The first keys of the item that the thread
+// takes next, NULL if there is none, are fetched meanwhile.
+static void NAME(attend_item)(const attention_step* step, const item* work, const item* next, const ELEMENT* query,
                               const ELEMENT* key_cache, const ELEMENT* value_cache, tile* t, float* packed) {
   const int64_t group = step->num_heads / step->num_kv_heads;
   // Those that are scored now, then the next ones.
@@ -217,6 +218,11 @@ static void NAME(attend_item)(const attention_step* step, const item* work, cons
     t->num_positions = rest < t->max_positions ? (int)rest : t->max_positions;
     const int num_known = rest < 2 * t->max_positions ? (int)rest : 2 * t->max_positions;
     NAME(find_positions)(step, work, first, num_known, key_cache, value_cache, keys, values);
+    if (next && rest <= t->max_positions) {
+      const int64_t length = next->end - next->start;
+      NAME(find_positions)(step, next, next->start, length < t->max_positions ? (int)length : t->max_positions, key_cache,
+                           value_cache, keys + t->max_positions, values + t->max_positions);
+    }
     if (is_direct) {
       NAME(score_directly)(t, raw_queries, keys, values);
     } else {
@@ -228,9 +234,10 @@ static void NAME(attend_item)(const attention_step* step, const item* work, cons
   }
 }
 
-// output[pair] = the parts' sums, divided by their totals; `parts` are consecutive tiles of one item.
+// output[pair] = the parts' sums, divided by their totals; `parts` are consecutive tiles of one item. Where there are
+// groups, tokens are interleaved as the next product takes them.
 static void NAME(write_pairs)(const attention_step* step, const item* work, const tile* parts, int num_parts,
-                              ELEMENT* output) {
+                              const row_groups* groups, ELEMENT* output) {
   const int64_t group = step->num_heads / step->num_kv_heads;
   for (int m = 0; m < parts->num_rows; m++) {
     float maximum = -INFINITY, total = 0.0f, factors[MAX_PARTS];
@@ -242,34 +249,36 @@ static void NAME(write_pairs)(const attention_step* step, const item* work, cons
     }
     const int64_t pair = work->first_pair + m;
     const int64_t token = step->query_start_loc[work->row] + pair / group;
-    ELEMENT* target = output + (token * step->num_heads + work->kv_head * group + pair % group) * step->head_dim;
+    const int64_t size = step->num_heads * step->head_dim;
+    int64_t stride = 1;
+    ELEMENT* target = output + (groups ? row_place(groups, token, size, &stride) : token * size);
+    target += (work->kv_head * group + pair % group) * step->head_dim * stride;
     int64_t d = 0;
     for (; d < step->head_dim; d += LANES) {
       floats sum = splat(0.0f);
       for (int i = 0; i < num_parts; i++)
         sum += splat(factors[i]) * load_float(parts[i].sums + m * parts[i].stride + d);
       sum = sum / splat(total);
-      if (d + LANES <= step->head_dim)
+      if (stride == 1 && d + LANES <= step->head_dim)
         NAME(store)(target + d, sum);
       else
-        for (int64_t i = d; i < step->head_dim; i++) target[i] = NAME(from_value)(sum[i - d]);
+        for (int64_t i = d; i < d + LANES && i < step->head_dim; i++) target[i * stride] = NAME(from_value)(sum[i - d]);
     }
   }
 }
 
-// Writes the fresh keys and values of a token to its slot; a token of slot -1 is skipped.
-INLINE void NAME(store_token)(const attention_step* step, int64_t token, const ELEMENT* key, const ELEMENT* value,
-                              ELEMENT* key_cache, ELEMENT* value_cache) {
+// Writes the fresh key and value of a token and a KV head to its slot; a token of slot -1 is skipped.
+INLINE void NAME(store_head)(const attention_step* step, int64_t token, int64_t head, const ELEMENT* key,
+                             const ELEMENT* value, ELEMENT* key_cache, ELEMENT* value_cache) {
   const int64_t slot = step->slot_mapping[token];
   if (slot < 0) return;
   const int64_t block = slot / step->block_size, offset = slot % step->block_size;
-  ELEMENT* keys = key_cache + block * step->key_block_stride + offset * step->key_position_stride;
-  ELEMENT* values = value_cache + block * step->value_block_stride + offset * step->value_position_stride;
-  for (int64_t head = 0; head < step->num_kv_heads; head++) {
-    const size_t num_bytes = sizeof(ELEMENT) * (size_t)step->head_dim;
-    memcpy(keys + head * step->key_head_stride, key + head * step->head_dim, num_bytes);
-    memcpy(values + head * step->value_head_stride, value + head * step->head_dim, num_bytes);
-  }
+  const size_t num_bytes = sizeof(ELEMENT) * (size_t)step->head_dim;
+  memcpy(key_cache + block * step->key_block_stride + offset * step->key_position_stride + head * step->key_head_stride,
+         key, num_bytes);
+  memcpy(value_cache + block * step->value_block_stride + offset * step->value_position_stride +
+             head * step->value_head_stride,
+         value, num_bytes);
 }
 
 void NAME(store_kv)(const attention_step* step, const ELEMENT* key, const ELEMENT* value, ELEMENT* key_cache,
@@ -277,41 +286,50 @@ void NAME(store_kv)(const attention_step* step, const ELEMENT* key, const ELEMEN
   const int64_t size = step->num_kv_heads * step->head_dim;
 #pragma omp parallel for schedule(static) num_threads((int)step->num_threads) if (step->num_threads > 1 && step->num_tokens * size >= MIN_PARALLEL_ELEMENTS)
   for (int64_t token = 0; token < step->num_tokens; token++)
-    NAME(store_token)(step, token, key + token * step->fresh_key_token_stride, value + token * step->fresh_value_token_stride,
-                      key_cache, value_cache);
+    for (int64_t head = 0; head < step->num_kv_heads; head++)
+      NAME(store_head)(step, token, head, key + token * step->fresh_key_token_stride + head * step->head_dim,
+                       value + token * step->fresh_value_token_stride + head * step->head_dim, key_cache, value_cache);
 }
 
-// All items of a list. Called by all threads of a region, which meet at its end.
-static void NAME(attend_items)(const attention_step* step, const work_list* list, const ELEMENT* query,
-                               const ELEMENT* key_cache, const ELEMENT* value_cache, ELEMENT* output) {
+// What the tasks of attention work on. Where there are groups, outputs are interleaved as the next product takes them.
+typedef struct {
+  const attention_step* step;
+  const work_list* list;
+  const ELEMENT *query, *key_cache, *value_cache;
+  const row_groups* groups;
+  ELEMENT* output;
+} NAME(attention);
+
+// A `task_function`: an item. Repeatable where no item is a part of one.
+static void NAME(attend_task)(const void* context, int64_t task, int64_t next) {
+  const NAME(attention)* a = context;
+  const item *work = &a->list->items[task], *following = next < 0 ? NULL : &a->list->items[next];
   scratch own;
-#pragma omp for schedule(dynamic, 1)
-  for (int64_t i = 0; i < list->num_items; i++) {
-    const item* work = &list->items[i];
-    tile t = scratch_tile(&own);
-    if (work->partial >= 0) {
-      t.sums = list->partials + work->partial * PARTIAL_FLOATS;
-      t.maxima = t.sums + TILE_ROWS * PADDED_HEAD_DIM;
-      t.totals = t.maxima + TILE_ROWS;
-    }
-    NAME(attend_item)(step, work, query, key_cache, value_cache, &t, own.packed);
-    if (work->partial < 0) NAME(write_pairs)(step, work, &t, 1, output);
+  tile t = scratch_tile(&own);
+  if (work->partial >= 0) {
+    t.sums = a->list->partials + work->partial * PARTIAL_FLOATS;
+    t.maxima = t.sums + TILE_ROWS * PADDED_HEAD_DIM;
+    t.totals = t.maxima + TILE_ROWS;
   }
-  if (!list->partials) return;
-#pragma omp for schedule(dynamic, 1)
-  for (int64_t i = 0; i < list->num_items; i++) {
-    const item* work = &list->items[i];
-    if (work->num_parts == 1 || work->part > 0) continue;
-    tile parts[MAX_PARTS];
-    for (int p = 0; p < work->num_parts; p++) {
-      parts[p].num_rows = work->num_pairs;
-      parts[p].stride = padded(step->head_dim);
-      parts[p].sums = list->partials + (work->partial + p) * PARTIAL_FLOATS;
-      parts[p].maxima = parts[p].sums + TILE_ROWS * PADDED_HEAD_DIM;
-      parts[p].totals = parts[p].maxima + TILE_ROWS;
-    }
-    NAME(write_pairs)(step, work, parts, work->num_parts, output);
+  NAME(attend_item)(a->step, work, following, a->query, a->key_cache, a->value_cache, &t, own.packed);
+  if (work->partial < 0) NAME(write_pairs)(a->step, work, &t, 1, a->groups, a->output);
+}
+
+// A `task_function`, after all items: puts together the parts of an item that begins here.
+static void NAME(merge_task)(const void* context, int64_t task, int64_t next) {
+  const NAME(attention)* a = context;
+  const item* work = &a->list->items[task];
+  (void)next;
+  if (work->num_parts == 1 || work->part > 0) return;
+  tile parts[MAX_PARTS];
+  for (int p = 0; p < work->num_parts; p++) {
+    parts[p].num_rows = work->num_pairs;
+    parts[p].stride = padded(a->step->head_dim);
+    parts[p].sums = a->list->partials + (work->partial + p) * PARTIAL_FLOATS;
+    parts[p].maxima = parts[p].sums + TILE_ROWS * PADDED_HEAD_DIM;
+    parts[p].totals = parts[p].maxima + TILE_ROWS;
   }
+  NAME(write_pairs)(a->step, work, parts, work->num_parts, a->groups, a->output);
 }
 
 // output: [num_tokens, num_heads, head_dim]. 0, or 1 if there is no memory.
@@ -319,8 +337,14 @@ int NAME(paged_attention)(const attention_step* step, const ELEMENT* query, cons
                           const ELEMENT* value_cache, ELEMENT* output) {
   work_list list;
   if (!list_work(step, &list)) return 1;
+  const NAME(attention) a = {step, &list, query, key_cache, value_cache, NULL, output};
+  task_list items = {.num_tasks = list.num_items}, merges = {.num_tasks = list.partials ? list.num_items : 0};
 #pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1 && list.num_items > 1 && list.cost >= MIN_PARALLEL_ELEMENTS)
-  NAME(attend_items)(step, &list, query, key_cache, value_cache, output);
+  {
+    share_tasks(&items, NAME(attend_task), &a);
+#pragma omp barrier
+    share_tasks(&merges, NAME(merge_task), &a);
+  }
   free_work(&list);
   return 0;
 }

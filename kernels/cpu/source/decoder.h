@@ -1,6 +1,10 @@
 // A decoder-only transformer (Llama, Mistral, Qwen2, Qwen3) over one step, from embeddings to final hidden states, in one
 // region of threads: they meet after each part of a layer instead of being sent home. Activations and cache are float32,
 // weights of any element type.
+//
+// Where a step has few tokens, its parts are repeatable (tasks.h), so that no thread waits for one that has lost its core:
+// every layer has buffers of its own, and every thread norms all tokens for itself, which takes less time than to meet
+// once more.
 
 // `decoder.py` mirrors these structures.
 typedef struct {
@@ -19,27 +23,47 @@ typedef struct {
 } decoder;
 
 // Which of a step's parts takes how long. `decoder.py` mirrors their order.
-enum { NORMS, PRODUCTS, ROTARY, ATTENTION, ACTIVATION, NUM_PARTS };
+enum { NORMS, PRODUCTS, ROTARY, ATTENTION, NUM_PARTS };
+
+enum {
+  FEW_TOKENS = 8,
+  HEADS_PER_TASK = 4,  // that are turned
+};
 
 typedef struct {
   int64_t last;              // nanoseconds on the clock
   int64_t parts[NUM_PARTS];  // nanoseconds
 } step_times;
 
-// What all threads of a step share.
+enum { QKV, TURN, ATTEND, MERGE, OUTPUT, GATE_UP, DOWN, NUM_LISTS };
+
+// What all threads of a step share. Buffers of a layer are `layer_size` floats behind those of the layer before where
+// there are few tokens, and the same else.
 typedef struct {
   const decoder* model;
   const attention_step* step;
   row_groups groups;
+  int is_few;
   const float *cos, *sin;  // [num_tokens, head_dim]
-  float *x, *update;       // [num_tokens, hidden_size]: the residual stream, and what a layer adds to it
-  float* normed;           // [num_tokens, hidden_size]
-  float* heads;            // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-  float* attended;         // [num_tokens, num_heads, head_dim]
-  float* gate_up;          // [num_tokens, 2 * intermediate_size]
-  float* interleaved;      // of the widest input of a matrix product
+  float* x;                // [num_tokens, hidden_size]: the residual stream
+  int64_t layer_size;
+  float* heads;           // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+  float* queries;         // [num_tokens, num_heads, head_dim], turned
+  float* attended;        // [num_tokens, num_heads, head_dim], interleaved
+  float* update;          // [num_tokens, hidden_size]: what attention adds to x
+  float* gate_up;         // [num_tokens, 2 * intermediate_size], where the two are not computed together
+  float* activated;       // [num_tokens, intermediate_size], interleaved
+  float* last_update;     // [num_tokens, hidden_size]: what the layer adds last
+  float* normed;          // [num_tokens, hidden_size], interleaved; of all layers
+  float* own;             // [num_threads, 2, FEW_TOKENS, hidden_size], where there are few tokens; of all layers
+  task_list* lists;       // [num_layers, NUM_LISTS]
   step_times* times;
 } decoding;
+
+// What a thread norms: its own where there are few tokens, else what all share.
+typedef struct {
+  float *x, *normed;
+} residual;
 
 static int64_t nanoseconds(void) {
   struct timespec now;
@@ -47,7 +71,7 @@ static int64_t nanoseconds(void) {
   return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-// Books the time since the last call to a part. Called by all threads after they have met.
+// Books the time since the last call to a part, as the first thread sees it.
 static void end_part(const decoding* d, int part) {
 #pragma omp master
   {
@@ -57,76 +81,147 @@ static void end_part(const decoding* d, int part) {
   }
 }
 
-// x += update where there is one; normed = norm(x).
-static void norm_tokens(const decoding* d, const float* weight, const float* update, float* normed) {
-  const int64_t size = d->model->hidden_size;
-#pragma omp for schedule(static)
-  for (int64_t token = 0; token < d->step->num_tokens; token++) {
-    if (update) add_float(d->x + token * size, update + token * size, size);
-    normalize_float(d->x + token * size, weight, normed + token * size, size, d->model->eps);
+static void run_part(const decoding* d, int64_t layer, int list, task_function run, const void* context, int part) {
+  task_list* tasks = &d->lists[layer * NUM_LISTS + list];
+  if (d->is_few) {
+    finish_tasks(tasks, run, context);
+  } else {
+    share_tasks(tasks, run, context);
+#pragma omp barrier
   }
+  end_part(d, part);
 }
 
-// interleaved = norm(x), after x += update where there is one.
-static void norm_into_groups(const decoding* d, const float* weight, const float* update) {
-  const int64_t size = d->model->hidden_size;
-#pragma omp for schedule(static)
-  for (int64_t token = 0; token < d->step->num_tokens; token++) {
-    float *x = d->x + token * size, *normed = d->normed + token * size;
-    if (update) add_float(x, update + token * size, size);
-    normalize_float(x, weight, normed, size, d->model->eps);
-    interleave_row(&d->groups, token, normed, size, d->interleaved);
-  }
+static residual residual_of_thread(const decoding* d) {
+  if (!d->is_few) return (residual){d->x, d->normed};
+  const int64_t size = FEW_TOKENS * d->model->hidden_size;
+  float* own = d->own + omp_get_thread_num() * 2 * size;
+  memcpy(own, d->x, sizeof(float) * (size_t)(d->step->num_tokens * d->model->hidden_size));
+  return (residual){own, own + size};
 }
 
-static void turn_and_store_heads(const decoding* d, const decoder_layer* layer) {
-  const attention_step* step = d->step;
+// normed = norm(x), after x += update where there is one.
+static void norm_token(const decoding* d, const residual* r, int64_t token, const float* weight, const float* update) {
+  const int64_t size = d->model->hidden_size;
+  float* x = r->x + token * size;
+  if (update) add_float(x, update + token * size, size);
+  const float factor = inverse_rms_float(x, size, d->model->eps);
+  int64_t stride;
+  float* target = r->normed + row_place(&d->groups, token, size, &stride);
+  for (int64_t i = 0; i < size; i++) target[i * stride] = x[i] * factor * weight[i];
+}
+
+static void norm_tokens(const decoding* d, const residual* r, const float* weight, const float* update) {
+  if (d->is_few) {
+    for (int64_t token = 0; token < d->step->num_tokens; token++) norm_token(d, r, token, weight, update);
+  } else {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < d->step->num_tokens; token++) norm_token(d, r, token, weight, update);
+  }
+  end_part(d, NORMS);
+}
+
+// hidden = norm(x + update)
+static void norm_last(const decoding* d, const residual* r, const float* update, float* hidden) {
+  const int64_t size = d->model->hidden_size;
+#pragma omp for schedule(static) nowait
+  for (int64_t token = 0; token < d->step->num_tokens; token++) {
+    float* x = r->x + token * size;
+    add_float(x, update + token * size, size);
+    normalize_float(x, d->model->norm, hidden + token * size, size, d->model->eps);
+  }
+  end_part(d, NORMS);
+}
+
+typedef struct {
+  const decoding* d;
+  const decoder_layer* layer;
+  const float* heads;
+  float* queries;
+} turning;
+
+// A `task_function`: norms and turns heads of queries and keys, and stores keys and values.
+static void turn_task(const void* context, int64_t task, int64_t next) {
+  const turning* t = context;
+  const attention_step* step = t->d->step;
   const int64_t size = step->head_dim, num_turned = step->num_heads + step->num_kv_heads;
-#pragma omp for schedule(static)
-  for (int64_t token = 0; token < step->num_tokens; token++) {
-    float* heads = d->heads + token * step->query_token_stride;
-    for (int64_t head = 0; head < num_turned; head++) {
-      const float* weight = head < step->num_heads ? layer->query_norm : layer->key_norm;
-      if (weight) normalize_float(heads + head * size, weight, heads + head * size, size, d->model->eps);
-      rotate_float(heads + head * size, d->cos + token * size, d->sin + token * size, size);
-    }
-    store_token_float(step, token, heads + step->num_heads * size, heads + num_turned * size, layer->key_cache,
-                      layer->value_cache);
+  const int64_t num_all = step->num_tokens * num_turned, end = (task + 1) * HEADS_PER_TASK;
+  (void)next;
+  for (int64_t i = task * HEADS_PER_TASK; i < end && i < num_all; i++) {
+    const int64_t token = i / num_turned, head = i % num_turned;
+    const float* source = t->heads + (token * (num_turned + step->num_kv_heads) + head) * size;
+    const float* weight = head < step->num_heads ? t->layer->query_norm : t->layer->key_norm;
+    float x[MAX_HEAD_DIM];
+    if (weight)
+      normalize_float(source, weight, x, size, t->d->model->eps);
+    else
+      memcpy(x, source, sizeof(float) * (size_t)size);
+    rotate_float(x, t->d->cos + token * size, t->d->sin + token * size, size);
+    if (head < step->num_heads)
+      memcpy(t->queries + (token * step->num_heads + head) * size, x, sizeof(float) * (size_t)size);
+    else
+      store_head_float(step, token, head - step->num_heads, x, source + step->num_kv_heads * size, t->layer->key_cache,
+                       t->layer->value_cache);
   }
 }
 
-static void silu_into_groups(const decoding* d) {
+static void silu_tokens(const decoding* d, float* gate_up, float* activated) {
   const int64_t size = d->model->intermediate_size;
 #pragma omp for schedule(static)
   for (int64_t token = 0; token < d->step->num_tokens; token++) {
-    float* gate_up = d->gate_up + token * 2 * size;
-    silu_mul_token_float(gate_up, gate_up + size, gate_up, size);
-    interleave_row(&d->groups, token, gate_up, size, d->interleaved);
+    float* row = gate_up + token * 2 * size;
+    silu_mul_token_float(row, row + size, row, size);
+    interleave_row(&d->groups, token, row, size, activated);
   }
 }
 
-static void decode_layer(const decoding* d, const decoder_layer* layer, const work_list* list, const float* update) {
+static void attend_layer(const decoding* d, int64_t l, const work_list* list, const float* normed) {
+  const decoder_layer* layer = &d->model->layers[l];
+  const int64_t offset = l * d->layer_size;
+  const product qkv = plain_product(&layer->qkv, &d->groups, normed, d->heads + offset);
+  run_part(d, l, QKV, multiply_task, &qkv, PRODUCTS);
+  const turning t = {d, layer, d->heads + offset, d->queries + offset};
+  run_part(d, l, TURN, turn_task, &t, ROTARY);
   attention_step step = *d->step;
   step.window = layer->window;
-  norm_into_groups(d, layer->attention_norm, update);
-  end_part(d, NORMS);
-  multiply(&layer->qkv, &d->groups, d->interleaved, d->heads);
-  end_part(d, PRODUCTS);
-  turn_and_store_heads(d, layer);
-  end_part(d, ROTARY);
-  attend_items_float(&step, list, d->heads, layer->key_cache, layer->value_cache, d->attended);
-  interleave_rows(&d->groups, d->attended, step.num_heads * step.head_dim, d->interleaved);
-  end_part(d, ATTENTION);
-  multiply(&layer->output, &d->groups, d->interleaved, d->update);
-  end_part(d, PRODUCTS);
-  norm_into_groups(d, layer->mlp_norm, d->update);
-  end_part(d, NORMS);
-  multiply(&layer->gate_up, &d->groups, d->interleaved, d->gate_up);
-  end_part(d, PRODUCTS);
-  silu_into_groups(d);
-  end_part(d, ACTIVATION);
-  multiply(&layer->down, &d->groups, d->interleaved, d->update);
-  end_part(d, PRODUCTS);
+  step.query_token_stride = step.num_heads * step.head_dim;
+  const attention_float a = {&step, list, d->queries + offset, layer->key_cache, layer->value_cache, &d->groups,
+                             d->attended + offset};
+  run_part(d, l, ATTEND, attend_task_float, &a, ATTENTION);
+  if (list->partials) run_part(d, l, MERGE, merge_task_float, &a, ATTENTION);
+  const product output = plain_product(&layer->output, &d->groups, d->attended + offset, d->update + offset);
+  run_part(d, l, OUTPUT, multiply_task, &output, PRODUCTS);
+}
+
+static void feed_forward(const decoding* d, int64_t l, const float* normed) {
+  const decoder_layer* layer = &d->model->layers[l];
+  const int64_t offset = l * d->layer_size;
+  float* activated = d->activated + offset;
+  if (can_gate(&layer->gate_up)) {
+    const product gate_up = gated_product(&layer->gate_up, &d->groups, normed, activated);
+    run_part(d, l, GATE_UP, multiply_task, &gate_up, PRODUCTS);
+  } else {
+    const product gate_up = plain_product(&layer->gate_up, &d->groups, normed, d->gate_up);
+    run_part(d, l, GATE_UP, multiply_task, &gate_up, PRODUCTS);
+    silu_tokens(d, d->gate_up, activated);
+  }
+  const product down = plain_product(&layer->down, &d->groups, activated, d->last_update + offset);
+  run_part(d, l, DOWN, multiply_task, &down, PRODUCTS);
+}
+
+// Of one thread.
+static void decode_layers(const decoding* d, const work_list* lists, const int* list_of_layer, float* hidden) {
+  const decoder* model = d->model;
+  const residual r = residual_of_thread(d);
+  const float* update = NULL;
+  for (int64_t l = 0; l < model->num_layers; l++) {
+    norm_tokens(d, &r, model->layers[l].attention_norm, update);
+    attend_layer(d, l, &lists[list_of_layer[l]], r.normed);
+    norm_tokens(d, &r, model->layers[l].mlp_norm, d->update + l * d->layer_size);
+    feed_forward(d, l, r.normed);
+    update = d->last_update + l * d->layer_size;
+  }
+  norm_last(d, &r, update, hidden);
 }
 
 // A list of work for each window that a layer has; layers with equal windows share one. 0 if there is no memory.
@@ -144,25 +239,74 @@ static int list_layers(const decoder* model, const attention_step* step, work_li
   return 1;
 }
 
-// One allocation for all that a step computes in. NULL if there is none.
-static float* share_out(decoding* d) {
+INLINE int64_t aligned(int64_t size) { return (size + 15) / 16 * 16; }
+
+// Points the buffers into `memory`, unless that is NULL; returns how many floats they take.
+static int64_t share_out(decoding* d, float* memory) {
   const attention_step* step = d->step;
-  const int64_t hidden = d->model->hidden_size, intermediate = d->model->intermediate_size;
-  const int64_t attended = step->num_heads * step->head_dim;
-  int64_t widest = hidden > intermediate ? hidden : intermediate;
-  widest = widest > attended ? widest : attended;
-  const int64_t sizes[] = {hidden, hidden, step->query_token_stride, attended, 2 * intermediate, widest};
-  float** parts[] = {&d->update, &d->normed, &d->heads, &d->attended, &d->gate_up, &d->interleaved};
+  const int64_t num_tokens = step->num_tokens, hidden = d->model->hidden_size * num_tokens;
+  const int64_t intermediate = d->model->intermediate_size * num_tokens;
+  const int64_t attended = step->num_heads * step->head_dim * num_tokens;
+  const int is_gated = can_gate(&d->model->layers[0].gate_up);
+  const int64_t of_layer[] = {step->query_token_stride * num_tokens, attended, attended, hidden, intermediate, hidden};
+  float** layer_parts[] = {&d->heads, &d->queries, &d->attended, &d->update, &d->activated, &d->last_update};
+  const int64_t of_all[] = {hidden, is_gated ? 0 : 2 * intermediate,
+                            d->is_few ? step->num_threads * 2 * FEW_TOKENS * d->model->hidden_size : 0};
+  float** parts[] = {&d->normed, &d->gate_up, &d->own};
   int64_t total = 0;
-  for (int i = 0; i < 6; i++) total += (sizes[i] * step->num_tokens + 15) / 16 * 16;
-  float* memory = aligned_alloc(64, (size_t)total * sizeof(float));
-  if (!memory) return NULL;
-  float* next = memory;
   for (int i = 0; i < 6; i++) {
-    *parts[i] = next;
-    next += (sizes[i] * step->num_tokens + 15) / 16 * 16;
+    if (memory) *layer_parts[i] = memory + total;
+    total += aligned(of_layer[i]);
   }
-  return memory;
+  d->layer_size = d->is_few ? total : 0;
+  if (d->is_few) total *= d->model->num_layers;
+  for (int i = 0; i < 3; i++) {
+    if (memory) *parts[i] = memory + total;
+    total += aligned(of_all[i]);
+  }
+  return total;
+}
+
+// How many tasks the parts of a layer have.
+static void count_tasks(const decoding* d, const decoder_layer* layer, const work_list* list, int64_t* counts) {
+  const int64_t num_turned = d->step->num_tokens * (d->step->num_heads + d->step->num_kv_heads);
+  const linear_layer* layers[] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down};
+  const int lists[] = {QKV, OUTPUT, GATE_UP, DOWN};
+  for (int i = 0; i < 4; i++) {
+    const int is_gated = lists[i] == GATE_UP && can_gate(layers[i]);
+    const product p = is_gated ? gated_product(layers[i], &d->groups, NULL, NULL)
+                               : plain_product(layers[i], &d->groups, NULL, NULL);
+    counts[lists[i]] = num_product_tasks(&p);
+  }
+  counts[TURN] = (num_turned + HEADS_PER_TASK - 1) / HEADS_PER_TASK;
+  counts[ATTEND] = list->num_items;
+  counts[MERGE] = list->partials ? list->num_items : 0;
+}
+
+// The lists of tasks of all layers. NULL if there is no memory.
+static task_list* list_tasks(const decoding* d, const work_list* lists, const int* list_of_layer) {
+  const int64_t num_layers = d->model->num_layers;
+  int64_t counts[NUM_LISTS], total = 0;
+  for (int64_t l = 0; l < num_layers; l++) {
+    count_tasks(d, &d->model->layers[l], &lists[list_of_layer[l]], counts);
+    for (int i = 0; i < NUM_LISTS; i++) total += counts[i];
+  }
+  const size_t size = sizeof(task_list) * (size_t)(num_layers * NUM_LISTS);
+  task_list* tasks = aligned_alloc(64, size + (size_t)(total + 63) / 64 * 64);
+  if (!tasks) return NULL;
+  memset(tasks, 0, size + (size_t)total);
+  _Atomic uint8_t* done = (_Atomic uint8_t*)((char*)tasks + size);
+  for (int64_t l = 0; l < num_layers; l++) {
+    const work_list* list = &lists[list_of_layer[l]];
+    count_tasks(d, &d->model->layers[l], list, counts);
+    for (int i = 0; i < NUM_LISTS; i++) {
+      const int is_split = (i == ATTEND || i == MERGE) && list->partials;  // layers share their parts' memory
+      tasks[l * NUM_LISTS + i].num_tasks = counts[i];
+      tasks[l * NUM_LISTS + i].done = d->is_few && !is_split ? done : NULL;
+      done += counts[i];
+    }
+  }
+  return tasks;
 }
 
 // x: [num_tokens, hidden_size], embeddings that are overwritten; hidden: [num_tokens, hidden_size], normed; times:
@@ -172,24 +316,24 @@ int decode(const decoder* model, const attention_step* step, float* x, const flo
   step_times clock = {.last = nanoseconds()};
   decoding d = {.model = model, .step = step, .groups = group_rows(step->num_tokens), .cos = cos, .sin = sin, .x = x,
                 .times = &clock};
+  d.is_few = step->num_tokens <= FEW_TOKENS && can_gate(&model->layers[0].gate_up);
   work_list* lists = calloc((size_t)model->num_layers, sizeof(work_list));
   int* list_of_layer = malloc(sizeof(int) * (size_t)model->num_layers);
-  float* memory = share_out(&d);
-  const int is_ready = lists && list_of_layer && memory && list_layers(model, step, lists, list_of_layer);
-  if (is_ready) {
+  float* memory = aligned_alloc(64, sizeof(float) * (size_t)share_out(&d, NULL));
+  const int is_listed = lists && list_of_layer && memory && list_layers(model, step, lists, list_of_layer);
+  d.lists = is_listed ? list_tasks(&d, lists, list_of_layer) : NULL;
+  if (d.lists) {
+    share_out(&d, memory);
 #pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1)
-    {
-      for (int64_t l = 0; l < model->num_layers; l++)
-        decode_layer(&d, &model->layers[l], &lists[list_of_layer[l]], l ? d.update : NULL);
-      norm_tokens(&d, model->norm, d.update, hidden);
-      end_part(&d, NORMS);
-    }
+    decode_layers(&d, lists, list_of_layer, hidden);
     memcpy(times, clock.parts, sizeof clock.parts);
   }
   if (lists)
     for (int64_t l = 0; l < model->num_layers; l++) free_work(&lists[l]);
+  const int has_failed = !d.lists;
+  free(d.lists);
   free(lists);
   free(list_of_layer);
   free(memory);
-  return !is_ready;
+  return has_failed;
 }

@@ -34,6 +34,8 @@ enum {
 // Elements below which a second thread costs more than it saves.
 #define MIN_PARALLEL_ELEMENTS 32768
 
+#include "tasks.h"
+
 #include "work.h"
 
 #include "softmax.h"

@@ -42,11 +42,12 @@ void NAME(take_rows)(const ELEMENT* panels, const int64_t* indexes, float* outpu
   }
 }
 
-// Outputs of R rows, interleaved, and C panels.
+// outputs: [R, C * PANEL], of R interleaved rows and C panels. Meanwhile other weights are fetched, `stride` bytes of
+// them for each input: a core that only waits for them where it needs them either reads or computes.
 INLINE void NAME(multiply_tile)(const int R, const int C, const linear_layer* layer, const float* x, int64_t panel,
-                                float* y, int64_t y_stride) {
-  const ELEMENT* weights = (const ELEMENT*)layer->panels + panel * PANEL * layer->in_size;
+                                const char* ahead, int64_t stride, float* outputs) {
   const int64_t panel_size = PANEL * layer->in_size;
+  const ELEMENT* weights = (const ELEMENT*)layer->panels + panel * panel_size;
   floats totals[GROUP_ROWS][8] = {0};
   for (int64_t start = 0; start < layer->in_size; start += RUN) {
     const int64_t num = layer->in_size - start < RUN ? layer->in_size - start : RUN;
@@ -57,6 +58,10 @@ INLINE void NAME(multiply_tile)(const int R, const int C, const linear_layer* la
       for (int c = 0; c < 2 * C; c++) sums[r][c] = splat(0.0f);
     for (int64_t i = 0; i < num; i++, weights += PANEL, x += R) {
       floats w[8];
+      if (R > 1) {
+        __builtin_prefetch(ahead);
+        ahead += stride;
+      }
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) NAME(load_panel)(weights + c * panel_size, &w[2 * c], &w[2 * c + 1]);
 #pragma GCC unroll 12
@@ -72,32 +77,49 @@ INLINE void NAME(multiply_tile)(const int R, const int C, const linear_layer* la
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < 2 * C; c++)
-      store_outputs(layer, y + r * y_stride, panel * PANEL + c * LANES, totals[r][c]);
+    for (int c = 0; c < 2 * C; c++) store_float(outputs + (r * 2 * C + c) * LANES, totals[r][c]);
 }
 
-INLINE void NAME(multiply_rows)(const int R, const linear_layer* layer, const float* x, int64_t first, int64_t num_panels,
-                                float* y, int64_t y_stride) {
-  // Enough running sums to hide the latency of a multiply-add, and no more than there are registers.
-  const int C = R == 1 ? 4 : R <= 3 ? 2 : 1;
+// C panels from `panel` on, for one group of R rows; `ahead` is what the group's part of the fetching begins with.
+INLINE void NAME(multiply_group)(const int R, const int C, const product* p, int64_t start, int64_t panel,
+                                 const char* ahead, int64_t stride) {
+  float outputs[GROUP_ROWS * 4 * PANEL] __attribute__((aligned(64)));
+  const float* x = p->x + start * p->layer->in_size;
+  NAME(multiply_tile)(R, C, p->layer, x, panel, ahead, stride, outputs);
+  if (!p->is_gated) {
+    store_outputs(p, start, R, panel * PANEL, C * PANEL, outputs);
+    return;
+  }
+  float ups[GROUP_ROWS * 4 * PANEL] __attribute__((aligned(64)));
+  const int64_t half = p->num_panels * PANEL * p->layer->in_size * (int64_t)sizeof(ELEMENT);
+  NAME(multiply_tile)(R, C, p->layer, x, panel + p->num_panels, ahead + half, stride, ups);
+  store_gated(p, start, R, panel * PANEL, C * PANEL, outputs, ups);
+}
+
+// A task's panels, from `first` to `end`, and those that are fetched meanwhile: each group fetches its part of a panel
+// that is computed two panels later, or that the thread's next task begins with at `next` (-1: there is none).
+static void NAME(multiply_panels)(const product* p, int64_t first, int64_t end, int64_t next) {
+  const int64_t num_bytes = PANEL * p->layer->in_size * (int64_t)sizeof(ELEMENT);
+  const int64_t num_groups = p->groups->num_groups;
+  const int64_t stride = PANEL * (int64_t)sizeof(ELEMENT) / num_groups;
+  const char* panels = (const char*)p->layer->panels;
   int64_t panel = first;
-  for (; panel + C <= first + num_panels; panel += C) NAME(multiply_tile)(R, C, layer, x, panel, y, y_stride);
-  for (; panel < first + num_panels; panel++) NAME(multiply_tile)(R, 1, layer, x, panel, y, y_stride);
-}
-
-static void NAME(multiply_panels)(const linear_layer* layer, const row_groups* groups, const float* interleaved,
-                                  int64_t first, int64_t num_panels, float* y, int64_t y_stride) {
+  if (num_groups == 1 && p->groups->num_rows == 1)  // as fast as memory by itself
+    for (; panel + 4 <= end; panel += 4) NAME(multiply_group)(1, 4, p, 0, panel, panels, 0);
+  for (; panel < end; panel++) {
+    const int64_t later = panel + AHEAD < end ? panel + AHEAD : next < 0 ? panel : next + panel + AHEAD - end;
+    for (int64_t g = 0; g < num_groups; g++) {
+      const row_group group = nth_group(p->groups, g);
+      const char* ahead = panels + (later < p->num_panels ? later : panel) * num_bytes + g * num_bytes / num_groups;
 #define MULTIPLY(R) \
-  case R: NAME(multiply_rows)(R, layer, x, first, num_panels, y + group.start * y_stride, y_stride); break;
-  for (int64_t g = 0; g < groups->num_groups; g++) {
-    const row_group group = nth_group(groups, g);
-    const float* x = interleaved + group.start * layer->in_size;
-    switch (group.num_rows) {
-      MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
+  case R: NAME(multiply_group)(R, 1, p, group.start, panel, ahead, stride); break;
+      switch (group.num_rows) {
+        MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
 #if GROUP_ROWS > 6
-      MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
+        MULTIPLY(7) MULTIPLY(8) MULTIPLY(9) MULTIPLY(10) MULTIPLY(11) MULTIPLY(12)
 #endif
+      }
+#undef MULTIPLY
     }
   }
-#undef MULTIPLY
 }

@@ -1,18 +1,30 @@
 // Matrix products with weights of any element type.
 
-enum { PANELS_PER_TASK = 4 };
+INLINE product plain_product(const linear_layer* layer, const row_groups* groups, const float* x, float* y) {
+  return (product){.layer = layer, .groups = groups, .x = x, .y = y, .num_panels = (layer->out_size + PANEL - 1) / PANEL};
+}
 
-// y: [num_rows, out_size]. Called by all threads of a region, which meet at its end.
-static void multiply(const linear_layer* layer, const row_groups* groups, const float* interleaved, float* y) {
-  const int64_t num_panels = (layer->out_size + PANEL - 1) / PANEL;
-#pragma omp for schedule(dynamic, 1)
-  for (int64_t first = 0; first < num_panels; first += PANELS_PER_TASK) {
-    const int64_t num = num_panels - first < PANELS_PER_TASK ? num_panels - first : PANELS_PER_TASK;
-    switch (layer->element) {
-      case ELEMENT_FLOAT: multiply_panels_float(layer, groups, interleaved, first, num, y, layer->out_size); break;
-      case ELEMENT_BFLOAT16: multiply_panels_bfloat16(layer, groups, interleaved, first, num, y, layer->out_size); break;
-      default: multiply_panels_float16(layer, groups, interleaved, first, num, y, layer->out_size);
-    }
+INLINE int can_gate(const linear_layer* layer) { return layer->out_size % (2 * PANEL) == 0; }
+
+INLINE product gated_product(const linear_layer* layer, const row_groups* groups, const float* x, float* y) {
+  product p = plain_product(layer, groups, x, y);
+  p.is_gated = 1;
+  p.num_panels /= 2;
+  return p;
+}
+
+INLINE int64_t num_product_tasks(const product* p) { return (p->num_panels + PANELS_PER_TASK - 1) / PANELS_PER_TASK; }
+
+// A `task_function` of a product; repeatable.
+static void multiply_task(const void* context, int64_t task, int64_t next) {
+  const product* p = context;
+  const int64_t first = task * PANELS_PER_TASK;
+  const int64_t end = first + PANELS_PER_TASK < p->num_panels ? first + PANELS_PER_TASK : p->num_panels;
+  const int64_t next_first = next < 0 ? -1 : next * PANELS_PER_TASK;
+  switch (p->layer->element) {
+    case ELEMENT_FLOAT: multiply_panels_float(p, first, end, next_first); break;
+    case ELEMENT_BFLOAT16: multiply_panels_bfloat16(p, first, end, next_first); break;
+    default: multiply_panels_float16(p, first, end, next_first);
   }
 }
 
@@ -20,14 +32,17 @@ static void multiply(const linear_layer* layer, const row_groups* groups, const 
 int linear(const linear_layer* layer, const float* x, float* y, int64_t num_rows, int64_t num_threads) {
   const row_groups groups = group_rows(num_rows);
   float* interleaved = NULL;
+  if (num_rows == 0) return 0;
   if (num_rows > 1) {
     interleaved = aligned_alloc(64, (size_t)(num_rows * layer->in_size * (int64_t)sizeof(float) + 63) / 64 * 64);
     if (!interleaved) return 1;
   }
+  const product p = plain_product(layer, &groups, num_rows > 1 ? interleaved : x, y);
+  task_list tasks = {.num_tasks = num_product_tasks(&p)};
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
   {
     if (num_rows > 1) interleave_rows(&groups, x, layer->in_size, interleaved);
-    multiply(layer, &groups, num_rows > 1 ? interleaved : x, y);
+    share_tasks(&tasks, multiply_task, &p);
   }
   free(interleaved);
   return 0;

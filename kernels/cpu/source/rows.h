@@ -22,6 +22,11 @@ typedef struct {
 
 enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16 };
 
+enum {
+  PANELS_PER_TASK = 4,
+  AHEAD = 2,  // panels: so far ahead of the one that is computed weights are fetched
+};
+
 // The first `num_larger` groups have size + 1 rows, the others `size`.
 typedef struct {
   int64_t num_rows, num_groups, size, num_larger;
@@ -30,6 +35,16 @@ typedef struct {
 typedef struct {
   int64_t start, num_rows;
 } row_group;
+
+// One product of a step.
+typedef struct {
+  const linear_layer* layer;
+  const row_groups* groups;
+  const float* x;      // interleaved
+  float* y;            // [num_rows, out_size]; of a gated one, interleaved
+  int64_t num_panels;  // of all outputs; of a gated one, of the gates
+  int is_gated;        // the outputs are gates and as many ups, in whole panels, and y is silu(gate) * up
+} product;
 
 INLINE row_groups group_rows(int64_t num_rows) {
   const int64_t num_groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
@@ -65,11 +80,43 @@ static void interleave_rows(const row_groups* groups, const float* x, int64_t in
     interleave_row(groups, row, x + row * in_size, in_size, interleaved);
 }
 
-// y[first...] of one row = sums + bias, cut off at the last output.
-INLINE void store_outputs(const linear_layer* layer, float* y, int64_t first, floats sums) {
-  if (first + LANES <= layer->out_size) {
-    store_float(y + first, layer->bias ? sums + load_float(layer->bias + first) : sums);
-  } else {
-    for (int64_t i = first; i < layer->out_size; i++) y[i] = sums[i - first] + (layer->bias ? layer->bias[i] : 0.0f);
-  }
+// y[row] = outputs + bias for `num_rows` rows from `row` on; outputs: [num_rows, num], the ones from `first` on. What
+// stands past the last output is left.
+INLINE void store_outputs(const product* p, int64_t row, const int num_rows, int64_t first, const int num,
+                          const float* outputs) {
+  const int64_t size = p->layer->out_size;
+  const float* bias = p->layer->bias;
+#pragma GCC unroll 12
+  for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < num; j += LANES) {
+      const int64_t output = first + j;
+      float* y = p->y + (row + r) * size;
+      const floats sums = load_float(outputs + r * num + j);
+      if (output + LANES <= size)
+        store_float(y + output, bias ? sums + load_float(bias + output) : sums);
+      else
+        for (int64_t i = output; i < size; i++) y[i] = sums[i - output] + (bias ? bias[i] : 0.0f);
+    }
+}
+
+// y = silu(gates) * ups, interleaved as the next product takes it. gates, ups: [num_rows, num], as `outputs` above.
+INLINE void store_gated(const product* p, int64_t row, const int num_rows, int64_t first, const int num,
+                        const float* gates, const float* ups) {
+  const int64_t size = p->layer->out_size / 2;
+  const float* bias = p->layer->bias;
+  float* y = p->y + row * size + first * num_rows;
+  for (int r = 0; r < num_rows; r++)
+    for (int j = 0; j < num; j += LANES) {
+      floats gate = load_float(gates + r * num + j), up = load_float(ups + r * num + j);
+      if (bias) {
+        gate += load_float(bias + first + j);
+        up += load_float(bias + size + first + j);
+      }
+      const floats activated = gate / (splat(1.0f) + exponential(-gate)) * up;
+      if (num_rows == 1)
+        store_float(y + j, activated);
+      else
+        for (int i = 0; i < LANES; i++) y[(j + i) * num_rows + r] = activated[i];
+    }
 }
