@@ -45,4 +45,5 @@ def build_batch(table: SequenceTable, rows: WorkingRows, device: torch.device) -
 
 
 def _as_tensor(values: NDArray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device)
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.to(device)

@@ -157,7 +157,9 @@ class ModelRunner:
         slots = rows.slots[rows.samples]
         if not len(slots):
             return Samples([], [], Logprobs(), Candidates())
-        logits = self._model.compute_logits(hidden[batch.sampling_indices])
+        if len(slots) < len(hidden):
+            hidden = hidden.index_select(0, batch.sampling_indices)
+        logits = self._model.compute_logits(hidden)
         watch.end("head")
         special = np.flatnonzero(self.table.is_special[slots])
         return sample(logits, [self._sampling_row(int(index), int(slots[index])) for index in special])

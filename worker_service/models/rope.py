@@ -28,7 +28,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[T] -> cosines and sines, [T, head_dim] each."""
-        return self.cos[positions], self.sin[positions]
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
