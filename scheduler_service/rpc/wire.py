@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.plan import (
-    PART_NAMES,
     Candidates,
     Logprobs,
     PromptLogprobs,
@@ -187,6 +187,10 @@ def _decode_refusal(refusal: worker_pb2.Refusal) -> Refusal:
     return Refusal(reason, refusal.epoch, refusal.instance_id, refusal.message)
 
 
+_read_parts = attrgetter(*StepParts._fields)
+_NO_LOGPROBS, _NO_CANDIDATES = Logprobs(), Candidates()
+
+
 def _decode_result(result: worker_pb2.StepResult) -> StepResult:
     try:
         statuses = tuple(RowStatus(status) for status in result.statuses)
@@ -197,15 +201,15 @@ def _decode_result(result: worker_pb2.StepResult) -> StepResult:
         step=result.step,
         statuses=statuses,
         token_ids=tuple(result.token_ids),
-        logprobs=_decode_logprobs(result.logprobs),
-        candidates=Candidates(tuple(result.candidates.token_ids), tuple(result.candidates.logprobs)),
+        logprobs=_decode_logprobs(result.logprobs) if result.HasField("logprobs") else _NO_LOGPROBS,
+        candidates=_decode_candidates(result.candidates) if result.HasField("candidates") else _NO_CANDIDATES,
         prompt_logprobs=tuple(
             PromptLogprobs(entry.slot, entry.first_position, _decode_logprobs(entry.logprobs))
             for entry in result.prompt_logprobs
         ),
         duration_us=result.duration_us,
         last_moved_step=result.last_moved_step,
-        parts=StepParts(*(getattr(result.parts, name) for name in PART_NAMES)),
+        parts=StepParts._make(_read_parts(result.parts)),
     )
 
 
@@ -216,6 +220,10 @@ def _decode_logprobs(logprobs: worker_pb2.Logprobs) -> Logprobs:
         top_token_ids=tuple(logprobs.top_token_ids),
         top_logprobs=tuple(logprobs.top_logprobs),
     )
+
+
+def _decode_candidates(candidates: worker_pb2.Candidates) -> Candidates:
+    return Candidates(tuple(candidates.token_ids), tuple(candidates.logprobs))
 
 
 def _refuse_unknown_fields(message: Message) -> None:

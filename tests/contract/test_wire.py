@@ -1,7 +1,7 @@
 """Plans and results survive the wire: core dataclass -> proto bytes -> worker dataclass, and back."""
 
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, astuple, fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -114,6 +114,7 @@ def plain(value: object) -> object:
     plain_fields = asdict(value)  # type: ignore[call-overload]
     if "statuses" in plain_fields:
         plain_fields["statuses"] = tuple(status.value for status in plain_fields["statuses"])
+        plain_fields["parts"] = tuple(value.parts) if isinstance(value.parts, tuple) else astuple(value.parts)
     return plain_fields
 
 
