@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from pagewire.errors import CommandError, PagewireError
-from pagewire.options import suggestion
-
 
 @dataclass(frozen=True, slots=True)
 class Verb:
@@ -36,6 +33,8 @@ VERBS = {
     "demo": Verb("pagewire.demo", "main", "serve a model, stream one completion, and end"),
 }
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
+# Of gRPC 1.85: reads and writes by the thread that polls, not by a pool of threads that hand every message on.
+_GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pagewire {_version()}")
         return SUCCESS
     if name not in VERBS:
+        from pagewire.options import suggestion
+
         print(f"pagewire: error: unknown verb {name!r}{suggestion(name, VERBS)}\n{usage()}", file=sys.stderr)
         return USAGE
     return run(VERBS[name], rest)
@@ -56,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(verb: Verb, arguments: Sequence[str]) -> int:
     """Runs one verb; what fails in it is one line on standard error."""
+    os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)  # gRPC reads it when it is imported
+    from pagewire.errors import CommandError, PagewireError
+
     function = getattr(importlib.import_module(verb.module), verb.function)
     try:
         return function(arguments)
