@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduler_service.core.plan import StepParts, StepResult, WorkerCapacity
+from scheduler_service.core.plan import PART_NAMES, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     BlockRemoved,
     BlockStored,
@@ -101,7 +101,7 @@ class Metrics:
         self._step_seconds = self.histograms["pagewire:step_duration_seconds"]
         self._plan_bytes = self.histograms["pagewire:plan_bytes"]
         self._num_computed_prompt_tokens = 0
-        self._part_us = [0] * len(StepParts._fields)
+        self._part_us = [0] * len(PART_NAMES)
 
     def step_finished(self, result: StepResult, stats: SchedulerStats, now: float) -> None:
         # A prompt counts in the step in which its sequence first runs, all chunks of it together.
@@ -109,12 +109,12 @@ class Metrics:
         self._step_tokens.observe(len(result.token_ids) + num_computed - self._num_computed_prompt_tokens)
         self._num_computed_prompt_tokens = num_computed
         self._step_seconds.observe(result.duration_us / 1e6)
-        for i, us in enumerate(result.parts):
+        for i, us in enumerate(result.parts_us):
             self._part_us[i] += us
 
     def part_seconds(self) -> dict[str, float]:
         """Of all steps on the worker, by part."""
-        return {name.removesuffix("_us"): us / 1e6 for name, us in zip(StepParts._fields, self._part_us, strict=True)}
+        return {name.removesuffix("_us"): us / 1e6 for name, us in zip(PART_NAMES, self._part_us, strict=True)}
 
     def first_token_after(self, seconds: float) -> None:
         self._time_to_first_token.observe(seconds)

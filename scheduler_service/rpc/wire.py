@@ -11,13 +11,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.plan import (
+    PART_NAMES,
     Candidates,
     Logprobs,
     PromptLogprobs,
     RowOpening,
     RowStatus,
     SamplingParams,
-    StepParts,
     StepPlan,
     StepResult,
     WorkerCapacity,
@@ -187,7 +187,7 @@ def _decode_refusal(refusal: worker_pb2.Refusal) -> Refusal:
     return Refusal(reason, refusal.epoch, refusal.instance_id, refusal.message)
 
 
-_read_parts = attrgetter(*StepParts._fields)
+_read_parts = attrgetter(*PART_NAMES)
 _NO_LOGPROBS, _NO_CANDIDATES = Logprobs(), Candidates()
 
 
@@ -209,7 +209,7 @@ def _decode_result(result: worker_pb2.StepResult) -> StepResult:
         ),
         duration_us=result.duration_us,
         last_moved_step=result.last_moved_step,
-        parts=StepParts._make(_read_parts(result.parts)),
+        parts_us=_read_parts(result.parts),
     )
 
 

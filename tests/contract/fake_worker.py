@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import grpc.aio
 
 from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_service.core.plan import Logprobs, StepResult
+from scheduler_service.core.plan import PART_NAMES, Logprobs, StepResult
 from tests.core.simulated_worker import SimulatedWorker
 from worker_service.rpc import wire as worker_wire
 from worker_service.step import StepPlan
@@ -160,4 +160,5 @@ def with_top(logprobs: Logprobs, num_tops: list[int]) -> Logprobs:
 
 def encode_result(result: StepResult) -> worker_pb2.ExecuteResponse:
     columns = asdict(result) | {"statuses": [status.value for status in result.statuses]}
+    columns["parts"] = dict(zip(PART_NAMES, columns.pop("parts_us"), strict=True))
     return worker_pb2.ExecuteResponse(result=worker_pb2.StepResult(**columns))

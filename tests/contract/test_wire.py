@@ -1,7 +1,7 @@
 """Plans and results survive the wire: core dataclass -> proto bytes -> worker dataclass, and back."""
 
 import math
-from dataclasses import asdict, astuple, fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -114,7 +114,8 @@ def plain(value: object) -> object:
     plain_fields = asdict(value)  # type: ignore[call-overload]
     if "statuses" in plain_fields:
         plain_fields["statuses"] = tuple(status.value for status in plain_fields["statuses"])
-        plain_fields["parts"] = tuple(value.parts) if isinstance(value.parts, tuple) else astuple(value.parts)
+        if "parts" in plain_fields:  # the scheduler has no names for them
+            plain_fields["parts_us"] = tuple(plain_fields.pop("parts").values())
     return plain_fields
 
 
