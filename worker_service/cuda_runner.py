@@ -81,10 +81,10 @@ class CudaRunner:
 
     def reset(self, epoch: int) -> None:
         """Begin an epoch: no rows, and everything that was started has finished."""
+        self._communicator.begin(epoch)  # what waits on the device for a rank that is lost ends too
         self._device.synchronize()
         self.table.clear()
         self._cache.reset()
-        self._communicator.begin(epoch)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See `Runner.launch`. Raises ProtocolError before any block is touched if the plan breaks a rule."""

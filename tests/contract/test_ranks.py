@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from protos.gen.pagewire.worker.v1 import worker_pb2
+from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import StepPlan
 from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.worker_link import FencedError, WorkerLink
@@ -169,6 +170,12 @@ async def test_ranks_that_do_not_fit_together_are_refused(workers: tuple[FakeWor
             assert kind == "missing"
             if message in str(reason):
                 break
+
+
+@pytest.mark.parametrize("workers", ["a:1,", "a:1,b"])
+def test_every_address_is_checked(workers: str) -> None:
+    with pytest.raises(ValueError, match="--worker is"):
+        SchedulerConfig(model="m", worker=workers).validate()
 
 
 async def test_a_scheduler_that_loses_one_rank_to_another_ends() -> None:

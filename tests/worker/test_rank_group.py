@@ -1,0 +1,94 @@
+"""Ranks that meet over gloo. Here they are threads of one process, each with connections of its own."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+
+from pagewire.supervisor import free_port
+from worker_service import rank_group
+from worker_service.rank_group import RankGroup
+
+HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+
+
+def group(rank: int, address: str, size: int = 2) -> RankGroup:
+    return RankGroup(rank, size, address, HOST, CPU)
+
+
+@pytest.fixture
+def address() -> str:
+    return f"{HOST}:{free_port(HOST)}"
+
+
+def together(ranks: list[RankGroup], what) -> list[torch.Tensor]:
+    """What `what(rank)` returns of each, computed at the same time."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(torch.inference_mode()(what), ranks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_gets_the_same_bits(address: str, size: int, dtype: torch.dtype) -> None:
+    ranks = [group(rank, address, size) for rank in range(size)]
+    generator = torch.Generator().manual_seed(0)
+    brought = torch.randn(size, 5, 7, generator=generator).to(dtype)
+    for rank in ranks:
+        rank.begin(1)
+    sums = together(ranks, lambda rank: rank.all_reduce(brought[rank.rank].clone()))
+    rows = together(ranks, lambda rank: rank.all_gather(brought[rank.rank].clone()))
+    assert all(torch.equal(sums[0], other) for other in sums)
+    torch.testing.assert_close(sums[0].float(), brought.float().sum(0), rtol=0.02, atol=0.02)
+    assert all(torch.equal(torch.cat(list(brought), dim=1), gathered) for gathered in rows)
+
+
+def test_before_the_first_epoch_each_is_alone(address: str) -> None:
+    rank, x = group(1, address), torch.ones(2, 3)
+    assert torch.equal(rank.all_reduce(x), x)
+    assert rank.all_gather(x).shape == (2, 6)
+
+
+def test_they_meet_again_in_every_epoch_also_when_the_store_was_lost(address: str) -> None:
+    first, second = group(0, address), group(1, address)
+    for epoch in (1, 2, 5, 6):
+        if epoch == 5:
+            first = None  # its process ends, and another one takes its place
+            first = group(0, address)
+        for rank in (first, second):
+            rank.begin(epoch)
+        sums = together([first, second], lambda rank: rank.all_reduce(torch.full((2,), 1.0 + rank.rank)))
+        assert [total.tolist() for total in sums] == [[3.0, 3.0]] * 2
+
+
+def test_a_rank_that_leaves_frees_the_one_that_waits_for_it(address: str) -> None:
+    ranks = [group(rank, address) for rank in range(2)]
+    for rank in ranks:
+        rank.begin(1)
+    together(ranks, lambda rank: rank.all_reduce(torch.ones(2)))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ranks[0].all_reduce, torch.ones(2))
+        ranks[1].begin(2)
+        with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer|Broken pipe"):
+            waiting.result(20)
+    ranks[0].begin(2)
+    assert together(ranks, lambda rank: rank.all_reduce(torch.ones(1)))[0].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_is_not_awaited_for_ever(
+    address: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_group, "_MEETING_TIMEOUT", timedelta(seconds=0.5))
+    alone = group(rank, address)
+    alone.begin(1)
+    with pytest.raises(RuntimeError, match="tim"):
+        alone.all_reduce(torch.ones(2))
+
+
+def test_a_taken_port_is_told_with_the_flags_that_choose_it() -> None:
+    told = r"rank 0's store cannot listen .* see --host and --tensor-parallel-address"
+    with socket.create_server((HOST, 0)) as taken, pytest.raises(OSError, match=told):
+        group(0, f"{HOST}:{taken.getsockname()[1]}")
