@@ -259,7 +259,7 @@ class CudaRunner:
     def _sample_decoded(self, buffers: DecodeBuffers) -> None:
         """What the second graph holds: rows that ask for a token and no more."""
         inputs, table = buffers.inputs, self._device_table
-        columns = table.sampling_columns(inputs.slots, inputs.seq_lens)
+        columns = table.sampling_columns(inputs.aligned_slots, inputs.seq_lens)
         sampled = self._sampler.sample(buffers.logits, columns, None, None)
         table.token_ids[inputs.slots.long(), inputs.seq_lens.long()] = sampled.token_ids.int()
         buffers.sampled.copy_(torch.stack([sampled.token_ids, sampled.is_nan.long()]))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from worker_service.device import Device, Graph
 from worker_service.sequence_table import TableLimits
+from worker_service.staging import ALIGNMENT
 from worker_service.step_inputs import DecodeInputs
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class DecodeGraphs:
         self._limits = limits
         self._device = device
         torch_device = device.torch_device
-        self._rows = torch.zeros(2 * largest, dtype=torch.int32, device=torch_device)  # slots, lengths
+        self._rows = torch.zeros(2 * _aligned(largest), dtype=torch.int32, device=torch_device)  # slots, lengths
         self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=torch_device)
         self._logits = torch.empty((largest, limits.vocab_size), dtype=torch.float32, device=torch_device)
         self._sampled = torch.zeros(2 * largest, dtype=torch.int32, device=torch_device)
@@ -87,17 +88,19 @@ class DecodeGraphs:
         return self._sizes[place] if place < len(self._sizes) and self._graphs else None
 
     def padded(self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], size: int) -> NDArray[np.int32]:
-        """The rows as a graph of that size reads them: [2 * size]."""
-        rows = np.zeros((2, size), np.int32)
+        """The rows as a graph of that size reads them: slots, then lengths, each aligned."""
+        rows = np.zeros((2, _aligned(size)), np.int32)
         rows[0] = self._limits.max_num_seqs  # the scratch slot
         rows[0, : len(slots)] = slots
         rows[1, : len(slots)] = seq_lens
         return rows.ravel()
 
     def buffers(self, size: int) -> DecodeBuffers:
+        start = _aligned(size)
         inputs = DecodeInputs(
             slots=self._rows[:size],
-            seq_lens=self._rows[size : 2 * size],
+            aligned_slots=self._rows[:start],
+            seq_lens=self._rows[start : start + size],
             query_start_loc=self._query_start_loc[: size + 1],
             max_seq_len=self._limits.max_model_len,
             block_size=self._limits.block_size,
@@ -115,3 +118,7 @@ class DecodeGraphs:
     def sample(self, size: int) -> None:
         """Put plain sampling on the compute stream: tokens go to their rows and to `DecodeBuffers.sampled`."""
         self._graphs[size][1].replay()
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT

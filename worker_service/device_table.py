@@ -47,11 +47,18 @@ class DeviceTable:
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-        """What the rows in these slots ask for, [R] int32 each, but for their biases and stop tokens."""
-        lines = self._parameters.index_select(1, slots)
+        """What rows ask for, but for their biases and stop tokens.
+
+        Args:
+            slots: [R] int32, or some more up to a multiple of `ALIGNMENT`, so that each column begins at one.
+            num_tokens: [R] int32.
+        """
+        lines = self._parameters.index_select(1, slots)[:, : len(num_tokens)]
         floats = dict(zip(_FLOATS, lines[: len(_FLOATS)].view(torch.float32), strict=True))
         integers = dict(zip(_INTEGERS, lines[len(_FLOATS) :], strict=True))
-        return SamplingColumns(**floats, **integers, seeds=self._seeds.index_select(0, slots), num_tokens=num_tokens)
+        return SamplingColumns(
+            **floats, **integers, seeds=self._seeds.index_select(0, slots[: len(num_tokens)]), num_tokens=num_tokens
+        )
 
     def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
         """What a plan changes, in order. `table` is as the plan has left it; what the edits read goes to `upload`."""

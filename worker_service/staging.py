@@ -12,10 +12,12 @@ from torch import Tensor
 from worker_service.device import Device, Event
 
 _MIN_BUFFER_SIZE = 1 << 12  # in int32
+# Columns begin at whole 16 bytes, in int32: Triton compiles a kernel again for a pointer that does not.
+ALIGNMENT = 4
 
 
 class Upload:
-    """Columns of one step, packed: integers and, bit by bit, float32."""
+    """Columns of one step, packed and aligned: integers and, bit by bit, float32."""
 
     def __init__(self) -> None:
         self._parts: list[NDArray[np.int32]] = []
@@ -33,10 +35,17 @@ class Upload:
         np.concatenate(self._parts, out=target)
 
     def _add(self, values: NDArray[np.int32]) -> slice:
-        start = self.size
+        start, num_vacant = self.size, -values.size % ALIGNMENT
         self._parts.append(values.ravel())
-        self.size += values.size
-        return slice(start, self.size)
+        if num_vacant:
+            self._parts.append(np.zeros(num_vacant, np.int32))
+        self.size += values.size + num_vacant
+        return slice(start, start + values.size)
+
+
+def aligned(column: slice) -> slice:
+    """A column of an upload with the zeros behind it, up to the next one."""
+    return slice(column.start, column.stop + (column.start - column.stop) % ALIGNMENT)
 
 
 class OnDevice:

@@ -83,12 +83,14 @@ class DecodeInputs:
 
     Attributes:
         slots: [S] int32; rows of padding have the scratch slot.
+        aligned_slots: the same with the scratch slot behind them up to a multiple of `ALIGNMENT`.
         seq_lens: [S] int32; 0 for rows of padding.
         query_start_loc: [S + 1] int32: 0, 1, 2, ...
         max_seq_len: the most that any step's rows have.
     """
 
     slots: Tensor
+    aligned_slots: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     max_seq_len: int

@@ -14,7 +14,7 @@ from torch import Tensor
 from worker_service.device_sampler import SampledTokens, SamplingColumns
 from worker_service.device_table import DeviceTable, has_penalties, num_reported
 from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
-from worker_service.staging import Upload
+from worker_service.staging import Upload, aligned
 from worker_service.step import Candidates, Logprobs, RowStatus, StepPlan
 
 
@@ -172,7 +172,7 @@ class PackedSampling:
     max_reported: int | None
 
     def columns(self, packed: Tensor, table: DeviceTable) -> SamplingColumns:
-        columns = table.sampling_columns(packed[self.slots], packed[self.num_tokens])
+        columns = table.sampling_columns(packed[aligned(self.slots)], packed[self.num_tokens])
         if self.bias_ids is not None and self.bias_values is not None:
             ids, values = packed[self.bias_ids], packed[self.bias_values].view(torch.float32)
             shape = (self.num_rows, -1)

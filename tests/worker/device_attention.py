@@ -6,6 +6,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from kernels.reference import paged_attention, reshape_and_cache
+from tests.worker.fake_device import as_kernel
 from worker_service.attention import Attend, AttentionBatch, LayerCache
 
 
@@ -22,21 +23,28 @@ class DeviceAttention:
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         rows = batch.device_rows
         assert rows is not None
-        query_start_loc, seq_lens = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
-        lengths = [end - start for start, end in pairwise(query_start_loc)]
-        assert query_start_loc == batch.query_start_loc
-        assert rows.num_decodes == lengths.count(1)
-        assert lengths[: rows.num_decodes] == [1] * rows.num_decodes, "rows that decode come first"
-        for seq_len, bound in zip(seq_lens, batch.seq_lens, strict=True):
-            assert seq_len <= bound
-            assert seq_len in (0, bound) or seq_len <= batch.block_tables.shape[1] * kv_cache[0][0].shape[1]
         scale = kv_cache[0][0].shape[3] ** -0.5
         windows = self._windows or (0,) * len(kv_cache)
 
+        @as_kernel
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            query_start_loc, seq_lens = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
+            _check(batch, rows.num_decodes, query_start_loc, seq_lens, kv_cache[layer][0].shape[1])
             reshape_and_cache(key, value, *kv_cache[layer], batch.slot_mapping)
             return paged_attention(
                 query, *kv_cache[layer], batch.block_tables, seq_lens, query_start_loc, scale, windows[layer]
             )
 
         return attend
+
+
+def _check(
+    batch: AttentionBatch, num_decodes: int, query_start_loc: list[int], seq_lens: list[int], block_size: int
+) -> None:
+    lengths = [end - start for start, end in pairwise(query_start_loc)]
+    assert query_start_loc == batch.query_start_loc
+    assert num_decodes == lengths.count(1)
+    assert lengths[:num_decodes] == [1] * num_decodes, "rows that decode come first"
+    for seq_len, bound in zip(seq_lens, batch.seq_lens, strict=True):
+        assert seq_len <= bound
+        assert seq_len <= batch.block_tables.shape[1] * block_size

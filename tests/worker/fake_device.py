@@ -8,11 +8,14 @@ operation may run long after the host has gone on, and a copy that the host does
 import random
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker_service.device import Operation
 
@@ -79,7 +82,8 @@ class FakeStream:
         if isinstance(head, FakeEvent):
             head.has_happened = True
         elif not isinstance(head, _Wait):
-            head()
+            with _Recorder():
+                head()
 
     def _put(self, item: Operation | FakeEvent | _Wait) -> None:
         with self._device.lock:
@@ -87,15 +91,101 @@ class FakeStream:
             self._device.carry_out_some()
 
 
+class _Recorder(TorchDispatchMode):
+    """Carries out and writes down every launch: what is called with which tensors, and the tensors that it made.
+
+    Refuses what would make the host wait for the device.
+    """
+
+    current: "_Recorder | None" = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any], list[Tensor]]] = []
+        self._is_in_kernel = False
+
+    def __enter__(self) -> "_Recorder":
+        assert _Recorder.current is None
+        _Recorder.current = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _Recorder.current = None
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_in_kernel:
+            return function(*args, **(kwargs or {}))
+        assert not _waits_for_host(function, args), f"the host would wait for {function}"
+        made = function(*args, **(kwargs or {}))
+        self.launches.append((function, args, kwargs or {}, _tensors(made)))
+        return made
+
+    def launch(self, kernel: Callable[..., Any], args: Sequence[Any]) -> Any:
+        self._is_in_kernel = True
+        try:
+            made = kernel(*args)
+        finally:
+            self._is_in_kernel = False
+        self.launches.append((as_kernel(kernel), args, {}, _tensors(made)))
+        return made
+
+
+_WAITS_FOR_HOST = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.lift_fresh.default,  # a tensor of numbers of Python
+)
+_INDEXES = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+def _waits_for_host(function: Any, args: Sequence[Any]) -> bool:
+    """Whether it copies from the host, or needs to know there what the device computed."""
+    is_masked = function in _INDEXES and any(index is not None and index.dtype == torch.bool for index in args[1])
+    return function in _WAITS_FOR_HOST or is_masked
+
+
+def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is one launch, and may look at what the device computed. What it reads of its tensors it reads
+    when it is carried out."""
+
+    def launch(*args: Any) -> Any:
+        recorder = _Recorder.current
+        return function(*args) if recorder is None else recorder.launch(function, args)
+
+    return launch
+
+
+def _tensors(made: Any) -> list[Tensor]:
+    if isinstance(made, Tensor):
+        return [made]
+    if is_dataclass(made):
+        return _tensors([getattr(made, entry.name) for entry in fields(made)])
+    return [tensor for part in made for tensor in _tensors(part)] if isinstance(made, list | tuple) else []
+
+
 class FakeGraph:
+    """Does again what was launched while it was captured, with the same tensors: whatever else the operation looked at
+    is as it was then, as in a graph of a GPU."""
+
     def __init__(self, device: "FakeDevice", operation: Operation) -> None:
         self._device = device
-        self._operation = operation
         self.num_replays = 0
+        with _Recorder() as recorder:
+            operation()
+        self._launches = recorder.launches
 
     def replay(self) -> None:
         self.num_replays += 1
-        self._device.compute.run(self._operation)
+        self._device.compute.run(self._launch_all)
+
+    @torch.inference_mode()
+    def _launch_all(self) -> None:
+        for function, args, kwargs, made in self._launches:
+            for tensor, again in zip(made, _tensors(function(*args, **kwargs)), strict=True):
+                if tensor.data_ptr() != again.data_ptr():
+                    tensor.copy_(again)
 
 
 class FakeDevice:

@@ -8,10 +8,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,13 +23,13 @@ from scheduler_service.core.scheduler import ProtocolError as CoreProtocolError
 from scheduler_service.core.scheduler import Scheduler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.device_attention import DeviceAttention
-from tests.worker.fake_device import CPU, FakeDevice, Guard
+from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
 from tests.worker.plans import GREEDY, Row, plan_steps
 from worker_service.attention.torch_attention import TorchAttention
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.cuda_runner import CudaRunner, _StepClock
 from worker_service.decode_graphs import graph_sizes
-from worker_service.device_sampler import REFERENCE
+from worker_service.device_sampler import REFERENCE, SampledTokens, Sampler, SamplingColumns
 from worker_service.engine import LaunchedStep
 from worker_service.model_runner import ModelRunner
 from worker_service.models import ModelConfig, load_model
@@ -38,8 +39,24 @@ from worker_service.session import ProtocolError
 from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 
 VOCAB_SIZE = 151
-# The fake device keeps the operation of a graph, so it can hold anything.
-SAMPLER = replace(REFERENCE, is_capturable=True)
+
+
+@as_kernel
+def sample(
+    logits: torch.Tensor, columns: SamplingColumns, token_counts: torch.Tensor | None, max_logprobs: int | None
+) -> SampledTokens:
+    """The reference, which sees that its columns are as a kernel wants them."""
+    for column in fields(columns):
+        tensor = getattr(columns, column.name)
+        if tensor is not None:
+            assert tensor.is_contiguous(), column.name
+            assert len(tensor) == len(logits), column.name
+            assert tensor.data_ptr() % 16 == 0, f"a kernel would be compiled again for {column.name}"
+            assert tensor.dtype in (torch.float32, torch.int32) or column.name == "seeds"
+    return REFERENCE.sample(logits, columns, token_counts, max_logprobs)
+
+
+SAMPLER = Sampler(sample, as_kernel(REFERENCE.count_tokens), is_capturable=True)
 
 
 @pytest.fixture(scope="module")
@@ -432,7 +449,9 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
     before, tokens = pair.cache.storage.clone(), pair.runner._device_table.token_ids[:-1].clone()
     assert_all_equal(pair, [StepPlan(1, 2)])
     assert pair.device.graphs[-1].num_replays == 1
-    pair.runner._graphs._rows[:2] = torch.tensor([6, 0])  # the scratch slot, alone in its batch
+    graphs, nobody = pair.runner._graphs, np.empty(0, np.int64)
+    padding = torch.from_numpy(graphs.padded(nobody, nobody, 1))
+    pair.device.compute.run(lambda: graphs.set_rows(padding))
     for graph in pair.device.graphs[-2:]:
         graph.replay()
     pair.device.synchronize()
