@@ -70,7 +70,9 @@ def reference_tokens(path, prompt):
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(("family", "backend"), [*[(family, "triton") for family in FAMILIES], ("qwen3", "torch")])
+@pytest.mark.parametrize(
+    ("family", "backend"), [("llama", "triton"), ("qwen2", "triton"), ("gpt2", "triton"), ("qwen3", "torch")]
+)
 def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
     check_tokens(path, make_runner(path, backend))

@@ -28,3 +28,17 @@ def test_kernels_compile(tmp_path):
     failed = {name: result.stdout + result.stderr for name, result in results.items() if result.returncode}
     assert not failed, "\n".join(failed.values())
     assert {name for name, result in results.items() if " registers, " not in result.stdout} == set()
+
+
+def test_attention_is_compiled_once_wherever_rows_lie():
+    """Where a step's rows begin in its tensors, and how many there are, changes from step to step."""
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.triton.specialization"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines() == [
+        "_paged_prefill_kernel",
+        "_paged_attention_v1_kernel",
+        "_paged_attention_v2_kernel",
+        "_plan_kernel",
+        "_reduction_kernel output output_stride_row",
+    ], result.stderr

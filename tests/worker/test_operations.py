@@ -1,0 +1,64 @@
+"""What a model computes with on a GPU, and what is told where that is plain torch."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.triton.device import choose_device
+from tests.worker.checkpoints import make_checkpoint
+
+choose_device()
+
+from worker_service.attention import AttentionShape, create_backend  # noqa: E402
+from worker_service.models import ModelConfig  # noqa: E402
+from worker_service.models.operations import TorchOperations  # noqa: E402
+from worker_service.operations import create_operations  # noqa: E402
+from worker_service.triton_operations import TritonOperations  # noqa: E402
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return ModelConfig.load(make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", seed=1, head_dim=32))
+
+
+def test_triton_kernels_compute_on_a_gpu(config, caplog):
+    assert isinstance(create_operations(CUDA, config), TritonOperations)
+    # GPT-2 uses the products alone, whatever its heads.
+    assert isinstance(create_operations(CUDA, replace(config, rope=None, head_dim=16)), TritonOperations)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 16}, "turn heads of 32 to 256 in steps of 8, and the model's are 16"),
+        ({"hidden_size": 65537}, "normalize rows of at most 65536, and the model's are 65537"),
+    ],
+)
+def test_what_they_cannot_compute_is_plain_torch_and_told(config, caplog, changes, message):
+    assert isinstance(create_operations(CUDA, replace(config, **changes)), TorchOperations)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the model is computed in plain torch, which is slower: the Triton kernels {message}"
+    ]
+
+
+def test_missing_triton_is_told(config, caplog, monkeypatch):
+    for package, module in (
+        ("worker_service.attention", "triton_attention"),
+        ("worker_service", "triton_operations"),
+    ):
+        monkeypatch.setitem(sys.modules, f"{package}.{module}", None)
+        monkeypatch.delattr(f"{package}.{module}", raising=False)
+    assert isinstance(create_operations(CUDA, config), TorchOperations)
+    shape = AttentionShape(4, 2, 32, 16, torch.float32, torch.float32, (0, 0))
+    assert create_backend("auto", CUDA, shape).name == "torch"
+    messages = [record.getMessage() for record in caplog.records]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "triton cannot be imported" in messages[0]
+    assert "attention backend 'triton' needs triton to be installed" in messages[1]
+    with pytest.raises(ValueError, match="needs triton to be installed"):
+        create_backend("triton", CUDA, shape)
