@@ -176,8 +176,8 @@ def run_part(part: str, command: Sequence[str], report: Report, deadline: float)
     """
     done = 0
     while True:
-        # A group of its own, to end with all that it has started.
-        process = subprocess.Popen([*command, str(done)], stdout=subprocess.PIPE, text=True, process_group=0)
+        # A session of its own, by which all that it has started is known.
+        process = subprocess.Popen([*command, str(done)], stdout=subprocess.PIPE, text=True, start_new_session=True)
         timer = threading.Timer(max(0.1, deadline - time.monotonic()), _kill, [process])
         timer.start()
         try:
@@ -201,8 +201,23 @@ def run_part(part: str, command: Sequence[str], report: Report, deadline: float)
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Ends all that the process has started, whatever groups these are in."""
+    while pids := _processes_of(process.pid):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _processes_of(session: int) -> list[int]:
+    """Of a session, without the zombies. On Linux."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
 
 
 def _read_results(process: "subprocess.Popen[str]", part: str, report: Report) -> tuple[str | None, int]:

@@ -28,7 +28,7 @@ def step_times(trace: dict[str, Any]) -> StepTimes:
     """Raises ValueError for a trace with fewer than two steps on a device."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     windows = [
-        (event["ts"], event["ts"] + event["dur"], event["tid"])
+        (event["ts"], event["ts"] + event["dur"])
         for event in events
         if event.get("cat") == "user_annotation" and event["name"].startswith(STEP_PREFIX)
     ]
@@ -36,8 +36,8 @@ def step_times(trace: dict[str, Any]) -> StepTimes:
         event["args"]["correlation"]: index
         for event in events
         if event.get("cat") in _CALLS and "correlation" in event.get("args", {})
-        for index, (start, end, thread) in enumerate(windows)
-        if thread == event["tid"] and start <= event["ts"] <= end
+        for index, (start, end) in enumerate(windows)
+        if start <= event["ts"] <= end
     }
     on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
     stream = _busiest_stream(on_device)

@@ -69,7 +69,11 @@ class WorkerConfig:
         None, "HOST:PORT where rank 0 lets the ranks find each other; the same for all of them"
     )
     num_threads: int | None = _option(None, "CPU threads that compute; by default one per core")
-    profile: int = _option(0, "steps to trace with torch's profiler, once, after the first 20; 0 is off")
+    profile: int = _option(
+        0,
+        "steps to trace with torch's profiler, once, after the first 20; 0 is off. While it writes them the worker is "
+        "silent, and with many hundreds of them so long that the scheduler gives it up",
+    )
     profile_dir: str = _option(".", "directory for the trace of --profile, a file named by the time")
     tls_cert: str | None = _option(None, "file with the server's certificate chain, PEM; turns TLS on")
     tls_key: str | None = _option(None, "file with the server's private key, PEM")

@@ -17,7 +17,8 @@ from tests.worker.checkpoints import make_checkpoint
 # A part that tells of one case, and begins another that never ends; its argument is the number of cases that are done.
 ENDLESS = """
 import json, subprocess, sys, time
-print("RESULT", json.dumps({"name": "first", "pid": subprocess.Popen(["sleep", "100"]).pid, "wall_seconds": 0}))
+pid = subprocess.Popen(["sleep", "100"], process_group=0).pid
+print("RESULT", json.dumps({"name": "first", "pid": pid, "wall_seconds": 0}))
 print("RESULT", json.dumps({"name": "second", "started": True}), flush=True)
 time.sleep(100)
 """
