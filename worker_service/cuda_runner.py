@@ -79,6 +79,10 @@ class CudaRunner:
         """To be called once, before the first plan."""
         self._graphs.capture(self._decode, self._sample_decoded)
 
+    def rehearse_graphs(self) -> None:
+        """Do what the largest graphs would do; there must be some. To be called in place of `capture_graphs`."""
+        self._graphs.rehearse(self._decode, self._sample_decoded)
+
     def reset(self, epoch: int) -> None:
         """Begin an epoch: no rows, and everything that was started has finished."""
         self._communicator.begin(epoch)  # what waits on the device for a rank that is lost ends too

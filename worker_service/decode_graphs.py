@@ -72,15 +72,25 @@ class DecodeGraphs:
         started = time.perf_counter()
         logger.info("capturing graphs for %d batch sizes up to %d", len(self._sizes), self._sizes[-1])
         for size in reversed(self._sizes):
-            buffers = self.buffers(size)
-            padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
-            self._device.compute.run(partial(self.set_rows, padding))
+            buffers = self._padding(size)
             self._graphs[size] = (
                 self._device.capture(partial(forward, buffers)),
                 self._device.capture(partial(sample, buffers)),
             )
             logger.info("captured graphs for batches of %d", size)
         logger.info("captured %d graphs in %.1f s", 2 * len(self._graphs), time.perf_counter() - started)
+
+    def rehearse(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
+        """Carry both operations out for the largest size and capture nothing. There must be one."""
+        buffers = self._padding(self._sizes[-1])
+        self._device.compute.run(partial(forward, buffers))
+        self._device.compute.run(partial(sample, buffers))
+
+    def _padding(self, size: int) -> DecodeBuffers:
+        """Buffers over rows of padding."""
+        padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
+        self._device.compute.run(partial(self.set_rows, padding))
+        return self.buffers(size)
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest size that holds so many rows; None: there is no graph for them."""

@@ -4,8 +4,8 @@
 
 The largest step is run before the pool exists, with every buffer that the runner keeps, and its peak is measured. CUDA
 graphs cannot be: they hold the pool's addresses, so the pool comes first. They keep memory of their own, which steps
-cannot use meanwhile, about that of the largest one since all share it; so a step of that size is run too, and its peak
-reserved, with an allowance for what the driver keeps of each graph.
+cannot use meanwhile, about that of the largest one since all share it; so what that will hold is run too, uncaptured,
+and its peak reserved, with an allowance for what the driver keeps of each graph.
 """
 
 from dataclasses import dataclass

@@ -34,6 +34,9 @@ class ProfiledRunner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 
+    def rehearse_graphs(self) -> None:
+        """Do what the largest graphs would do."""
+
 
 class CudaMeter:
     """See `MemoryMeter`."""
@@ -84,16 +87,7 @@ def measure_memory(
         largest = 0
         if sizes:
             kept = meter.allocated()
-            decoding, _ = largest_step(StepSize(sizes[-1], sizes[-1]), max_model_len, block_size)
-            follows = StepPlan(
-                epoch=0,
-                step=2,
-                released_slots=plan.work_slots,
-                openings=decoding.openings,
-                work_slots=decoding.work_slots,
-                work_num_tokens=decoding.work_num_tokens,
-            )
-            largest = meter.peak_of(lambda: made[0].execute(follows)) - kept
+            largest = meter.peak_of(lambda: made[0].rehearse_graphs()) - kept
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import grpc.aio
 
 from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_service.core.plan import PART_NAMES, Logprobs, StepResult
+from scheduler_service.core.plan import PART_NAMES, Logprobs, RowStatus, StepResult
 from tests.core.simulated_worker import SimulatedWorker
 from worker_service.rpc import wire as worker_wire
 from worker_service.step import StepPlan
@@ -49,6 +49,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.last_epoch = 0
         self.refused_epochs: list[int] = []
         self.num_steps = 0
+        self.bad_sequences: dict[int, RowStatus] = {}  # whose rows fail, and how
         self.traceparents: list[str] = []  # of the rows that were opened
         self.garbage = b""  # appended to the next result: a field that nobody knows
 
@@ -100,6 +101,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             num_host_blocks=self.capacity["num_host_blocks"],
             sliding_window=self.capacity["sliding_window"],
             poisoned=frozenset({self.capacity["vocab_size"] - 1}),
+            bad_sequences=self.bad_sequences,
         )
 
     async def _serve(self, epoch: int, worker: SimulatedWorker, context: grpc.aio.ServicerContext) -> None:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.plan import RowStatus
 from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -232,6 +233,18 @@ async def test_bad_logits_end_their_own_request_only(checkpoint: Path) -> None:
         assert [result.token_ids[0] for result in results] == [
             expected_tokens([index, *PROMPT], 40) for index in range(5)
         ]
+
+
+async def test_a_row_that_does_not_fit_into_memory_ends_its_own_request_only(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        stack.worker.bad_sequences.update(dict.fromkeys(range(2), RowStatus.OUT_OF_MEMORY))
+        error = await status_of(stack, request(PROMPT, max_tokens=3))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "lower the worker's --gpu-memory-utilization" in error.details()
+        assert details(error)[1].retry_delay.seconds > 0
+        stack.worker.bad_sequences.clear()
+        result = await stack.generate(request(PROMPT, max_tokens=5))
+        assert result.token_ids[0] == expected_tokens(PROMPT, 5)
 
 
 async def test_drain_finishes_what_runs_and_refuses_the_rest(checkpoint: Path) -> None:

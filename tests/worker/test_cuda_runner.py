@@ -447,6 +447,7 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
     start = opening(2, random_tokens(1, 7), (3, 4, 5))
     assert_all_equal(pair, [StepPlan(1, 1, openings=(start,), work_slots=(2,), work_num_tokens=(7,))])
     before, tokens = pair.cache.storage.clone(), pair.runner._device_table.token_ids[:-1].clone()
+    pair.runner.rehearse_graphs()
     assert_all_equal(pair, [StepPlan(1, 2)])
     assert pair.device.graphs[-1].num_replays == 1
     graphs, nobody = pair.runner._graphs, np.empty(0, np.int64)
