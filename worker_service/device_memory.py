@@ -87,6 +87,17 @@ def check_pool(memory: DeviceMemory, *, flag: str, asked: str, num_blocks: int, 
         )
 
 
+def check_cpu_pool(*, available: int, flag: str, asked: str, num_blocks: int, block_bytes: int) -> None:
+    """The same on a CPU, of which `available` bytes of memory are left beside the weights."""
+    num_fitting = available // block_bytes - 1
+    if num_blocks > num_fitting:
+        raise ValueError(
+            f"{flag} is {asked}: {num_blocks} blocks take {(num_blocks + 1) * block_bytes / GIB:.2f} GiB; "
+            f"{available / GIB:.2f} GiB of memory are available; {describe_fitting(num_fitting, block_bytes)}: "
+            f"lower {flag}"
+        )
+
+
 def describe_fitting(num_blocks: int, block_bytes: int) -> str:
     """How many usable blocks fit, in words."""
     if num_blocks < 1:

@@ -25,7 +25,15 @@ from worker_service.cpu_decoder import fused
 from worker_service.cuda_device import CudaDevice
 from worker_service.cuda_runner import CudaRunner
 from worker_service.device_error import is_out_of_memory
-from worker_service.device_memory import GIB, DeviceMemory, StepSize, check_pool, size_pool, weights_refusal
+from worker_service.device_memory import (
+    GIB,
+    DeviceMemory,
+    StepSize,
+    check_cpu_pool,
+    check_pool,
+    size_pool,
+    weights_refusal,
+)
 from worker_service.device_sampler import create_sampler
 from worker_service.engine import LoadedWorker
 from worker_service.memory_profile import CudaMeter, measure_memory
@@ -269,8 +277,8 @@ class _Assembly:
     def num_device_blocks(self, num_host_blocks: int) -> int:
         """As told, else as many as the memory holds and all rows together could use."""
         config, block_bytes = self.config, self.shape.block_bytes
-        flag, asked, num_asked = _asked_blocks(config, block_bytes)
         max_num_blocks = config.max_num_seqs * -(-self.max_model_len // config.block_size)
+        flag, asked, num_asked = _asked_blocks(config, block_bytes, max_num_blocks)
         if self.device.type == "cuda":
             memory = self._measure_memory(num_host_blocks)
             if num_asked is None:
@@ -289,7 +297,15 @@ class _Assembly:
                 max_num_blocks=max_num_blocks,
                 remedy="free memory, set --kv-cache-memory or lower --block-size",
             )
-        return num_asked if flag == "--num-device-blocks" else min(num_asked, max_num_blocks)
+        else:
+            check_cpu_pool(
+                available=available_cpu_bytes(),
+                flag=flag,
+                asked=asked,
+                num_blocks=num_asked,
+                block_bytes=block_bytes,
+            )
+        return num_asked
 
     @property
     def _largest_step(self) -> StepSize:
@@ -318,7 +334,7 @@ class _Assembly:
         return memory
 
 
-def _asked_blocks(config: WorkerConfig, block_bytes: int) -> tuple[str, str, int | None]:
+def _asked_blocks(config: WorkerConfig, block_bytes: int, max_num_blocks: int) -> tuple[str, str, int | None]:
     """The flag by which somebody sized the pool, its value, and usable blocks; these are None if nobody did."""
     if config.num_device_blocks is not None:
         return "--num-device-blocks", str(config.num_device_blocks), config.num_device_blocks
@@ -327,7 +343,7 @@ def _asked_blocks(config: WorkerConfig, block_bytes: int) -> tuple[str, str, int
     num_blocks = count_blocks(
         cache_bytes=parse_memory("--kv-cache-memory", config.kv_cache_memory),
         block_bytes=block_bytes,
-        max_num_blocks=1 << 31,
+        max_num_blocks=max_num_blocks,
         remedy="raise --kv-cache-memory or lower --block-size",
     )
     return "--kv-cache-memory", config.kv_cache_memory, num_blocks

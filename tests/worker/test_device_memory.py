@@ -9,6 +9,7 @@ from worker_service.cache_engine import CacheShape
 from worker_service.device_memory import (
     DeviceMemory,
     StepSize,
+    check_cpu_pool,
     check_pool,
     graph_bytes,
     size_pool,
@@ -120,6 +121,14 @@ def test_a_pool_that_is_too_large_says_how_many_blocks_fit() -> None:
     full = replace(memory, others=24 * GIB)
     with pytest.raises(ValueError, match=r"--kv-cache-memory is 1GiB: .* no block fits: lower --kv-cache-memory"):
         check_pool(full, flag="--kv-cache-memory", asked="1GiB", num_blocks=584, block_bytes=1_835_008)
+
+
+def test_a_cpu_says_how_many_blocks_fit_too() -> None:
+    # 10 GiB // 1,835,008 = 5,851, less block 0
+    asked = {"available": 10 * GIB, "flag": "--num-device-blocks", "asked": "n", "block_bytes": 1_835_008}
+    check_cpu_pool(num_blocks=5_850, **asked)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"10.00 GiB of memory are available; 5850 blocks fit, 10.00 GiB: lower --"):
+        check_cpu_pool(num_blocks=5_851, **asked)  # type: ignore[arg-type]
 
 
 def test_graphs_share_the_memory_of_the_largest() -> None:
