@@ -63,6 +63,7 @@ class DecodeGraphs:
         self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=torch_device)
         self._logits = torch.empty((largest, limits.vocab_size), dtype=torch.float32, device=torch_device)
         self._sampled = torch.zeros(2 * largest, dtype=torch.int32, device=torch_device)
+        self._buffers = {size: self._parts_of(size) for size in self._sizes}
         self._graphs: dict[int, tuple[Graph, Graph]] = {}
 
     def capture(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
@@ -106,16 +107,7 @@ class DecodeGraphs:
         return rows.ravel()
 
     def buffers(self, size: int) -> DecodeBuffers:
-        start = _aligned(size)
-        inputs = DecodeInputs(
-            slots=self._rows[:size],
-            aligned_slots=self._rows[:start],
-            seq_lens=self._rows[start : start + size],
-            query_start_loc=self._query_start_loc[: size + 1],
-            max_seq_len=self._limits.max_model_len,
-            block_size=self._limits.block_size,
-        )
-        return DecodeBuffers(inputs, self._logits[:size], self._sampled[: 2 * size].view(2, size))
+        return self._buffers[size]
 
     def set_rows(self, rows: Tensor) -> None:
         """Put a step's `padded` rows where its graphs read them. To be carried out on the compute stream."""
@@ -128,6 +120,18 @@ class DecodeGraphs:
     def sample(self, size: int) -> None:
         """Put plain sampling on the compute stream: tokens go to their rows and to `DecodeBuffers.sampled`."""
         self._graphs[size][1].replay()
+
+    def _parts_of(self, size: int) -> DecodeBuffers:
+        start = _aligned(size)
+        inputs = DecodeInputs(
+            slots=self._rows[:size],
+            aligned_slots=self._rows[:start],
+            seq_lens=self._rows[start : start + size],
+            query_start_loc=self._query_start_loc[: size + 1],
+            max_seq_len=self._limits.max_model_len,
+            block_size=self._limits.block_size,
+        )
+        return DecodeBuffers(inputs, self._logits[:size], self._sampled[: 2 * size].view(2, size))
 
 
 def _aligned(size: int) -> int:

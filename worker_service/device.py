@@ -45,7 +45,7 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """One accelerator, used by one thread; only `Event.wait` and `Event.is_done` may be called by another."""
+    """One accelerator, used by one thread; only events and `synchronize` may be used by another."""
 
     torch_device: torch.device
     compute: Stream

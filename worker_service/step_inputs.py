@@ -105,7 +105,7 @@ class DecodeInputs:
             query_start_loc=list(range(num_rows + 1)),
             seq_lens=[self.max_seq_len] * num_rows,
             block_tables=table.block_tables.index_select(0, slots),
-            slot_mapping=torch.where(self.seq_lens > 0, mapping, -1),
+            slot_mapping=mapping.masked_fill(self.seq_lens == 0, -1),
             device_rows=DeviceRows(self.query_start_loc, self.seq_lens, num_rows),
         )
         return DeviceBatch(table.token_ids[slots, positions].long(), positions, attention)

@@ -33,7 +33,7 @@ class _Phase:
 
 
 class StepTracing:
-    """Hears of steps on the engine's thread."""
+    """Hears of steps in order, on whichever thread of the engine delivers them."""
 
     def __init__(self, endpoint: str, *, version: str) -> None:
         """`endpoint` is a collector's, http://HOST:PORT for OTLP over gRPC."""

@@ -4,12 +4,14 @@ Both runners get the same plans, made by the scheduler's core, and every result 
 """
 
 import random
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -30,15 +32,16 @@ from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.cuda_runner import CudaRunner, _StepClock
 from worker_service.decode_graphs import graph_sizes
 from worker_service.device_sampler import REFERENCE, SampledTokens, Sampler, SamplingColumns
-from worker_service.engine import LaunchedStep
+from worker_service.engine import Engine, EngineSession, LaunchedStep, LoadedWorker, Outcome
 from worker_service.model_runner import ModelRunner
 from worker_service.models import ModelConfig, load_model
 from worker_service.models.communicator import SingleRank
 from worker_service.sequence_table import TableLimits
 from worker_service.session import ProtocolError
-from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
+from worker_service.step import Candidates, Logprobs, Ready, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 
 VOCAB_SIZE = 151
+READY = Ready("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
 
 
 @as_kernel
@@ -398,6 +401,29 @@ def test_plan_without_work_is_done_at_once(checkpoints: dict[str, Path]) -> None
     launched = Pair(checkpoints["qwen2"], 5).runner.launch(StepPlan(1, 1))
     assert launched.is_done()
     assert replace(launched.result(), duration_us=0) == StepResult(1, 1, last_moved_step=1)
+
+
+def test_engine_and_resolver_share_the_device(checkpoints: dict[str, Path]) -> None:
+    """One thread launches as the other waits; two epochs, of which the first is cut short."""
+    pair = Pair(checkpoints["qwen2"], 8, max_graph_batch_size=4)
+    engine = Engine(lambda: LoadedWorker(pair.runner, READY))
+    loaded: SimpleQueue[Exception | None] = SimpleQueue()
+    engine.start(loaded.put)
+    assert loaded.get(timeout=20) is None
+    for epoch, num_read in ((1, 3), (2, None)):
+        rows = [Row(random_tokens(i, 9), 20, SamplingParams(temperature=0.5 * i), seed=i) for i in range(4)]
+        plans = [step.plan for step in plan_steps(rows, block_size=4, max_num_batched_tokens=30, epoch=epoch)]
+        outcomes: SimpleQueue[Outcome] = SimpleQueue()
+        session, begun = EngineSession(outcomes.put), threading.Event()
+        engine.begin(session, epoch, begun.set)
+        assert begun.wait(20)
+        for plan in plans:
+            engine.submit(session, plan)
+        pair.plain.reset(epoch)
+        for plan in plans[:num_read]:
+            assert_equal(outcomes.get(timeout=20), pair.plain.execute(plan))
+        session.end()
+    assert engine.stop(20)
 
 
 # Graphs
