@@ -24,6 +24,9 @@ OPTIONAL = (
     "google.api",
     "opentelemetry",
     "matplotlib",
+    "pytest_asyncio",
+    "pytest_timeout",
+    "hypothesis",
 )
 # Python imports a module of this name by itself, before anything else. It makes packages look as if there were none.
 SITECUSTOMIZE = f"""
@@ -93,3 +96,11 @@ def test_tracing_that_cannot_be_had_is_a_clear_error(bare: dict[str, str], tmp_p
     assert ended.returncode == 1
     assert "pip install 'pagewire[tracing]'" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["gpu_check", "gpu_bench", "gpu_kernels"])
+def test_commands_for_a_gpu_need_none_of_them(bare: dict[str, str], command: str) -> None:
+    asked = [sys.executable, "-m", f"bench.{command}", "--help"]
+    helped = subprocess.run(asked, env=bare, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert helped.returncode == 0, helped.stderr
+    assert "--device" in helped.stdout
