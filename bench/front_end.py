@@ -24,6 +24,7 @@ from pathlib import Path
 import grpc.aio
 
 from bench.record import RESULTS, machine, verdict, write
+from pagewire.command import GRPC_EXPERIMENTS
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 
@@ -307,6 +308,7 @@ def main() -> None:
     parser.add_argument("--steps", metavar="WORKER", help=argparse.SUPPRESS)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # for the arms' processes, as `pagewire` has it
     if arguments.steps is not None:
         asyncio.run(run_steps(arguments.steps))
     elif arguments.bare:

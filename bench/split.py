@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.record import RESULTS, machine, write
+from pagewire.command import GRPC_EXPERIMENTS
 
 ARMS = ("one process", "two processes", "two processes and clients")
 VOCAB_SIZE = 32000
@@ -304,6 +305,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # for the arms' processes, as `pagewire` has it
     if arguments.arm is None:
         from bench import plan
         from bench.checkpoint import random_checkpoint

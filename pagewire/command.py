@@ -34,7 +34,7 @@ VERBS = {
 }
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # Of gRPC 1.85: reads and writes by the thread that polls, not by a pool of threads that hand every message on.
-_GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
+GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(verb: Verb, arguments: Sequence[str]) -> int:
     """Runs one verb; what fails in it is one line on standard error."""
-    os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)  # gRPC reads it when it is imported
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # gRPC reads it when it is imported
     from pagewire.errors import CommandError, PagewireError
 
     function = getattr(importlib.import_module(verb.module), verb.function)
