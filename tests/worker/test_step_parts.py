@@ -13,11 +13,11 @@ import torch
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice
+from tests.worker.test_cuda_runner import SAMPLER
 from worker_service.attention.torch_attention import TorchAttention
 from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.cuda_runner import CudaRunner
 from worker_service.device_error import is_fatal, is_out_of_memory
-from worker_service.device_sampler import REFERENCE
 from worker_service.model_runner import ModelRunner
 from worker_service.models import ModelConfig, load_model
 from worker_service.models.communicator import SingleRank
@@ -239,9 +239,7 @@ def make_runner(
         return ModelRunner(model, cache, TorchAttention(), limits, CPU, SingleRank(), splits_steps=splits_steps)
     device = FakeDevice(1, eagerness=1.0)
     cache = CacheEngine(shape, 100, CPU, 0, device)
-    return CudaRunner(
-        model, cache, DeviceAttention(), REFERENCE, limits, device, SingleRank(), splits_steps=splits_steps
-    )
+    return CudaRunner(model, cache, DeviceAttention(), SAMPLER, limits, device, SingleRank(), splits_steps=splits_steps)
 
 
 def opening(slot: int, tokens: list[int], computed: int, blocks: tuple[int, ...], sampling: SamplingParams) -> Any:
