@@ -75,6 +75,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             device="none",
             dtype="none",
             attention_backend="scripted",
+            tensor_parallel_size=1,
         )
 
     async def Execute(self, requests: object, context: grpc.aio.ServicerContext) -> None:
