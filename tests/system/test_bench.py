@@ -27,7 +27,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pagewire", "bench", *arguments]
 
 
-# What the worker tells apart where all layers are one call.
+# What the worker tells apart where all layers are one call, the activation among the products.
 PARTS = (
     "plan into the table of rows",
     "batch and attention's preparation",
@@ -35,7 +35,6 @@ PARTS = (
     "attention",
     "norms and residual",
     "rotary embedding and cache write",
-    "activation",
     "rest of the model",
     "head (logits)",
     "sampling",
