@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 from bench.record import RESULTS, machine, write
@@ -76,6 +76,7 @@ class LocalLink:
             raise outcome
         columns = {**fields(outcome), "statuses": (), "prompt_logprobs": ()}
         assert not outcome.statuses
+        columns["parts_us"] = astuple(columns.pop("parts"))
         self._events.result(StepResult(**columns))
 
 
