@@ -10,9 +10,11 @@ from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
 
+from triton.runtime.interpreter import GridExecutor  # noqa: E402
+
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.checkpoints import FAMILIES, make_checkpoint  # noqa: E402
-from tests.worker.fake_device import FakeDevice  # noqa: E402
+from tests.worker.fake_device import FakeDevice, as_kernel  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
 from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
@@ -78,7 +80,19 @@ def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     check_tokens(path, make_runner(path, backend))
 
 
+@pytest.fixture
+def launches_are_recorded(monkeypatch):
+    """A graph of the fake device holds a launch of the interpreter as one, not the copies that it makes by itself."""
+    carry_out = GridExecutor.__call__
+
+    def launch(executor, *args, **kwargs):
+        as_kernel(lambda *args: carry_out(executor, *args, **kwargs))(*args)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.usefixtures("launches_are_recorded")
 def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
     device = CudaDevice(DEVICE) if DEVICE.type == "cuda" else FakeDevice(seed=13)
