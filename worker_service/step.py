@@ -123,7 +123,6 @@ class StepParts:
     attention_us: int = 0
     norms_us: int = 0
     rotary_us: int = 0
-    activation_us: int = 0
     model_us: int = 0
     head_us: int = 0
     sampling_us: int = 0

@@ -116,7 +116,6 @@ PARTS = {
     "attention": "attention",
     "norms": "norms and residual",
     "rotary": "rotary embedding and cache write",
-    "activation": "activation",
     "model": "rest of the model",
     "head": "head (logits)",
     "sampling": "sampling",

@@ -120,7 +120,6 @@ PART_NAMES = (
     "attention_us",
     "norms_us",
     "rotary_us",
-    "activation_us",
     "model_us",
     "head_us",
     "sampling_us",

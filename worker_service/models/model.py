@@ -22,7 +22,7 @@ class Model(Protocol):
 
     def times(self) -> dict[str, int]:
         """Nanoseconds of the last `forward` by part, as far as the model knows: "products", "attention", "norms",
-        "rotary", "activation"."""
+        "rotary"."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32."""

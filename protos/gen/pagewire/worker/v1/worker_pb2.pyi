@@ -235,14 +235,13 @@ class StepResult(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., duration_us: _Optional[int] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., last_moved_step: _Optional[int] = ..., parts: _Optional[_Union[StepParts, _Mapping]] = ...) -> None: ...
 
 class StepParts(_message.Message):
-    __slots__ = ("plan_us", "batch_us", "products_us", "attention_us", "norms_us", "rotary_us", "activation_us", "model_us", "head_us", "sampling_us")
+    __slots__ = ("plan_us", "batch_us", "products_us", "attention_us", "norms_us", "rotary_us", "model_us", "head_us", "sampling_us")
     PLAN_US_FIELD_NUMBER: _ClassVar[int]
     BATCH_US_FIELD_NUMBER: _ClassVar[int]
     PRODUCTS_US_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_US_FIELD_NUMBER: _ClassVar[int]
     NORMS_US_FIELD_NUMBER: _ClassVar[int]
     ROTARY_US_FIELD_NUMBER: _ClassVar[int]
-    ACTIVATION_US_FIELD_NUMBER: _ClassVar[int]
     MODEL_US_FIELD_NUMBER: _ClassVar[int]
     HEAD_US_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_US_FIELD_NUMBER: _ClassVar[int]
@@ -252,11 +251,10 @@ class StepParts(_message.Message):
     attention_us: int
     norms_us: int
     rotary_us: int
-    activation_us: int
     model_us: int
     head_us: int
     sampling_us: int
-    def __init__(self, plan_us: _Optional[int] = ..., batch_us: _Optional[int] = ..., products_us: _Optional[int] = ..., attention_us: _Optional[int] = ..., norms_us: _Optional[int] = ..., rotary_us: _Optional[int] = ..., activation_us: _Optional[int] = ..., model_us: _Optional[int] = ..., head_us: _Optional[int] = ..., sampling_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, plan_us: _Optional[int] = ..., batch_us: _Optional[int] = ..., products_us: _Optional[int] = ..., attention_us: _Optional[int] = ..., norms_us: _Optional[int] = ..., rotary_us: _Optional[int] = ..., model_us: _Optional[int] = ..., head_us: _Optional[int] = ..., sampling_us: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("chosen", "ranks", "top_token_ids", "top_logprobs")
