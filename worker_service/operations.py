@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.cpu import BuildError, CpuKernels, PackedLinear, load_kernels
 from worker_service.models.config import ModelConfig
 from worker_service.models.model import Attend
-from worker_service.models.operations import Operations, Product, TorchOperations
+from worker_service.models.operations import HeadTurn, Operations, Product, TorchOperations
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +61,8 @@ class CpuOperations:
             return CpuProduct(self.kernels, weight, bias)
         return TorchOperations().prepare_product(weight, bias, computed)
 
-    def attend_heads(
-        self,
-        attend: Attend,
-        layer: int,
-        heads: Tensor,
-        num_heads: int,
-        query_weight: Tensor | None,
-        key_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
-        return attend(layer, *self.kernels.norm_rope(heads, num_heads, query_weight, key_weight, eps, cos, sin))
+    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
+        return attend(layer, *self.kernels.norm_rope(heads, *turn))
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         return product.take_rows if isinstance(product, CpuProduct) else None

@@ -9,7 +9,7 @@ from kernels.triton import fused
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.models.config import ModelConfig
 from worker_service.models.model import Attend
-from worker_service.models.operations import Product, TorchOperations
+from worker_service.models.operations import HeadTurn, Product, TorchOperations
 
 
 class TritonOperations:
@@ -40,23 +40,11 @@ class TritonOperations:
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         return self._products.prepare_product(weight, bias, computed)
 
-    def attend_heads(
-        self,
-        attend: Attend,
-        layer: int,
-        heads: Tensor,
-        num_heads: int,
-        query_weight: Tensor | None,
-        key_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
+    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
         """Where attention lets it, one launch turns the heads and writes keys and values to the cache."""
-        turning = heads, num_heads, query_weight, key_weight, eps, cos, sin
         if not isinstance(attend, CachedAttend):
-            return attend(layer, *fused.norm_rope(*turning))
-        query = fused.norm_rope_and_cache(*turning, *attend.kv_cache[layer], attend.slot_mapping)
+            return attend(layer, *fused.norm_rope(heads, *turn))
+        query = fused.norm_rope_and_cache(heads, *turn, *attend.kv_cache[layer], attend.slot_mapping)
         return attend.attend_cached(layer, query)
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:

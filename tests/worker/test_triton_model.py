@@ -26,7 +26,7 @@ from worker_service.loader import attention_shape  # noqa: E402
 from worker_service.model_runner import ModelRunner  # noqa: E402
 from worker_service.models import ModelConfig, load_model  # noqa: E402
 from worker_service.models.communicator import SingleRank  # noqa: E402
-from worker_service.models.operations import TorchOperations  # noqa: E402
+from worker_service.models.operations import HeadTurn, TorchOperations  # noqa: E402
 from worker_service.sequence_table import TableLimits  # noqa: E402
 from worker_service.triton_operations import TritonOperations  # noqa: E402
 
@@ -130,7 +130,7 @@ def test_operations_round_where_those_of_torch_do(dtype):
     triton, plain = TritonOperations(), TorchOperations()
     x, update, weight, gate_up, heads = normal(5, 96), normal(5, 96), normal(96), normal(5, 192), normal(5, 8, 32)
     query_weight, key_weight, cos, sin = normal(32), normal(32), normal(5, 32).cos(), normal(5, 32).sin()
-    turned = (4, query_weight, key_weight, 1e-6, cos, sin)
+    turn = HeadTurn(4, query_weight, key_weight, 1e-6, cos, sin)
     sums = x.clone(), x.clone()
     pairs = [
         (triton.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6)),
@@ -138,8 +138,8 @@ def test_operations_round_where_those_of_torch_do(dtype):
         sums,
         (triton.silu_mul(gate_up), plain.silu_mul(gate_up)),
         (
-            triton.attend_heads(concatenate, 0, heads.clone(), *turned),
-            plain.attend_heads(concatenate, 0, heads.clone(), *turned),
+            triton.attend_heads(concatenate, 0, heads.clone(), turn),
+            plain.attend_heads(concatenate, 0, heads.clone(), turn),
         ),
     ]
     for actual, expected in pairs:
@@ -159,9 +159,9 @@ def test_one_launch_turns_heads_and_keeps_them_as_two_do(cache_dtype):
     attend, attend_apart = (backend.prepare(rows.batch, kv_cache) for kv_cache in (rows.kv_cache, apart))
     heads = torch.cat(rows.random_qkv(rows.batch.query_start_loc[-1]), dim=1)
     weight, angles = torch.ones(32, device=DEVICE, dtype=dtype) * 1.5, rows.random_qkv(len(heads))[0][:, 0]
-    turned = (4, weight, None, 1e-6, angles.cos(), angles.sin())
-    actual = operations.attend_heads(attend, 1, heads.clone(), *turned)
-    expected = operations.attend_heads(lambda *arguments: attend_apart(*arguments), 1, heads.clone(), *turned)
+    turn = HeadTurn(4, weight, None, 1e-6, angles.cos(), angles.sin())
+    actual = operations.attend_heads(attend, 1, heads.clone(), turn)
+    expected = operations.attend_heads(lambda *arguments: attend_apart(*arguments), 1, heads.clone(), turn)
     assert torch.equal(actual, expected)
     for actual_layer, expected_layer in zip(rows.kv_cache, apart, strict=True):
         for held, kept in zip(actual_layer, expected_layer, strict=True):

@@ -1,7 +1,7 @@
 """What a model computes with, behind an interface that faster code can take the place of."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,17 @@ PACKED_NUM_ROWS = 16
 
 # A weight [out_size, in_size] and its bias, ready to be multiplied with: x W^T + b, [T, in_size] -> [T, out_size].
 Product = Callable[[Tensor], Tensor]
+
+
+class HeadTurn(NamedTuple):
+    """What makes heads ready to attend, in the order in which every `norm_rope` takes it."""
+
+    num_heads: int  # of the queries, which come first
+    query_weight: Tensor | None  # [head_dim] of `rms_norm`; None: not normalized
+    key_weight: Tensor | None
+    eps: float
+    cos: Tensor  # [T, head_dim], as `rotate` takes it
+    sin: Tensor
 
 
 class Operations(Protocol):
@@ -42,25 +53,12 @@ class Operations(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: [T, 2 * size], gates first, to [T, size]."""
 
-    def attend_heads(
-        self,
-        attend: Attend,
-        layer: int,
-        heads: Tensor,
-        num_heads: int,
-        query_weight: Tensor | None,
-        key_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
+    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
         """Normalizes each head of queries and keys where it has a weight, turns it by its position, and attends.
 
         Args:
             attend, layer: of the step, and its layer.
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. May be written to.
-            query_weight, key_weight: [head_dim] of `rms_norm`, or None.
-            cos, sin: [T, head_dim], as `rotate` takes them.
 
         Returns:
             What `attend` gives: [T, num_heads, head_dim].
@@ -94,19 +92,8 @@ class TorchOperations:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def attend_heads(
-        self,
-        attend: Attend,
-        layer: int,
-        heads: Tensor,
-        num_heads: int,
-        query_weight: Tensor | None,
-        key_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> Tensor:
-        return attend(layer, *self.norm_rope(heads, num_heads, query_weight, key_weight, eps, cos, sin))
+    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
+        return attend(layer, *self.norm_rope(heads, *turn))
 
     def norm_rope(
         self,
