@@ -3,8 +3,18 @@
 // tiles it.
 //
 // The queries of a row and the query heads of a KV head are flattened to (query, head) pairs, query first: pair p is
-// query p / group of the row. Up to TILE_ROWS pairs attend together, so keys and values are read once for all of them.
+// query p / group of the row. Up to TILE_ROWS pairs attend together, so keys and values are read once for all of them;
+// where they are few, those of several KV heads take turns at each tile of positions, in the order in which keys lie.
 // Positions that no pair of a tile sees are never read.
+
+#if defined(IS_BFLOAT16) && defined(HAS_AVX512) && defined(__AVX512BF16__)
+#define SCORES_IN_PAIRS 1
+#endif
+
+// Where the keys and values of a tile's positions lie.
+typedef struct {
+  const ELEMENT *keys[TILE_POSITIONS], *values[TILE_POSITIONS];
+} NAME(places);
 
 static __attribute__((noinline)) floats NAME(load_tail)(const ELEMENT* p, int64_t size) {
   float values[LANES] = {0};
@@ -12,71 +22,80 @@ static __attribute__((noinline)) floats NAME(load_tail)(const ELEMENT* p, int64_
   return load_float(values);
 }
 
-// scores[r][u] = queries[r] . keys[u] for R rows and U positions; R * U at most 8.
-INLINE void NAME(direct_scores)(const int R, const int U, const tile* t, const ELEMENT* const* keys, float* scores) {
+// Elements of the LINE bytes that memory gives at once.
+#define LINE_ELEMENTS (LINE / (int64_t)sizeof(ELEMENT))
+
+// sums[r][u] += queries[r][d...] * keys[u][d...]
+INLINE void NAME(add_products)(const int R, const int U, const int is_tail, const tile* t, const ELEMENT* const* keys,
+                               int64_t d, floats sums[DIRECT_ROWS][4]) {
+  floats query[DIRECT_ROWS];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) query[r] = load_float(t->queries + r * t->stride + d);
+#pragma GCC unroll 4
+  for (int u = 0; u < U; u++) {
+    const floats key = is_tail ? NAME(load_tail)(keys[u] + d, t->head_dim - d) : NAME(load)(keys[u] + d);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) sums[r][u] += key * query[r];
+  }
+}
+
+// Scores U positions from the jth on for R rows; R * U at most 8. While keys are scored the values of the tile are
+// fetched, and while values are weighed the keys of the next tile: a core has so few outstanding reads that either must
+// not wait for the other.
+INLINE void NAME(score_positions)(const int R, const int U, const tile* t, const NAME(places)* at, int j) {
+  const ELEMENT *const *keys = at->keys + j, *const *values = at->values + j;
   floats sums[DIRECT_ROWS][4];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int u = 0; u < U; u++) sums[r][u] = splat(0.0f);
   int64_t d = 0;
-  for (; d + LANES <= t->head_dim; d += LANES)
+  for (; d + LINE_ELEMENTS <= t->head_dim; d += LINE_ELEMENTS) {
 #pragma GCC unroll 4
-    for (int u = 0; u < U; u++) {
-      const floats key = NAME(load)(keys[u] + d);
+    for (int u = 0; u < U; u++) __builtin_prefetch(values[u] + d);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[r][u] += key * load_float(t->queries + r * t->stride + d);
-    }
-  if (d < t->head_dim)
-#pragma GCC unroll 4
-    for (int u = 0; u < U; u++) {
-      const floats key = NAME(load_tail)(keys[u] + d, t->head_dim - d);
+    for (int64_t i = 0; i < LINE_ELEMENTS; i += LANES) NAME(add_products)(R, U, 0, t, keys, d + i, sums);
+  }
+  for (int u = 0; u < U && d < t->head_dim; u++) __builtin_prefetch(values[u] + d);
+  for (; d + LANES <= t->head_dim; d += LANES) NAME(add_products)(R, U, 0, t, keys, d, sums);
+  if (d < t->head_dim) NAME(add_products)(R, U, 1, t, keys, d, sums);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[r][u] += key * load_float(t->queries + r * t->stride + d);
-    }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int u = 0; u < U; u++) scores[r * TILE_POSITIONS + u] = sum_lanes(sums[r][u]);
+  for (int r = 0; r < R; r++) {
+    float* scores = t->scores + r * TILE_POSITIONS + j;
+    if (U == 4)
+      sum_lanes_of_four(sums[r], scores);
+    else
+#pragma GCC unroll 2
+      for (int u = 0; u < U; u++) scores[u] = sum_lanes(sums[r][u]);
+  }
 }
 
-// Keys or values of one position. While keys are scored the values of the tile are fetched, and while values are weighed
-// the keys of the next tile: a core has so few outstanding reads that either must not wait for the other.
-INLINE void NAME(prefetch)(const tile* t, const ELEMENT* position) {
-  const int64_t num_bytes = t->head_dim * (int64_t)sizeof(ELEMENT);
-  for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch((const char*)position + byte);
-}
-
-INLINE void NAME(score_directly_rows)(const int R, const tile* t, const ELEMENT* const* keys,
-                                      const ELEMENT* const* values) {
+INLINE void NAME(score_directly_rows)(const int R, const tile* t, const NAME(places)* at) {
   const int U = R <= 2 ? 4 : R <= 4 ? 2 : 1;
   int j = 0;
-  for (; j + U <= t->num_positions; j += U) {
-    for (int u = 0; u < U; u++) NAME(prefetch)(t, values[j + u]);
-    NAME(direct_scores)(R, U, t, keys + j, t->scores + j);
-  }
-  for (; j < t->num_positions; j++) NAME(direct_scores)(R, 1, t, keys + j, t->scores + j);
+  for (; j + U <= t->num_positions; j += U) NAME(score_positions)(R, U, t, at, j);
+  for (; j < t->num_positions; j++) NAME(score_positions)(R, 1, t, at, j);
 }
 
-#if defined(IS_BFLOAT16) && defined(HAS_AVX512) && defined(__AVX512BF16__)
+#ifdef SCORES_IN_PAIRS
 // The same by the processor's dot products of pairs, on the queries as they are: the scale comes after.
 INLINE void NAME(score_in_pairs_rows)(const int R, const tile* t, const bfloat16* raw_queries,
-                                      const bfloat16* const* keys, const bfloat16* const* values) {
+                                      const NAME(places)* at) {
   const int64_t num_full = t->head_dim / 32 * 32, num_rest = t->head_dim - num_full;
   const __mmask32 rest = (__mmask32)((1ull << num_rest) - 1);
   for (int j = 0; j < t->num_positions; j++) {
-    NAME(prefetch)(t, values[j]);
+    for (int64_t d = 0; d < t->head_dim; d += LINE_ELEMENTS) __builtin_prefetch(at->values[j] + d);
     __m512 sums[DIRECT_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) sums[r] = _mm512_setzero_ps();
     for (int64_t d = 0; d < num_full; d += 32) {
-      const __m512bh key = (__m512bh)_mm512_loadu_si512(keys[j] + d);
+      const __m512bh key = (__m512bh)_mm512_loadu_si512(at->keys[j] + d);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++)
         sums[r] = _mm512_dpbf16_ps(sums[r], key, (__m512bh)_mm512_loadu_si512(raw_queries + r * MAX_HEAD_DIM + d));
     }
     if (num_rest) {
-      const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(rest, keys[j] + num_full);
+      const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(rest, at->keys[j] + num_full);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++)
         sums[r] =
@@ -88,13 +107,12 @@ INLINE void NAME(score_in_pairs_rows)(const int R, const tile* t, const bfloat16
 }
 #endif
 
-static void NAME(score_directly)(const tile* t, const ELEMENT* raw_queries, const ELEMENT* const* keys,
-                                 const ELEMENT* const* values) {
-#if defined(IS_BFLOAT16) && defined(HAS_AVX512) && defined(__AVX512BF16__)
-#define SCORE(R) case R: NAME(score_in_pairs_rows)(R, t, raw_queries, keys, values); break;
+static __attribute__((noinline)) void NAME(score_directly)(const tile* t, const ELEMENT* raw_queries, const NAME(places)* at) {
+#ifdef SCORES_IN_PAIRS
+#define SCORE(R) case R: NAME(score_in_pairs_rows)(R, t, raw_queries, at); break;
 #else
   (void)raw_queries;
-#define SCORE(R) case R: NAME(score_directly_rows)(R, t, keys, values); break;
+#define SCORE(R) case R: NAME(score_directly_rows)(R, t, at); break;
 #endif
   switch (t->num_rows) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) SCORE(5) SCORE(6) SCORE(7) SCORE(8) }
 #undef SCORE
@@ -123,7 +141,8 @@ static void NAME(pack_keys)(const tile* t, const ELEMENT* const* keys, float* pa
       packed[d * TILE_POSITIONS + j] = j < t->num_positions ? NAME(value)(keys[j][d]) : 0.0f;
 }
 
-// sums[r][d...] += weights[r][j] * values[j][d...] over all positions, for R rows and C vectors.
+// sums[r][d...] += weights[r][j] * values[j][d...] over all positions, for R rows and C vectors; as much of the next keys
+// is fetched, unless that is NULL.
 INLINE void NAME(weigh_columns)(const int R, const int C, const int is_tail, const tile* t, int row,
                                 const ELEMENT* const* values, const ELEMENT* const* next_keys, int64_t d) {
   float* sums = t->sums + row * t->stride + d;
@@ -134,7 +153,9 @@ INLINE void NAME(weigh_columns)(const int R, const int C, const int is_tail, con
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) columns[r][c] = load_float(sums + r * t->stride + c * LANES);
   for (int j = 0; j < t->num_positions; j++) {
-    if (next_keys) NAME(prefetch)(t, next_keys[j]);
+    if (next_keys)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c += LINE_ELEMENTS / LANES) __builtin_prefetch(next_keys[j] + d + c * LANES);
     floats value[4];
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++)
@@ -156,12 +177,12 @@ INLINE void NAME(weigh_rows)(const int R, const tile* t, int row, const ELEMENT*
                              const ELEMENT* const* next_keys) {
   const int C = R <= 2 ? 4 : 2;
   int64_t d = 0;
-  for (; d + C * LANES <= t->head_dim; d += C * LANES) NAME(weigh_columns)(R, C, 0, t, row, values, d ? NULL : next_keys, d);
-  for (; d + LANES <= t->head_dim; d += LANES) NAME(weigh_columns)(R, 1, 0, t, row, values, NULL, d);
-  if (d < t->head_dim) NAME(weigh_columns)(R, 1, 1, t, row, values, NULL, d);
+  for (; d + C * LANES <= t->head_dim; d += C * LANES) NAME(weigh_columns)(R, C, 0, t, row, values, next_keys, d);
+  for (; d + LANES <= t->head_dim; d += LANES) NAME(weigh_columns)(R, 1, 0, t, row, values, next_keys, d);
+  if (d < t->head_dim) NAME(weigh_columns)(R, 1, 1, t, row, values, next_keys, d);
 }
 
-static void NAME(weigh_values)(const tile* t, const ELEMENT* const* values, const ELEMENT* const* next_keys) {
+static __attribute__((noinline)) void NAME(weigh_values)(const tile* t, const ELEMENT* const* values, const ELEMENT* const* next_keys) {
 #define WEIGH(R) case R: NAME(weigh_rows)(R, t, row, values, row ? NULL : next_keys); break;
   for (int row = 0; row < t->num_rows; row += 6)
     switch (t->num_rows - row) {
@@ -171,10 +192,10 @@ static void NAME(weigh_values)(const tile* t, const ELEMENT* const* values, cons
 #undef WEIGH
 }
 
-// Where each position's keys and values lie.
-static void NAME(find_positions)(const attention_step* step, const item* work, int64_t first, int num_positions,
-                                 const ELEMENT* key_cache, const ELEMENT* value_cache, const ELEMENT** keys,
-                                 const ELEMENT** values) {
+// Finds a tile of an item's first KV head, from position `first` to the item's end, at most `max_positions`.
+static void NAME(find_places)(const attention_step* step, const item* work, int64_t first, int max_positions,
+                              const ELEMENT* key_cache, const ELEMENT* value_cache, NAME(places)* found) {
+  const int num_positions = work->end - first < max_positions ? (int)(work->end - first) : max_positions;
   const int32_t* table = step->block_tables + work->row * step->max_blocks;
   key_cache += work->kv_head * step->key_head_stride;
   value_cache += work->kv_head * step->value_head_stride;
@@ -184,53 +205,77 @@ static void NAME(find_positions)(const attention_step* step, const item* work, i
     const ELEMENT* value_block = value_cache + block * step->value_block_stride;
     for (int64_t offset = (first + j) % step->block_size; offset < step->block_size && j < num_positions;
          offset++, j++) {
-      keys[j] = key_block + offset * step->key_position_stride;
-      values[j] = value_block + offset * step->value_position_stride;
+      found->keys[j] = key_block + offset * step->key_position_stride;
+      found->values[j] = value_block + offset * step->value_position_stride;
     }
   }
 }
 
-// Attends for one item: sums, maxima and totals of its pairs, not yet divided. The first keys of the item that the thread
-// takes next, NULL if there is none, are fetched meanwhile.
-static void NAME(attend_item)(const attention_step* step, const item* work, const item* next, const ELEMENT* query,
-                              const ELEMENT* key_cache, const ELEMENT* value_cache, tile* t, float* packed) {
+// The same positions of the next KV head.
+static void NAME(move_places)(const attention_step* step, int num_positions, const NAME(places)* at,
+                              NAME(places)* after) {
+  for (int j = 0; j < num_positions; j++) {
+    after->keys[j] = at->keys[j] + step->key_head_stride;
+    after->values[j] = at->values[j] + step->value_head_stride;
+  }
+}
+
+// Loads the item's queries, as they are and scaled.
+static void NAME(load_queries)(const attention_step* step, const item* work, const ELEMENT* query, tile* t,
+                               ELEMENT* raw_queries) {
   const int64_t group = step->num_heads / step->num_kv_heads;
-  // Those that are scored now, then the next ones.
-  const ELEMENT *keys[2 * TILE_POSITIONS] = {0}, *values[2 * TILE_POSITIONS];
-  ELEMENT raw_queries[DIRECT_ROWS * MAX_HEAD_DIM];
-  start_tile(step, work, t);
-  const int is_direct = t->num_rows <= DIRECT_ROWS;
   for (int m = 0; m < t->num_rows; m++) {
-    const int64_t pair = work->first_pair + m;
+    const int64_t pair = work->first_pair + m % work->num_pairs;
     const int64_t token = step->query_start_loc[work->row] + pair / group;
-    const int64_t head = work->kv_head * group + pair % group;
+    const int64_t head = (work->kv_head + m / work->num_pairs) * group + pair % group;
     const ELEMENT* source = query + token * step->query_token_stride + head * step->head_dim;
     for (int64_t d = 0; d < step->head_dim; d++)
       t->queries[m * t->stride + d] = NAME(value)(source[d]) * step->scale;
-    if (is_direct) {
+    if (raw_queries) {
       memset(raw_queries + m * MAX_HEAD_DIM, 0, sizeof(ELEMENT) * MAX_HEAD_DIM);
       memcpy(raw_queries + m * MAX_HEAD_DIM, source, sizeof(ELEMENT) * (size_t)step->head_dim);
     }
   }
-  t->max_positions = is_direct ? DIRECT_POSITIONS : TILE_POSITIONS;
-  for (int64_t first = work->start; first < work->end; first += t->max_positions) {
-    const int64_t rest = work->end - first;
-    t->num_positions = rest < t->max_positions ? (int)rest : t->max_positions;
-    const int num_known = rest < 2 * t->max_positions ? (int)rest : 2 * t->max_positions;
-    NAME(find_positions)(step, work, first, num_known, key_cache, value_cache, keys, values);
-    if (next && rest <= t->max_positions) {
-      const int64_t length = next->end - next->start;
-      NAME(find_positions)(step, next, next->start, length < t->max_positions ? (int)length : t->max_positions, key_cache,
-                           value_cache, keys + t->max_positions, values + t->max_positions);
+}
+
+// Attends for one item: sums, maxima and totals of its rows, not yet divided. The first keys of the item that the thread
+// takes next, NULL if there is none, are fetched meanwhile.
+static void NAME(attend_item)(const attention_step* step, const item* work, const item* next, const ELEMENT* query,
+                              const ELEMENT* key_cache, const ELEMENT* value_cache, tile* t, float* packed) {
+  NAME(places) both[2] = {0};
+  ELEMENT* raw_queries = NULL;
+#ifdef SCORES_IN_PAIRS
+  ELEMENT raw[TILE_ROWS * MAX_HEAD_DIM];
+  if (work->num_pairs <= DIRECT_ROWS) raw_queries = raw;
+#endif
+  start_tile(step, work, t);
+  NAME(load_queries)(step, work, query, t, raw_queries);
+  const int is_direct = work->num_pairs <= DIRECT_ROWS;
+  const int max_positions = is_direct ? DIRECT_POSITIONS : TILE_POSITIONS;
+  NAME(find_places)(step, work, work->start, max_positions, key_cache, value_cache, &both[0]);
+  int turn = 0;
+  for (int64_t first = work->start; first < work->end; first += max_positions) {
+    const int64_t later = first + max_positions;
+    t->num_positions = later > work->end ? (int)(work->end - first) : max_positions;
+    for (int nth = 0; nth < work->num_kv_heads; nth++, turn = 1 - turn) {
+      const NAME(places)* at = &both[turn];
+      NAME(places)* after = &both[1 - turn];
+      if (nth + 1 < work->num_kv_heads)
+        NAME(move_places)(step, t->num_positions, at, after);
+      else if (later < work->end)
+        NAME(find_places)(step, work, later, max_positions, key_cache, value_cache, after);
+      else if (next)
+        NAME(find_places)(step, next, next->start, max_positions, key_cache, value_cache, after);
+      tile head = head_tile(work, t, nth);
+      if (is_direct) {
+        NAME(score_directly)(&head, raw_queries ? raw_queries + nth * work->num_pairs * MAX_HEAD_DIM : NULL, at);
+      } else {
+        NAME(pack_keys)(&head, at->keys, packed);
+        score_packed(&head, packed);
+      }
+      weigh_scores(step, work, &head, first);
+      NAME(weigh_values)(&head, at->values, after->keys);
     }
-    if (is_direct) {
-      NAME(score_directly)(t, raw_queries, keys, values);
-    } else {
-      NAME(pack_keys)(t, keys, packed);
-      score_packed(t, packed);
-    }
-    weigh_scores(step, work, t, first);
-    NAME(weigh_values)(t, values, keys + t->max_positions);
   }
 }
 
@@ -247,12 +292,13 @@ static void NAME(write_pairs)(const attention_step* step, const item* work, cons
       factors[i] = num_parts == 1 ? 1.0f : expf(parts[i].maxima[m] - base);
       total += factors[i] * parts[i].totals[m];
     }
-    const int64_t pair = work->first_pair + m;
+    const int64_t pair = work->first_pair + m % work->num_pairs;
+    const int64_t kv_head = work->kv_head + m / work->num_pairs;
     const int64_t token = step->query_start_loc[work->row] + pair / group;
     const int64_t size = step->num_heads * step->head_dim;
     int64_t stride = 1;
     ELEMENT* target = output + (groups ? row_place(groups, token, size, &stride) : token * size);
-    target += (work->kv_head * group + pair % group) * step->head_dim * stride;
+    target += (kv_head * group + pair % group) * step->head_dim * stride;
     int64_t d = 0;
     for (; d < step->head_dim; d += LANES) {
       floats sum = splat(0.0f);
@@ -323,7 +369,7 @@ static void NAME(merge_task)(const void* context, int64_t task, int64_t next) {
   if (work->num_parts == 1 || work->part > 0) return;
   tile parts[MAX_PARTS];
   for (int p = 0; p < work->num_parts; p++) {
-    parts[p].num_rows = work->num_pairs;
+    parts[p].num_rows = work->num_pairs * work->num_kv_heads;
     parts[p].stride = padded(a->step->head_dim);
     parts[p].sums = a->list->partials + (work->partial + p) * PARTIAL_FLOATS;
     parts[p].maxima = parts[p].sums + TILE_ROWS * PADDED_HEAD_DIM;
@@ -355,3 +401,6 @@ int NAME(attend)(const attention_step* step, const ELEMENT* query, const ELEMENT
   NAME(store_kv)(step, key, value, key_cache, value_cache);
   return NAME(paged_attention)(step, query, key_cache, value_cache, output);
 }
+
+#undef SCORES_IN_PAIRS
+#undef LINE_ELEMENTS

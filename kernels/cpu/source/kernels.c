@@ -22,6 +22,7 @@ typedef struct {
 } attention_step;
 
 enum {
+  LINE = 64,  // bytes
   MAX_HEAD_DIM = 256,
   TILE_ROWS = 64,        // (query, head) pairs that attend together: keys are loaded once for all of them
   TILE_POSITIONS = 64,   // scored at once

@@ -93,7 +93,7 @@ static void weigh_scores(const attention_step* step, const item* work, tile* t, 
       memset(scores, 0, sizeof(float) * TILE_POSITIONS);
       continue;
     }
-    const float slope = step->alibi_slopes ? step->alibi_slopes[work->kv_head * group + pair % group] : 0.0f;
+    const float slope = step->alibi_slopes ? step->alibi_slopes[t->kv_head * group + pair % group] : 0.0f;
     if (step->softcap > 0.0f || slope != 0.0f)
       shape_scores(step, scores, t->num_positions, slope, position - first);
     weigh_row(t, m, begin > 0 ? (int)begin : 0, end < t->num_positions ? (int)end : t->num_positions);

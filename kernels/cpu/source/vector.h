@@ -64,6 +64,23 @@ INLINE float sum_lanes(floats v) {
 #endif
 }
 
+// The same of four vectors.
+INLINE void sum_lanes_of_four(const floats* v, float* sums) {
+#if defined(HAS_AVX2)
+  __m128 s[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    s[i] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[i]), _mm256_extractf128_ps((__m256)v[i], 1));
+  const __m128 low = _mm_add_ps(_mm_movelh_ps(s[0], s[1]), _mm_movehl_ps(s[1], s[0]));
+  const __m128 high = _mm_add_ps(_mm_movelh_ps(s[2], s[3]), _mm_movehl_ps(s[3], s[2]));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm_shuffle_ps(low, high, _MM_SHUFFLE(2, 0, 2, 0)),
+                                 _mm_shuffle_ps(low, high, _MM_SHUFFLE(3, 1, 3, 1))));
+#else
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) sums[i] = sum_lanes(v[i]);
+#endif
+}
+
 INLINE float largest_lane(floats v) {
   float lanes[LANES];
   memcpy(lanes, &v, sizeof lanes);
@@ -127,9 +144,15 @@ INLINE float from_value_float(float x) { return x; }
 // bfloat16: the upper half of a float32, rounded to even
 
 INLINE floats load_bfloat16(const bfloat16* p) {
+#if defined(HAS_AVX512)
+  return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(HAS_AVX2)
+  return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
   halves h;
   memcpy(&h, p, sizeof h);
   return (floats)(__builtin_convertvector(h, words) << 16);
+#endif
 }
 INLINE void store_bfloat16(bfloat16* p, floats v) {
   const words bits = (words)v;

@@ -1,10 +1,11 @@
 // How a step is cut into items that threads take one after the other, and what an item works on.
 
-// Up to TILE_ROWS (query, head) pairs of a row and a KV head, and the positions they attend to; or a part of those.
+// Some (query, head) pairs of a row for each of some KV heads, and the positions they attend to; or a part of those. It
+// has up to TILE_ROWS rows: all pairs of its first KV head, then those of the next one.
 typedef struct {
   int64_t start, end;  // positions
   int64_t first_pair;
-  int32_t row, kv_head, num_pairs, part, num_parts;
+  int32_t row, kv_head, num_kv_heads, num_pairs, part, num_parts;
   int64_t partial;  // where its unfinished sums go; -1: nowhere, it is whole
 } item;
 
@@ -15,11 +16,11 @@ typedef struct {
   int64_t window;           // that it was made for
 } work_list;
 
-// An item while it is computed.
+// An item while it is computed, or what it has of one KV head.
 typedef struct {
-  int num_rows;       // pairs
+  int num_rows;
+  int64_t kv_head;    // the first one
   int num_positions;  // that are scored at once
-  int max_positions;  // in every tile but the last
   int64_t head_dim, stride;
   float scale;
   float* queries;  // [num_rows, stride], scaled
@@ -55,7 +56,8 @@ INLINE tile scratch_tile(scratch* own) {
 }
 
 static void start_tile(const attention_step* step, const item* work, tile* t) {
-  t->num_rows = work->num_pairs;
+  t->num_rows = work->num_pairs * work->num_kv_heads;
+  t->kv_head = work->kv_head;
   t->head_dim = step->head_dim;
   t->stride = padded(step->head_dim);
   t->scale = step->scale;
@@ -66,6 +68,20 @@ static void start_tile(const attention_step* step, const item* work, tile* t) {
   memset(t->sums, 0, sizeof(float) * (size_t)(t->num_rows * t->stride));
   // Zero past the head's end, against keys that are zero there too.
   memset(t->queries, 0, sizeof(float) * (size_t)(t->num_rows * t->stride));
+}
+
+// The rows of the nth KV head.
+INLINE tile head_tile(const item* work, const tile* t, int nth) {
+  tile head = *t;
+  const int64_t first = nth * work->num_pairs;
+  head.num_rows = work->num_pairs;
+  head.kv_head += nth;
+  head.queries += first * t->stride;
+  head.scores += first * TILE_POSITIONS;
+  head.sums += first * t->stride;
+  head.maxima += first;
+  head.totals += first;
+  return head;
 }
 
 // The position of a pair's query.
@@ -82,15 +98,36 @@ static int64_t count_pairs(const attention_step* step, int64_t row) {
   return (step->query_start_loc[row + 1] - step->query_start_loc[row]) * (step->num_heads / step->num_kv_heads);
 }
 
-// Parts of each item's context, so that threads have something to do where there are few items.
-static int64_t wanted_parts(const attention_step* step) {
+// How a step's items are cut.
+typedef struct {
+  int64_t num_kv_heads;  // of an item of few pairs
+  int64_t max_parts;     // of an item's context
+} cut;
+
+// KV heads of an item with so many pairs for each. A block holds the keys of all its KV heads one behind the other, and
+// memory gives such runs faster than a head's alone; many pairs compute for longer than they read.
+INLINE int64_t item_kv_heads(const cut* c, int64_t num_pairs) { return num_pairs <= DIRECT_ROWS ? c->num_kv_heads : 1; }
+
+static int64_t count_items(const attention_step* step, const cut* c) {
   int64_t num_items = 0;
-  for (int64_t row = 0; row < step->num_rows; row++)
-    num_items += (count_pairs(step, row) + TILE_ROWS - 1) / TILE_ROWS * step->num_kv_heads;
+  for (int64_t row = 0; row < step->num_rows; row++) {
+    const int64_t num_pairs = count_pairs(step, row);
+    num_items += (num_pairs + TILE_ROWS - 1) / TILE_ROWS * (step->num_kv_heads / item_kv_heads(c, num_pairs));
+  }
+  return num_items;
+}
+
+// So that threads have something to do where there are few items: first fewer KV heads for each, then parts.
+static cut choose_cut(const attention_step* step) {
   const int64_t wanted = step->num_threads > 1 ? TASKS_PER_THREAD * step->num_threads : 1;
-  if (num_items == 0 || num_items >= wanted) return 1;
-  const int64_t parts = (wanted + num_items - 1) / num_items;
-  return parts < MAX_PARTS ? parts : MAX_PARTS;
+  cut c = {.num_kv_heads = step->num_kv_heads, .max_parts = 1};
+  while (c.num_kv_heads > 1 && (step->num_kv_heads % c.num_kv_heads || c.num_kv_heads * DIRECT_ROWS > TILE_ROWS ||
+                                count_items(step, &c) < wanted))
+    c.num_kv_heads--;
+  const int64_t num_items = count_items(step, &c);
+  if (num_items > 0 && num_items < wanted) c.max_parts = (wanted + num_items - 1) / num_items;
+  if (c.max_parts > MAX_PARTS) c.max_parts = MAX_PARTS;
+  return c;
 }
 
 // Appends the parts of one tile; only counts where there are no items yet.
@@ -110,11 +147,11 @@ static void list_tile(const attention_step* step, work_list* list, item whole, i
     work->part = (int32_t)part;
     work->num_parts = (int32_t)parts;
     work->partial = partial;
-    list->cost += (work->end - work->start) * step->head_dim;
+    list->cost += (work->end - work->start) * step->head_dim * work->num_kv_heads;
   }
 }
 
-static int64_t list_items(const attention_step* step, work_list* list, int64_t max_parts) {
+static int64_t list_items(const attention_step* step, work_list* list, const cut* c) {
   int64_t num_partials = 0;
   list->num_items = list->cost = 0;
   for (int64_t row = 0; row < step->num_rows; row++) {
@@ -124,9 +161,10 @@ static int64_t list_items(const attention_step* step, work_list* list, int64_t m
       item whole = {.row = (int32_t)row, .first_pair = first, .num_pairs = (int32_t)num};
       whole.start = first_visible(step, query_position(step, row, first));
       whole.end = query_position(step, row, first + num - 1) + 1;
-      for (int64_t kv_head = 0; kv_head < step->num_kv_heads; kv_head++) {
+      whole.num_kv_heads = (int32_t)item_kv_heads(c, num_pairs);
+      for (int64_t kv_head = 0; kv_head < step->num_kv_heads; kv_head += whole.num_kv_heads) {
         whole.kv_head = (int32_t)kv_head;
-        list_tile(step, list, whole, max_parts, &num_partials);
+        list_tile(step, list, whole, c->max_parts, &num_partials);
       }
     }
   }
@@ -141,15 +179,15 @@ static void free_work(work_list* list) {
 
 // 0 if there is no memory.
 static int list_work(const attention_step* step, work_list* list) {
-  const int64_t max_parts = wanted_parts(step);
+  const cut c = choose_cut(step);
   *list = (work_list){.window = step->window};
-  const int64_t num_partials = list_items(step, list, max_parts);
+  const int64_t num_partials = list_items(step, list, &c);
   list->items = malloc(sizeof(item) * (size_t)(list->num_items + 1));
   list->partials = num_partials ? malloc(sizeof(float) * (size_t)num_partials * PARTIAL_FLOATS) : NULL;
   if (!list->items || (num_partials && !list->partials)) {
     free_work(list);
     return 0;
   }
-  list_items(step, list, max_parts);
+  list_items(step, list, &c);
   return 1;
 }
