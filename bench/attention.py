@@ -21,6 +21,13 @@ from bench.record import RESULTS, machine, verdict, write
 from kernels.cpu import CpuKernels, PagedRows, PagedScoring, load_kernels
 
 NUM_SEQUENCES, CONTEXT, BLOCK_SIZE, NUM_LAYERS = 4, 8192, 16, 4
+# Of queries, and of the cache.
+DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+)
 GOAL_SHARE = 0.6
 
 
@@ -30,12 +37,14 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def layers_of(shape: str, dtype: torch.dtype, kernels: CpuKernels) -> tuple[list[Callable[[], object]], int]:
+def layers_of(
+    shape: str, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: CpuKernels
+) -> tuple[list[Callable[[], object]], int]:
     """A call for each layer, and the bytes of keys and values that it reads."""
     config = SHAPES[shape]
     num_kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
     num_blocks = NUM_SEQUENCES * CONTEXT // BLOCK_SIZE + 1
-    storage = torch.randn(num_blocks, NUM_LAYERS, 2, num_kv_heads, BLOCK_SIZE, head_dim).to(dtype).transpose(3, 4)
+    storage = torch.randn(num_blocks, NUM_LAYERS, 2, num_kv_heads, BLOCK_SIZE, head_dim).to(cache_dtype).transpose(3, 4)
     ids = list(range(1, num_blocks))
     random.Random(0).shuffle(ids)
     tables = torch.tensor(ids, dtype=torch.int32).view(NUM_SEQUENCES, -1)
@@ -48,8 +57,12 @@ def layers_of(shape: str, dtype: torch.dtype, kernels: CpuKernels) -> tuple[list
         caches = storage[:, index, 0], storage[:, index, 1]
         return lambda: kernels.attend(rows, PagedScoring(head_dim**-0.5), query, fresh, fresh, *caches)
 
-    num_bytes = 2 * NUM_SEQUENCES * CONTEXT * num_kv_heads * head_dim * dtype.itemsize
+    num_bytes = 2 * NUM_SEQUENCES * CONTEXT * num_kv_heads * head_dim * cache_dtype.itemsize
     return [layer(index) for index in range(NUM_LAYERS)], num_bytes
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def measure(arguments: argparse.Namespace, kernels: CpuKernels) -> dict:
@@ -58,14 +71,14 @@ def measure(arguments: argparse.Namespace, kernels: CpuKernels) -> dict:
     memory.sum()
     found = {}
     for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
-            layers, num_bytes = layers_of(shape, dtype, kernels)
+        for dtype, cache_dtype in DTYPES:
+            layers, num_bytes = layers_of(shape, dtype, cache_dtype, kernels)
             layers[0]()
             bandwidths, reads = [], []
             for _ in range(arguments.rounds):
                 bandwidths.append(memory.numel() * memory.itemsize / seconds(memory.sum))
                 reads.append(len(layers) * num_bytes / sum(seconds(layer) for layer in layers))
-            name = f"{shape} shape, {str(dtype).removeprefix('torch.')}"
+            name = f"{shape} shape, {dtype_name(dtype)} over {dtype_name(cache_dtype)}"
             shares = [read / bandwidth for read, bandwidth in zip(reads, bandwidths, strict=True)]
             found[name] = {
                 "gb_per_s": statistics.median(reads) / 1e9,
@@ -83,7 +96,7 @@ def report(figures: dict) -> None:
     for name, found in figures["attention"].items():
         goal = verdict(found["share"], GOAL_SHARE, at_least=True)
         rates = f"{found['gb_per_s']:5.1f} of {found['memory_gb_per_s']:.1f} GB/s"
-        print(f"  {name:24} {rates}: {found['share']:.2f} of the memory's {goal}")
+        print(f"  {name:38} {rates}: {found['share']:.2f} of the memory's {goal}")
 
 
 def main() -> None:

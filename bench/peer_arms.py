@@ -144,12 +144,12 @@ def rates(seconds: Seconds, loads: Loads, vocab_size: int, seed: int) -> dict[st
 
 
 class PagewireArm:
-    """Both services as processes, and a client here, over gRPC."""
+    """Both services as processes, and a client here, over gRPC. The KV cache is of 16 bits, as that of every peer."""
 
     name = "Pagewire"
 
     def __init__(self, num_threads: int, serve_flags: Sequence[str] = ()) -> None:
-        self._flags = [f"--num-threads={num_threads}", *serve_flags]
+        self._flags = [f"--num-threads={num_threads}", "--kv-cache-dtype=bfloat16", *serve_flags]
 
     def prepare(self, model: Model) -> None:
         pass

@@ -21,7 +21,7 @@ def fused(model: Model, dtype: torch.dtype, backend: AttentionBackend) -> Model:
 
 
 class CpuDecoder:
-    """Computes what the `Decoder` does that it is made of, in float32, over a cache of float32."""
+    """Computes what the `Decoder` does that it is made of, in float32."""
 
     def __init__(self, decoder: Decoder, kernels: CpuKernels) -> None:
         self.config = decoder.config

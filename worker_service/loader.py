@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int], None] | None = None) -> LoadedWorker:
@@ -68,7 +69,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     communicator = _communicator(config, device)
     model_config = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size).config
     dtype = choose_dtype(config.dtype, model_config.dtype, device)
-    cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     operations = create_operations(device, model_config)
     backend = create_backend(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import LinearLayer, PackedLinear
+from kernels.cpu.linear import ELEMENTS, LinearLayer, PackedLinear
 from kernels.cpu.operations import CpuKernels
 from kernels.cpu.paged import PagedRows, PagedScoring, cache_step, check
 
@@ -31,7 +31,7 @@ class _Decoder(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "norm")),
-        *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "intermediate_size")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "intermediate_size", "cache_element")),
         ("eps", ctypes.c_float),
     )
 
@@ -55,7 +55,10 @@ PARTS = ("norms", "products", "rotary", "attention")
 
 
 class DecoderStack:
-    """The layers of a decoder (Llama, Mistral, Qwen2, Qwen3) and the norm after them, computed in float32."""
+    """The layers of a decoder (Llama, Mistral, Qwen2, Qwen3) and the norm after them, computed in float32.
+
+    The cache may be of any dtype that kernels know.
+    """
 
     def __init__(
         self, kernels: CpuKernels, layers: Sequence[LayerWeights], norm: Tensor, eps: float, num_heads: int
@@ -74,7 +77,7 @@ class DecoderStack:
             len(layers),
             self._hidden_size,
             layers[0].down.in_size,
-            eps,
+            eps=eps,
         )
         self._kv_cache: Sequence[LayerCache] | None = None
         self._times = (ctypes.c_int64 * len(PARTS))()
@@ -105,7 +108,7 @@ class DecoderStack:
             cos, sin: [T, head_dim], as `CpuKernels.norm_rope` takes them.
             rows: the step's; they hold T tokens.
             scorings: of each layer; all but the window is the first one's.
-            kv_cache: of each layer, all of the same shape and strides.
+            kv_cache: of each layer, all of the same dtype, shape and strides.
 
         Returns:
             [T, hidden_size], normed.
@@ -134,7 +137,7 @@ class DecoderStack:
         return dict(zip(PARTS, self._times, strict=True))
 
     def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[PagedScoring]) -> None:
-        """Points the layers to a cache. Raises ValueError if its layers differ in shape or strides."""
+        """Points the layers to a cache. Raises ValueError if its layers differ in dtype, shape or strides."""
         if kv_cache is self._kv_cache:
             return
         first_key, first_value = kv_cache[0]
@@ -142,12 +145,14 @@ class DecoderStack:
         for layer, scoring, (key, value) in zip(self._layers, scorings, kv_cache, strict=True):
             found = (key.shape, key.stride(), value.shape, value.stride(), key.dtype, value.dtype)
             first = (first_key.shape, first_key.stride(), first_value.shape, first_value.stride())
-            if found != (*first, torch.float32, torch.float32):
+            if found != (*first, first_key.dtype, first_key.dtype) or key.dtype not in ELEMENTS:
                 raise ValueError(
                     f"caches of {key.dtype} {tuple(key.shape)} with strides {key.stride()} and of {first_key.dtype} "
-                    f"{tuple(first_key.shape)} with strides {first_key.stride()}: all layers have one shape, in float32"
+                    f"{tuple(first_key.shape)} with strides {first_key.stride()}: all layers have one shape, in one of "
+                    f"{', '.join(map(str, ELEMENTS))}"
                 )
             layer.key_cache, layer.value_cache, layer.window = key.data_ptr(), value.data_ptr(), scoring.window
+        self._decoder.cache_element = ELEMENTS[first_key.dtype]
         self._kv_cache = kv_cache
 
     def _check_heads(self, num_kv_heads: int, head_dim: int) -> None:

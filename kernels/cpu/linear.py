@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The element types of source/rows.h.
+# The element types of source/rows.h, of weights and caches.
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

@@ -1,8 +1,9 @@
 """The C kernels as functions on tensors. Each is specified by the function of its name in `kernels.reference`.
 
-All tensors are on the CPU and of one dtype: float32, bfloat16 or float16. Arithmetic is in float32; what plain torch
-would store in the dtype in between is rounded to it here too. Nothing is read or written before the arguments have been
-checked, but indices inside tensors (block tables, slots) are trusted.
+All tensors are on the CPU and of one dtype: float32, bfloat16 or float16; only a cache may be of 16 bits where the rest
+is float32. Arithmetic is in float32; what plain torch would store in the dtype in between is rounded to it here too.
+Nothing is read or written before the arguments have been checked, but indices inside tensors (block tables, slots) are
+trusted.
 """
 
 import ctypes
@@ -15,6 +16,8 @@ from kernels.cpu.linear import PackedLinear
 from kernels.cpu.paged import PagedRows, PagedScoring, check, paged_step
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# Of queries, and of the cache that they attend to.
+_PAIRS = (*((dtype, dtype) for dtype in _NAMES), (torch.float32, torch.bfloat16), (torch.float32, torch.float16))
 
 
 class CpuKernels:
@@ -28,19 +31,18 @@ class CpuKernels:
             "add_rms_norm": [pointer] * 4 + [integer] * 2 + [real, integer],
             "silu_mul": [pointer] * 2 + [integer] * 3,
             "norm_rope": [pointer] * 5 + [integer] * 4 + [real, integer],
-            "store_kv": [pointer] * 5,
-            "paged_attention": [pointer] * 5,
-            "attend": [pointer] * 7,
             "pack_linear": [pointer] * 2 + [integer] * 3,
             "take_rows": [pointer] * 3 + [integer] * 2,
         }
-        self._functions: dict[tuple[str, torch.dtype], Callable[..., int | None]] = {}
-        for name, argtypes in signatures.items():
-            for dtype, suffix in _NAMES.items():
-                function = getattr(library, f"{name}_{suffix}")
-                function.argtypes = argtypes
-                function.restype = ctypes.c_int if name in ("paged_attention", "attend") else None
-                self._functions[name, dtype] = function
+        paged_signatures = {"store_kv": [pointer] * 5, "paged_attention": [pointer] * 5, "attend": [pointer] * 7}
+        self._functions: dict[tuple[str, *tuple[torch.dtype, ...]], Callable[..., int | None]] = {}
+        for names, dtypes in ((signatures, [(dtype,) for dtype in _NAMES]), (paged_signatures, _PAIRS)):
+            for name, argtypes in names.items():
+                for key in dtypes:
+                    function = getattr(library, "_".join([name, *(_NAMES[dtype] for dtype in key)]))
+                    function.argtypes = argtypes
+                    function.restype = ctypes.c_int if name in ("paged_attention", "attend") else None
+                    self._functions[name, *key] = function
 
         library.panel_width.restype = integer
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
@@ -63,7 +65,7 @@ class CpuKernels:
         """Writes the keys and values of T tokens to their slots of one layer's cache, in place.
 
         Args:
-            key, value: [T, num_kv_heads, head_dim]; tokens may be strided.
+            key, value: [T, num_kv_heads, head_dim]; tokens may be strided. Rounded to the cache's dtype.
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides but the last.
             slot_mapping: [T] integers, `block_id * block_size + offset`; a token of slot -1 is skipped.
 
@@ -72,7 +74,7 @@ class CpuKernels:
         """
         rows = PagedRows.of([0], [], torch.empty(0, 0), slot_mapping)
         step = paged_step(rows, PagedScoring(1.0), key, key, value, key_cache, value_cache)
-        self._call("store_kv", key, ctypes.addressof(step), key, value, key_cache, value_cache)
+        self._call("store_kv", (key, key_cache), ctypes.addressof(step), key, value, key_cache, value_cache)
 
     def paged_attention(
         self,
@@ -94,7 +96,7 @@ class CpuKernels:
         https://arxiv.org/abs/1805.02867) over the pages as they lie.
 
         Args:
-            query: [T, num_heads, head_dim], of the cache's dtype; tokens may be strided.
+            query: [T, num_heads, head_dim], of the cache's dtype or float32; tokens may be strided.
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides but the last.
             block_tables: [S, max_blocks] integers. What lies past a row's end or before its window is not read.
             seq_lens, query_start_loc, scale, window, alibi_slopes, softcap: as in `kernels.reference`.
@@ -111,7 +113,7 @@ class CpuKernels:
         scoring = PagedScoring(scale, window, alibi_slopes, softcap)
         step = paged_step(rows, scoring, query, None, None, key_cache, value_cache, num_threads)
         output = torch.empty(query.shape, dtype=query.dtype)
-        self._call("paged_attention", query, ctypes.addressof(step), query, key_cache, value_cache, output)
+        self._call("paged_attention", (query, key_cache), ctypes.addressof(step), query, key_cache, value_cache, output)
         return output
 
     def attend(
@@ -127,7 +129,9 @@ class CpuKernels:
         """`store_kv` of a step's keys and values, then `paged_attention`: see there."""
         step = paged_step(rows, scoring, query, key, value, key_cache, value_cache)
         output = torch.empty(query.shape, dtype=query.dtype)
-        self._call("attend", query, ctypes.addressof(step), query, key, value, key_cache, value_cache, output)
+        self._call(
+            "attend", (query, key_cache), ctypes.addressof(step), query, key, value, key_cache, value_cache, output
+        )
         return output
 
     # Matrix products
@@ -143,7 +147,7 @@ class CpuKernels:
             check("bias", bias, torch.float32, (out_size,))
         width = self._library.panel_width()
         panels = torch.empty(-(-out_size // width) * width * in_size, dtype=weight.dtype)
-        self._call("pack_linear", weight, weight, panels, in_size, out_size, torch.get_num_threads())
+        self._call("pack_linear", (weight,), weight, panels, in_size, out_size, torch.get_num_threads())
         return PackedLinear(panels, bias, in_size, out_size)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
@@ -168,7 +172,7 @@ class CpuKernels:
         """
         check("indexes", indexes, torch.int64, (len(indexes),))
         output = torch.empty(len(indexes), packed.in_size)
-        self._call("take_rows", packed.panels, packed.panels, indexes, output, len(indexes), packed.in_size)
+        self._call("take_rows", (packed.panels,), packed.panels, indexes, output, len(indexes), packed.in_size)
         return output
 
     # Between the matrix products
@@ -191,7 +195,7 @@ class CpuKernels:
         if update is not None:
             check("update", update, x.dtype, (num_tokens, size))
         output = torch.empty_like(x)
-        self._call("add_rms_norm", x, x, update, weight, output, num_tokens, size, eps, torch.get_num_threads())
+        self._call("add_rms_norm", (x,), x, update, weight, output, num_tokens, size, eps, torch.get_num_threads())
         return output
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -202,7 +206,7 @@ class CpuKernels:
         num_tokens, size = len(gate_up), gate_up.shape[1] // 2
         check("gate_up", gate_up, gate_up.dtype, (num_tokens, 2 * size))
         output = gate_up.new_empty(num_tokens, size)
-        self._call("silu_mul", gate_up, gate_up, output, num_tokens, size, torch.get_num_threads())
+        self._call("silu_mul", (gate_up,), gate_up, output, num_tokens, size, torch.get_num_threads())
         return output
 
     def norm_rope(
@@ -242,14 +246,18 @@ class CpuKernels:
             if weight is not None:
                 check(name, weight, heads.dtype, (head_dim,))
         sizes = (num_tokens, num_heads, num_kv_heads, head_dim)
-        self._call("norm_rope", heads, heads, query_weight, key_weight, cos, sin, *sizes, eps, torch.get_num_threads())
+        self._call(
+            "norm_rope", (heads,), heads, query_weight, key_weight, cos, sin, *sizes, eps, torch.get_num_threads()
+        )
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         return query, key, value
 
-    def _call(self, name: str, typed: Tensor, *arguments: Tensor | int | float | None) -> None:
-        """Calls the function for the dtype of `typed`; tensors go as pointers."""
-        function = self._functions.get((name, typed.dtype))
+    def _call(self, name: str, typed: Sequence[Tensor], *arguments: Tensor | int | float | None) -> None:
+        """Calls the function for the dtypes of `typed`; tensors go as pointers."""
+        dtypes = [tensor.dtype for tensor in typed]
+        function = self._functions.get((name, *dtypes))
         if function is None:
-            raise ValueError(f"dtype {typed.dtype} has no kernels; use one of {', '.join(map(str, _NAMES))}")
+            found = " over ".join(map(str, dtypes))
+            raise ValueError(f"{found} has no kernels; use one of {', '.join(map(str, _NAMES))}")
         if function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]):
-            raise MemoryError(f"no memory for {name} of {tuple(typed.shape)}")
+            raise MemoryError(f"no memory for {name} of {tuple(typed[0].shape)}")

@@ -97,7 +97,8 @@ def paged_step(
 ) -> PagedStep:
     """Checks all arguments; the structure points into them and holds none of them."""
     num_tokens, num_heads, head_dim = query.shape
-    check_heads("query", query, key_cache.dtype, (num_tokens, num_heads, key_cache.shape[3]))
+    dtype = torch.float32 if query.dtype == torch.float32 else key_cache.dtype
+    check_heads("query", query, dtype, (num_tokens, num_heads, key_cache.shape[3]))
     step = cache_step(rows, scoring, num_tokens, num_heads, query.stride(0), key_cache, value_cache, num_threads)
     if key is not None and value is not None:
         shape = (len(rows.slot_mapping), key_cache.shape[2], head_dim)

@@ -35,8 +35,8 @@ def forward(stack, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3):
     ("weights", "step", "message"),
     [
         ({}, {"num_slots": 2}, "x has 3 tokens and the rows 2"),
-        ({}, {"dtypes": (torch.float32, torch.bfloat16)}, "all layers have one shape, in float32"),
-        ({}, {"dtypes": (torch.bfloat16,) * 2}, "all layers have one shape, in float32"),
+        ({}, {"dtypes": (torch.float32, torch.bfloat16)}, "all layers have one shape, in one of torch.float32"),
+        ({}, {"dtypes": (torch.float64,) * 2}, "all layers have one shape, in one of torch.float32"),
         ({"head_dim": 4}, {}, "qkv gives 32 and output takes 16; .* need 64 and 32"),
         ({"norm_dim": 4}, {}, r"query_norm is .*must be torch.float32 \(8,\)"),
     ],
@@ -46,6 +46,18 @@ def test_what_does_not_fit_is_refused(cpu_kernels, weights, step, message):
     stack = DecoderStack(cpu_kernels, [good, other], torch.ones(HIDDEN), 1e-6, NUM_HEADS)
     with pytest.raises(ValueError, match=message):
         forward(stack, **step)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
+def test_a_cache_of_16_bits_rounds_what_it_holds(cpu_kernels, dtype, tolerance):
+    torch.manual_seed(1)
+    stack = DecoderStack(cpu_kernels, [layer(cpu_kernels)] * 2, torch.ones(HIDDEN), 1e-6, NUM_HEADS)
+    outputs = []
+    for cache_dtype in (torch.float32, dtype, torch.float32):
+        torch.manual_seed(0)
+        outputs.append(forward(stack, dtypes=(cache_dtype,) * 2))
+    assert torch.equal(outputs[0], outputs[2])
+    assert 0 < (outputs[0] - outputs[1]).abs().max() < tolerance * outputs[0].abs().max()
 
 
 def test_what_fits_is_computed(cpu_kernels):

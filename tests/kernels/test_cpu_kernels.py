@@ -17,6 +17,8 @@ NUM_LAYERS = 2
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
 # A few times the rounding of the output's dtype, for values of some units.
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+# Of queries, and of the cache.
+DTYPES = [*((dtype, dtype) for dtype in TOLERANCES), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
 
 
 @dataclass
@@ -43,11 +45,14 @@ class Step:
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def make_step(rng, lengths, *, head_dim, group, num_kv_heads, block_size, dtype=torch.float32, window=0):
+def make_step(
+    rng, lengths, *, head_dim, group, num_kv_heads, block_size, dtype=torch.float32, cache_dtype=None, window=0
+):
     """`lengths`: (context, queries) of each row. Blocks wholly before a window are someone else's: never written."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    cache_dtype = cache_dtype or dtype
 
-    def randn(*shape):
+    def randn(*shape, dtype=cache_dtype):
         return torch.randn(shape, generator=generator).to(dtype)
 
     seq_lens = [context + queries for context, queries in lengths]
@@ -57,7 +62,7 @@ def make_step(rng, lengths, *, head_dim, group, num_kv_heads, block_size, dtype=
     order = (block_size, num_kv_heads)
     is_head_major = rng.random() < 0.5
     sizes = (NUM_LAYERS, 2, *(reversed(order) if is_head_major else order), head_dim)
-    storage = torch.full((len(ids) + 1, *sizes), float("nan"), dtype=dtype)
+    storage = torch.full((len(ids) + 1, *sizes), float("nan"), dtype=cache_dtype)
     storage = storage.transpose(3, 4) if is_head_major else storage
     key_cache, value_cache = storage[:, 1, 0], storage[:, 1, 1]
     block_tables = torch.zeros(len(lengths), max(num_blocks), dtype=rng.choice([torch.int32, torch.int64]))
@@ -73,7 +78,7 @@ def make_step(rng, lengths, *, head_dim, group, num_kv_heads, block_size, dtype=
         block_tables[row, : len(table)] = table
         query_start_loc.append(query_start_loc[-1] + queries)
     # As a merged projection leaves them: heads of keys and values behind those of the queries.
-    query = randn(query_start_loc[-1], (group + 2) * num_kv_heads, head_dim)[:, : group * num_kv_heads]
+    query = randn(query_start_loc[-1], (group + 2) * num_kv_heads, head_dim, dtype=dtype)[:, : group * num_kv_heads]
     return Step(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc)
 
 
@@ -85,16 +90,16 @@ def random_lengths(rng, block_size, max_queries):
     return context, min(num_queries, max_queries)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(30))
-def test_paged_attention_equals_reference_on_random_steps(cpu_kernels, seed, dtype):
+def test_paged_attention_equals_reference_on_random_steps(cpu_kernels, seed, dtype, cache_dtype):
     rng = random.Random(seed)
     group = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 16])
     block_size = rng.choice([8, 16, 32, 64, 128])
     shape = {
         "head_dim": rng.choice(HEAD_DIMS),
         "group": group,
-        "num_kv_heads": rng.choice([1, 2, 3]),
+        "num_kv_heads": rng.choice([1, 2, 3, 8, 9]),
         "block_size": block_size,
     }
     max_queries = 600 if seed % 5 == 0 and group <= 4 else 40
@@ -102,24 +107,36 @@ def test_paged_attention_equals_reference_on_random_steps(cpu_kernels, seed, dty
     window = rng.choice([0, 0, 1, block_size, rng.randint(2, 200)])
     num_threads = rng.choice([None, 4])
     print(f"seed {seed}: {shape}, (context, queries): {lengths}, window {window}, threads {num_threads}")
-    step = make_step(rng, lengths, **shape, dtype=dtype, window=window)
+    step = make_step(rng, lengths, **shape, dtype=dtype, cache_dtype=cache_dtype, window=window)
     step.check(cpu_kernels, window=window, num_threads=num_threads)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_every_head_size(cpu_kernels, head_dim, dtype):
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
+def test_every_head_size(cpu_kernels, head_dim, dtype, cache_dtype):
     lengths = [(70, 1), (30, 9), (0, 40)]
-    step = make_step(random.Random(1), lengths, head_dim=head_dim, group=2, num_kv_heads=2, block_size=16, dtype=dtype)
-    step.check(cpu_kernels)
+    shape = {"head_dim": head_dim, "group": 2, "num_kv_heads": 2, "block_size": 16}
+    make_step(random.Random(1), lengths, **shape, dtype=dtype, cache_dtype=cache_dtype).check(cpu_kernels)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 7, 19, 33, 40, 100, 255])
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_head_sizes_that_are_no_multiple_of_a_vector(cpu_kernels, head_dim, dtype):
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
+def test_head_sizes_that_are_no_multiple_of_a_vector(cpu_kernels, head_dim, dtype, cache_dtype):
     lengths = [(70, 1), (30, 9), (0, 40)]
-    step = make_step(random.Random(2), lengths, head_dim=head_dim, group=3, num_kv_heads=1, block_size=8, dtype=dtype)
-    step.check(cpu_kernels)
+    shape = {"head_dim": head_dim, "group": 3, "num_kv_heads": 1, "block_size": 8}
+    make_step(random.Random(2), lengths, **shape, dtype=dtype, cache_dtype=cache_dtype).check(cpu_kernels)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5, 6, 8, 9, 16])
+@pytest.mark.parametrize("num_rows", [1, 3, 30])
+def test_every_number_of_kv_heads_that_take_turns(cpu_kernels, num_rows, num_kv_heads, num_threads):
+    lengths = [(70 + 9 * row, 1 + (row == 2) * 20) for row in range(num_rows)]
+    step = make_step(
+        random.Random(12), lengths, head_dim=32, group=2, num_kv_heads=num_kv_heads, block_size=16, window=50
+    )
+    slopes = torch.tensor([2 ** -(1 + head / 4) for head in range(2 * num_kv_heads)])
+    step.check(cpu_kernels, num_threads=num_threads, window=50, alibi_slopes=slopes)
 
 
 @pytest.mark.parametrize("group", [*range(1, 17), 71])
@@ -197,10 +214,12 @@ def test_large_scores_do_not_overflow(cpu_kernels):
     step.check(cpu_kernels, tolerance=1e-3)  # scores of thousands: their own rounding is 1e-4
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_store_kv_writes_the_slots_and_nothing_else(cpu_kernels, dtype):
-    key, value = torch.randn(2, 5, 6, 24).to(dtype)[:, :, 2:5]  # strided tokens
-    caches = torch.randn(2, 2, 7, NUM_LAYERS, 4, 3, 24).to(dtype)[:, :, :, 1]  # (ours, expected) of keys, values
+@pytest.mark.parametrize("head_dim", [24, 21])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
+def test_store_kv_writes_the_slots_and_nothing_else(cpu_kernels, dtype, cache_dtype, head_dim):
+    key, value = torch.randn(2, 5, 6, head_dim).to(dtype)[:, :, 2:5]  # strided tokens
+    storage = torch.randn(2, 2, 7, NUM_LAYERS, 4, 3, head_dim).to(cache_dtype)
+    caches = storage[:, :, :, 1]  # (ours, expected) of keys, values
     caches[1] = caches[0]
     slots = torch.tensor([5, -1, 27, 0, 14])
     cpu_kernels.store_kv(key, value, caches[0, 0], caches[0, 1], slots)
@@ -304,9 +323,11 @@ def test_portable_variant_equals_reference(cpu_kernels):
     flags = [flag for flag in FLAGS if flag not in ("-march=native", "-O3")]
     portable = CpuKernels(load_library(["-O1", *flags]))
     assert portable.variant == "portable"
+    for dtypes in DTYPES:
+        test_every_head_size(portable, 80, *dtypes)
+        test_head_sizes_that_are_no_multiple_of_a_vector(portable, 19, *dtypes)
+        test_store_kv_writes_the_slots_and_nothing_else(portable, *dtypes, 21)
     for dtype in TOLERANCES:
-        test_every_head_size(portable, 80, dtype)
-        test_head_sizes_that_are_no_multiple_of_a_vector(portable, 19, dtype)
         test_norms(portable, dtype, 7, 100)
         test_silu_mul(portable, dtype, 5, 27)
         test_norm_rope(portable, dtype, True, 38)

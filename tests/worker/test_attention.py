@@ -9,7 +9,7 @@ import torch
 from kernels import reference
 from kernels.cpu import load_kernels
 from tests.worker.attention_rows import E4M3, NUM_LAYERS, Rows, random_lengths
-from worker_service.attention import AttentionBatch, AttentionShape, create_backend
+from worker_service.attention import AttentionBatch, AttentionShape, UnavailableError, create_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -104,6 +104,24 @@ def test_bfloat16_and_float16():
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
         shape = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
         check(Rows(random.Random(3), lengths, dtype=dtype, **shape), tolerance)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_kernels_alone_compute_float32_over_a_cache_of_16_bits(cache_dtype):
+    lengths = [(40, 1), (33, 20), (0, 50), (100, 1)]
+    shape = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    rows = Rows(random.Random(3), lengths, cache_dtype=cache_dtype, **shape)
+    if load_kernels() is None:
+        with pytest.raises(UnavailableError, match="'torch' reads a KV cache of float32"):
+            create_backend("auto", CPU, rows.shape())
+    else:
+        check(rows)
+
+
+def test_nothing_computes_in_16_bits_over_a_cache_of_other_16_bits():
+    shape = replace(SHAPE, dtype=torch.bfloat16, cache_dtype=torch.float16)
+    with pytest.raises(UnavailableError, match="reads a KV cache of bfloat16, and --kv-cache-dtype asks for float16"):
+        create_backend("auto", CPU, shape)
 
 
 def test_row_reads_blocks_that_another_row_of_the_step_writes():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from kernels.cpu import load_kernels
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.plans import Row, num_blocks_needed, plan_steps
@@ -472,6 +473,26 @@ def test_host_pool_is_sized_by_count_or_by_memory(checkpoints: dict[str, Path]) 
 def test_a_cpu_refuses_a_cache_of_fp8(checkpoints: dict[str, Path], backend: str) -> None:
     with pytest.raises(ValueError, match="--kv-cache-dtype asks for float8_e4m3fn: use --kv-cache-dtype auto"):
         load(checkpoints["qwen2"], kv_cache_dtype="fp8", attention_backend=backend)
+
+
+@pytest.mark.parametrize(("cache_dtype", "tolerance"), [("float16", 0.01), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_cache_of_16_bits_takes_half_the_memory_and_chooses_nearly_the_likeliest(
+    checkpoints: dict[str, Path], family: str, cache_dtype: str, tolerance: float
+) -> None:
+    if load_kernels() is None:
+        with pytest.raises(ValueError, match=f"--kv-cache-dtype asks for {cache_dtype}: use --kv-cache-dtype auto"):
+            load(checkpoints[family], kv_cache_dtype=cache_dtype)
+        return
+    worker, exact = (load(checkpoints[family], kv_cache_dtype=dtype) for dtype in (cache_dtype, "auto"))
+    assert 2 * worker.ready.block_bytes == exact.ready.block_bytes
+    prompts = random_prompts(17, [40, 3])
+    outputs = generate(worker, [Row(prompt, 12) for prompt in prompts], budget=32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() <= tolerance * logits.std()
 
 
 def test_bad_move_raises_before_anything_is_written(checkpoints: dict[str, Path]) -> None:

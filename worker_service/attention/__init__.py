@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -34,6 +35,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _CPU = Capability("cpu", ("cpu",), head_dims=range(1, MAX_HEAD_DIM + 1))
+_CPU_FLOAT32 = replace(_CPU, cache_dtypes=(torch.bfloat16, torch.float16))
 _TORCH = Capability("torch", ("cpu", "cuda"))
 
 
@@ -59,7 +61,7 @@ def create_backend(name: str, device: torch.device, shape: AttentionShape) -> At
 
 
 def _create_cpu(device: torch.device, shape: AttentionShape) -> AttentionBackend:
-    _CPU.check(shape, device)
+    (_CPU_FLOAT32 if shape.dtype == torch.float32 else _CPU).check(shape, device)
     kernels = load_kernels()
     if kernels is None:
         raise UnavailableError(

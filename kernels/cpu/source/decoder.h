@@ -1,6 +1,6 @@
 // A decoder-only transformer (Llama, Mistral, Qwen2, Qwen3) over one step, from embeddings to final hidden states, in one
-// region of threads: they meet after each part of a layer instead of being sent home. Activations and cache are float32,
-// weights of any element type.
+// region of threads: they meet after each part of a layer instead of being sent home. Activations are float32, weights and
+// cache of any element type.
 //
 // Where a step has few tokens, its parts are repeatable (tasks.h), so that no thread waits for one that has lost its core:
 // every layer has buffers of its own, and every thread norms all tokens for itself, which takes less time than to meet
@@ -11,7 +11,7 @@ typedef struct {
   const float *attention_norm, *mlp_norm;  // [hidden_size]
   const float *query_norm, *key_norm;      // [head_dim], or NULL
   linear_layer qkv, output, gate_up, down;
-  float *key_cache, *value_cache;
+  void *key_cache, *value_cache;
   int64_t window;  // positions that a query attends to, its own included; 0: all up to its own
 } decoder_layer;
 
@@ -19,8 +19,21 @@ typedef struct {
   const decoder_layer* layers;
   const float* norm;  // [hidden_size]
   int64_t num_layers, hidden_size, intermediate_size;
+  int64_t cache_element;  // what the cache holds: ELEMENT_FLOAT and so on
   float eps;
 } decoder;
+
+// Attention over a cache of some element type.
+typedef struct {
+  void (*store_head)(const attention_step*, int64_t, int64_t, const float*, const float*, void*, void*);
+  task_function attend, merge;
+} attention_functions;
+
+static const attention_functions ATTENTION_OVER[] = {
+    [ELEMENT_FLOAT] = {store_head_float_float, attend_task_float_float, merge_task_float_float},
+    [ELEMENT_BFLOAT16] = {store_head_float_bfloat16, attend_task_float_bfloat16, merge_task_float_bfloat16},
+    [ELEMENT_FLOAT16] = {store_head_float_float16, attend_task_float_float16, merge_task_float_float16},
+};
 
 // Which of a step's parts takes how long. `decoder.py` mirrors their order.
 enum { NORMS, PRODUCTS, ROTARY, ATTENTION, NUM_PARTS };
@@ -160,8 +173,9 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
     if (head < step->num_heads)
       memcpy(t->queries + (token * step->num_heads + head) * size, x, sizeof(float) * (size_t)size);
     else
-      store_head_float(step, token, head - step->num_heads, x, source + step->num_kv_heads * size, t->layer->key_cache,
-                       t->layer->value_cache);
+      ATTENTION_OVER[t->d->model->cache_element].store_head(step, token, head - step->num_heads, x,
+                                                            source + step->num_kv_heads * size, t->layer->key_cache,
+                                                            t->layer->value_cache);
   }
 }
 
@@ -185,10 +199,11 @@ static void attend_layer(const decoding* d, int64_t l, const work_list* list, co
   attention_step step = *d->step;
   step.window = layer->window;
   step.query_token_stride = step.num_heads * step.head_dim;
-  const attention_float a = {&step, list, d->queries + offset, layer->key_cache, layer->value_cache, &d->groups,
-                             d->attended + offset};
-  run_part(d, l, ATTEND, attend_task_float, &a, ATTENTION);
-  if (list->partials) run_part(d, l, MERGE, merge_task_float, &a, ATTENTION);
+  const attention a = {&step, list, d->queries + offset, layer->key_cache, layer->value_cache, &d->groups,
+                       d->attended + offset};
+  const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
+  run_part(d, l, ATTEND, functions->attend, &a, ATTENTION);
+  if (list->partials) run_part(d, l, MERGE, functions->merge, &a, ATTENTION);
   const product output = plain_product(&layer->output, &d->groups, d->attended + offset, d->update + offset);
   run_part(d, l, OUTPUT, multiply_task, &output, PRODUCTS);
 }

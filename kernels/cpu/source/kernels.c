@@ -4,6 +4,9 @@
 #define JOIN_(name, type) name##_##type
 #define JOIN(name, type) JOIN_(name, type)
 #define NAME(name) JOIN(name, ELEMENT_NAME)
+// The same of what a cache holds, and of a function over both types.
+#define HELD(name) JOIN(name, CACHE_NAME)
+#define PAGED(name) JOIN(NAME(name), CACHE_NAME)
 
 // A step's rows over one layer's paged cache; the same for all its layers. Strides count elements. `paged.py` mirrors
 // this structure.
@@ -37,35 +40,64 @@ enum {
 
 #include "tasks.h"
 
+#include "rows.h"
+
 #include "work.h"
 
 #include "softmax.h"
 
-#include "rows.h"
-
 #define ELEMENT float
 #define ELEMENT_NAME float
-#include "attention.h"
+#include "pages.h"
 #include "fused.h"
 #include "linear.h"
+#define CACHE float
+#define CACHE_NAME float
+#include "attention.h"
+#undef CACHE
+#undef CACHE_NAME
 #undef ELEMENT
 #undef ELEMENT_NAME
 
 #define ELEMENT bfloat16
 #define ELEMENT_NAME bfloat16
 #define IS_BFLOAT16 1
-#include "attention.h"
+#include "pages.h"
 #include "fused.h"
 #include "linear.h"
+#define CACHE bfloat16
+#define CACHE_NAME bfloat16
+#include "attention.h"
+#undef CACHE
+#undef CACHE_NAME
 #undef IS_BFLOAT16
 #undef ELEMENT
 #undef ELEMENT_NAME
 
 #define ELEMENT float16
 #define ELEMENT_NAME float16
-#include "attention.h"
+#include "pages.h"
 #include "fused.h"
 #include "linear.h"
+#define CACHE float16
+#define CACHE_NAME float16
+#include "attention.h"
+#undef CACHE
+#undef CACHE_NAME
+#undef ELEMENT
+#undef ELEMENT_NAME
+
+// Queries of float32 over a cache of half the size.
+#define ELEMENT float
+#define ELEMENT_NAME float
+#define CACHE bfloat16
+#define CACHE_NAME bfloat16
+#include "attention.h"
+#undef CACHE
+#undef CACHE_NAME
+#define CACHE float16
+#define CACHE_NAME float16
+#include "attention.h"
 
 #include "product.h"
 

@@ -27,6 +27,7 @@
 
 #if defined(HAS_AVX512) && defined(__AVX512BF16__)
 #define VARIANT "avx512_bf16"
+#define SCORES_IN_PAIRS 1
 #elif defined(HAS_AVX512)
 #define VARIANT "avx512"
 #elif defined(HAS_AVX2)
@@ -36,6 +37,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));

@@ -16,6 +16,15 @@ typedef struct {
   int64_t window;           // that it was made for
 } work_list;
 
+// What the tasks of attention work on. Where there are groups, outputs are interleaved as the next product takes them.
+typedef struct {
+  const attention_step* step;
+  const work_list* list;
+  const void *query, *key_cache, *value_cache;
+  const row_groups* groups;
+  void* output;
+} attention;
+
 // An item while it is computed, or what it has of one KV head.
 typedef struct {
   int num_rows;
