@@ -31,8 +31,9 @@ CHANNEL_OPTIONS = (
 UNARY_TIMEOUT_S = 10.0
 # Before the second, third ... attempt to connect in a row; the last goes on.
 RECONNECT_DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-# Requests in flight from which on new ones share a call: fewer messages, for the server and for this process.
-MIN_SHARED = 8
+# Requests in flight, the new one included, from which on new ones share a call: fewer messages, for the server and for
+# this process. A message that a request has to itself costs as much as a message for all.
+MIN_SHARED = 2
 LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):")
 
 
@@ -46,8 +47,8 @@ class Client:
 
     Asynchronous, inside `async with`: `generate`, `acomplete`, `submit`, `attach`, `result`, `abort`, `get_request`,
     `blocks`, `server_info`, `loads`.
-    Synchronous, inside `with`: `complete`, `stream`. With many requests of `generate` and `acomplete` in flight, new
-    ones share a call: same results, same errors. The client may be used by any number of tasks or threads.
+    Synchronous, inside `with`: `complete`, `stream`. Requests of `generate` and `acomplete` that begin while others are
+    in flight share a call: same results, same errors. The client may be used by any number of tasks or threads.
     Calls fail with a `PagewireError`. A lost worker is no error: the stream goes on where it was.
     """
 
@@ -284,7 +285,7 @@ class Client:
         request: pb.GenerateRequest,
         timeout: float | None,  # noqa: ASYNC109 - sent to the server too
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Of one request, on a call of its own, or with many in flight on the one that they share."""
+        """Of one request, on a call of its own, or with others in flight on the one that they share."""
         stub = self._async_stub()
         self._num_in_flight += 1
         try:
