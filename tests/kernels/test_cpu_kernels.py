@@ -175,9 +175,10 @@ def test_alibi_and_softcap(cpu_kernels, window, softcap, is_biased):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("num_kv_heads", [1, 6])
 @pytest.mark.parametrize("lengths", [[(3000, 1)], [(2999, 4)], [(1500, 1), (1, 1)], [(257, 1)], [(1, 1)]])
-def test_context_is_split_between_threads(cpu_kernels, num_threads, lengths):
-    step = make_step(random.Random(7), lengths, head_dim=64, group=4, num_kv_heads=1, block_size=16)
+def test_context_is_split_between_threads(cpu_kernels, num_threads, lengths, num_kv_heads):
+    step = make_step(random.Random(7), lengths, head_dim=64, group=2, num_kv_heads=num_kv_heads, block_size=16)
     step.check(cpu_kernels, num_threads=num_threads)
 
 
@@ -332,7 +333,7 @@ def test_portable_variant_equals_reference(cpu_kernels):
         test_silu_mul(portable, dtype, 5, 27)
         test_norm_rope(portable, dtype, True, 38)
     test_windows_read_nothing_before(portable, 17)
-    test_context_is_split_between_threads(portable, 3, [(2999, 4)])
+    test_context_is_split_between_threads(portable, 3, [(2999, 4)], 6)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e-8, 6e-8, 6.1e-5, 3e-5, float("inf")])

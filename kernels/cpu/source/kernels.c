@@ -32,6 +32,7 @@ enum {
   DIRECT_POSITIONS = 32, // the same of a few rows: keys and values of a tile stay in the nearest cache
   DIRECT_ROWS = 8,       // up to so many rows, packing the keys costs more than it saves
   MIN_PART = 256,        // positions below which a row's context is not split between threads
+  LONG_CONTEXT = 2048,   // positions from which on a row is split rather than its KV heads
   TASKS_PER_THREAD = 4,  // wanted before contexts are split no further
 };
 

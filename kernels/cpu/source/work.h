@@ -126,12 +126,23 @@ static int64_t count_items(const attention_step* step, const cut* c) {
   return num_items;
 }
 
-// So that threads have something to do where there are few items: first fewer KV heads for each, then parts.
+static int64_t longest_context(const attention_step* step) {
+  int64_t longest = 0;
+  for (int64_t row = 0; row < step->num_rows; row++) {
+    const int64_t last = step->seq_lens[row] - 1, length = last + 1 - first_visible(step, last);
+    longest = length > longest ? length : longest;
+  }
+  return longest;
+}
+
+// So that threads have something to do where there are few items: first fewer KV heads for each, then parts; but parts of
+// long contexts, which are to be read as fast as memory gives them.
 static cut choose_cut(const attention_step* step) {
   const int64_t wanted = step->num_threads > 1 ? TASKS_PER_THREAD * step->num_threads : 1;
+  const int is_long = longest_context(step) >= LONG_CONTEXT;
   cut c = {.num_kv_heads = step->num_kv_heads, .max_parts = 1};
   while (c.num_kv_heads > 1 && (step->num_kv_heads % c.num_kv_heads || c.num_kv_heads * DIRECT_ROWS > TILE_ROWS ||
-                                count_items(step, &c) < wanted))
+                                (!is_long && count_items(step, &c) < wanted)))
     c.num_kv_heads--;
   const int64_t num_items = count_items(step, &c);
   if (num_items > 0 && num_items < wanted) c.max_parts = (wanted + num_items - 1) / num_items;
