@@ -162,7 +162,7 @@ static void PAGED(merge_task)(const void* context, int64_t task, int64_t next) {
 
 // output: [num_tokens, num_heads, head_dim]. 0, or 1 if there is no memory.
 int PAGED(paged_attention)(const attention_step* step, const ELEMENT* query, const CACHE* key_cache,
-                          const CACHE* value_cache, ELEMENT* output) {
+                           const CACHE* value_cache, ELEMENT* output) {
   work_list list;
   if (!list_work(step, &list)) return 1;
   const attention a = {step, &list, query, key_cache, value_cache, NULL, output};
@@ -179,7 +179,10 @@ int PAGED(paged_attention)(const attention_step* step, const ELEMENT* query, con
 
 // store_kv, then paged_attention.
 int PAGED(attend)(const attention_step* step, const ELEMENT* query, const ELEMENT* key, const ELEMENT* value,
-                 CACHE* key_cache, CACHE* value_cache, ELEMENT* output) {
+                  CACHE* key_cache, CACHE* value_cache, ELEMENT* output) {
   PAGED(store_kv)(step, key, value, key_cache, value_cache);
   return PAGED(paged_attention)(step, query, key_cache, value_cache, output);
 }
+
+#undef CACHE
+#undef CACHE_NAME

@@ -55,8 +55,6 @@ enum {
 #define CACHE float
 #define CACHE_NAME float
 #include "attention.h"
-#undef CACHE
-#undef CACHE_NAME
 #undef ELEMENT
 #undef ELEMENT_NAME
 
@@ -69,8 +67,6 @@ enum {
 #define CACHE bfloat16
 #define CACHE_NAME bfloat16
 #include "attention.h"
-#undef CACHE
-#undef CACHE_NAME
 #undef IS_BFLOAT16
 #undef ELEMENT
 #undef ELEMENT_NAME
@@ -83,8 +79,6 @@ enum {
 #define CACHE float16
 #define CACHE_NAME float16
 #include "attention.h"
-#undef CACHE
-#undef CACHE_NAME
 #undef ELEMENT
 #undef ELEMENT_NAME
 
@@ -94,8 +88,6 @@ enum {
 #define CACHE bfloat16
 #define CACHE_NAME bfloat16
 #include "attention.h"
-#undef CACHE
-#undef CACHE_NAME
 #define CACHE float16
 #define CACHE_NAME float16
 #include "attention.h"
