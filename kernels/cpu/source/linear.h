@@ -42,77 +42,74 @@ void NAME(take_rows)(const ELEMENT* panels, const int64_t* indexes, float* outpu
   }
 }
 
-// outputs: [R, C * PANEL], of R interleaved rows and C panels. Meanwhile other weights are fetched, `stride` bytes of
-// them for each input: a core that only waits for them where it needs them either reads or computes.
-INLINE void NAME(multiply_tile)(const int R, const int C, const linear_layer* layer, const float* x, int64_t panel,
-                                const char* ahead, int64_t stride, float* outputs) {
-  const int64_t panel_size = PANEL * layer->in_size;
-  const ELEMENT* weights = (const ELEMENT*)layer->panels + panel * panel_size;
-  floats totals[GROUP_ROWS][8] = {0};
-  for (int64_t start = 0; start < layer->in_size; start += RUN) {
-    const int64_t num = layer->in_size - start < RUN ? layer->in_size - start : RUN;
-    floats sums[GROUP_ROWS][8];
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int c = 0; c < 2 * C; c++) sums[r][c] = splat(0.0f);
-    for (int64_t i = 0; i < num; i++, weights += PANEL, x += R) {
-      floats w[8];
-      if (R > 1) {
-        __builtin_prefetch(ahead);
-        ahead += stride;
-      }
+// sums: [R, 2 * C], of R interleaved rows and C panels, += the products of `num` inputs.
+INLINE void NAME(multiply_inputs)(const int R, const int C, const int num, const ELEMENT* weights, int64_t panel_size,
+                                  const float* x, floats (*sums)[8]) {
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) NAME(load_panel)(weights + c * panel_size, &w[2 * c], &w[2 * c + 1]);
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < 2 * C; c++) sums[r][c] += splat(x[r]) * w[c];
-    }
+  for (int i = 0; i < num; i++) {
+    floats w[8];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) NAME(load_panel)(weights + i * PANEL + c * panel_size, &w[2 * c], &w[2 * c + 1]);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-      for (int c = 0; c < 2 * C; c++) totals[r][c] += sums[r][c];
+      for (int c = 0; c < 2 * C; c++) sums[r][c] += splat(x[i * R + r]) * w[c];
   }
+}
+
+// totals: [R, C * PANEL] += the products of a run of `num` inputs. Meanwhile other weights are fetched, `stride` bytes
+// for every UNROLLED inputs: a core that only waits for them where it needs them either reads or computes.
+INLINE void NAME(multiply_run)(const int R, const int C, const ELEMENT* weights, int64_t panel_size, const float* x,
+                               int64_t num, const char* ahead, int64_t stride, float* totals) {
+  floats sums[GROUP_ROWS][8];
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < 2 * C; c++) store_float(outputs + (r * 2 * C + c) * LANES, totals[r][c]);
-}
-
-// C panels from `panel` on, for one group of R rows; `ahead` is what the group's part of the fetching begins with.
-INLINE void NAME(multiply_group)(const int R, const int C, const product* p, int64_t start, int64_t panel,
-                                 const char* ahead, int64_t stride) {
-  float outputs[GROUP_ROWS * 4 * PANEL] __attribute__((aligned(64)));
-  const float* x = p->x + start * p->layer->in_size;
-  NAME(multiply_tile)(R, C, p->layer, x, panel, ahead, stride, outputs);
-  if (!p->is_gated) {
-    store_outputs(p, start, R, panel * PANEL, C * PANEL, outputs);
-    return;
+    for (int c = 0; c < 2 * C; c++) sums[r][c] = splat(0.0f);
+  int64_t i = 0;
+  for (; i + UNROLLED <= num; i += UNROLLED, ahead += stride) {
+    for (int64_t line = 0; line < stride; line += LINE) __builtin_prefetch(ahead + line);
+    NAME(multiply_inputs)(R, C, UNROLLED, weights + i * PANEL, panel_size, x + i * R, sums);
   }
-  float ups[GROUP_ROWS * 4 * PANEL] __attribute__((aligned(64)));
-  const int64_t half = p->num_panels * PANEL * p->layer->in_size * (int64_t)sizeof(ELEMENT);
-  NAME(multiply_tile)(R, C, p->layer, x, panel + p->num_panels, ahead + half, stride, ups);
-  store_gated(p, start, R, panel * PANEL, C * PANEL, outputs, ups);
+  for (; i < num; i++) NAME(multiply_inputs)(R, C, 1, weights + i * PANEL, panel_size, x + i * R, sums);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int c = 0; c < 2 * C; c++) {
+      float* total = totals + (r * 2 * C + c) * LANES;
+      store_float(total, load_float(total) + sums[r][c]);
+    }
 }
 
-// A task's panels, from `first` to `end`, and those that are fetched meanwhile: each group fetches its part of a panel
-// that is computed two panels later, or that the thread's next task begins with at `next` (-1: there is none).
-static void NAME(multiply_panels)(const product* p, int64_t first, int64_t end, int64_t next) {
-  const int64_t num_bytes = PANEL * p->layer->in_size * (int64_t)sizeof(ELEMENT);
-  const int64_t num_groups = p->groups->num_groups;
-  const int64_t stride = PANEL * (int64_t)sizeof(ELEMENT) / num_groups;
-  const char* panels = (const char*)p->layer->panels;
-  int64_t panel = first;
-  if (num_groups == 1 && p->groups->num_rows == 1)  // as fast as memory by itself
-    for (; panel + 4 <= end; panel += 4) NAME(multiply_group)(1, 4, p, 0, panel, panels, 0);
-  for (; panel < end; panel++) {
-    const int64_t later = panel + AHEAD < end ? panel + AHEAD : next < 0 ? panel : next + panel + AHEAD - end;
-    for (int64_t g = 0; g < num_groups; g++) {
-      const row_group group = nth_group(p->groups, g);
-      const char* ahead = panels + (later < p->num_panels ? later : panel) * num_bytes + g * num_bytes / num_groups;
+// One row and four panels from `panel` on: as fast as memory by itself.
+static void NAME(multiply_row)(const product* p, int64_t panel) {
+  const int64_t in_size = p->layer->in_size, panel_size = PANEL * in_size;
+  float totals[2][4 * PANEL] __attribute__((aligned(64))) = {{0}};
+  for (int half = 0; half <= p->is_gated; half++) {
+    const ELEMENT* weights = (const ELEMENT*)p->layer->panels + (panel + half * p->num_panels) * panel_size;
+    for (int64_t start = 0; start < in_size; start += RUN)
+      NAME(multiply_run)(1, 4, weights + start * PANEL, panel_size, p->x + start, run_length(in_size, start), NULL, 0,
+                         totals[half]);
+  }
+  store_products(p, 0, 1, panel * PANEL, 4 * PANEL, totals[0], totals[1]);
+}
+
+// totals: [num_groups, rows of a group, PANEL], zeros, += the products of one panel. Its runs are taken one after the
+// other, so that a run stays in the nearest cache while all groups use it; each group fetches its part of the same run of
+// `ahead` meanwhile.
+static void NAME(multiply_panel)(const product* p, int64_t panel, int64_t first_group, int64_t num_groups,
+                                 const ELEMENT* ahead, float (*totals)[GROUP_ROWS * PANEL]) {
+  const int64_t in_size = p->layer->in_size;
+  const ELEMENT* weights = (const ELEMENT*)p->layer->panels + panel * PANEL * in_size;
+  const int64_t stride = UNROLLED * PANEL * (int64_t)sizeof(ELEMENT) / p->groups->num_groups;
+  for (int64_t start = 0; start < in_size; start += RUN) {
+    const int64_t num = run_length(in_size, start), part = num / UNROLLED * stride;
+    const char* fetched = (const char*)(ahead + start * PANEL) + first_group * part;
+    for (int64_t g = 0; g < num_groups; g++, fetched += part) {
+      const row_group group = nth_group(p->groups, first_group + g);
+      const float* x = p->x + group.start * in_size + start * group.num_rows;
 #define MULTIPLY(R) \
-  case R: NAME(multiply_group)(R, 1, p, group.start, panel, ahead, stride); break;
+  case R: NAME(multiply_run)(R, 1, weights + start * PANEL, 0, x, num, fetched, stride, totals[g]); break;
       switch (group.num_rows) {
         MULTIPLY(1) MULTIPLY(2) MULTIPLY(3) MULTIPLY(4) MULTIPLY(5) MULTIPLY(6)
 #if GROUP_ROWS > 6
@@ -121,5 +118,36 @@ static void NAME(multiply_panels)(const product* p, int64_t first, int64_t end, 
       }
 #undef MULTIPLY
     }
+  }
+}
+
+// One panel, and `later`, which is computed later and fetched meanwhile.
+static void NAME(multiply_groups)(const product* p, int64_t panel, int64_t later) {
+  const ELEMENT* panels = p->layer->panels;
+  for (int64_t first = 0; first < p->groups->num_groups; first += MAX_GROUPS) {
+    const int64_t rest = p->groups->num_groups - first, num_groups = rest < MAX_GROUPS ? rest : MAX_GROUPS;
+    float totals[2][MAX_GROUPS][GROUP_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int half = 0; half <= p->is_gated; half++) {
+      const int64_t skipped = half * p->num_panels;
+      memset(totals[half], 0, sizeof totals[half][0] * (size_t)num_groups);
+      NAME(multiply_panel)(p, panel + skipped, first, num_groups, panels + (later + skipped) * PANEL * p->layer->in_size,
+                           totals[half]);
+    }
+    for (int64_t g = 0; g < num_groups; g++) {
+      const row_group group = nth_group(p->groups, first + g);
+      store_products(p, group.start, group.num_rows, panel * PANEL, PANEL, totals[0][g], totals[1][g]);
+    }
+  }
+}
+
+// A task's panels, from `first` to `end`. Meanwhile a panel is fetched that is computed AHEAD panels later, or that the
+// thread's next task begins with at `next` (-1: there is none).
+static void NAME(multiply_panels)(const product* p, int64_t first, int64_t end, int64_t next) {
+  int64_t panel = first;
+  if (p->groups->num_rows == 1)
+    for (; panel + 4 <= end; panel += 4) NAME(multiply_row)(p, panel);
+  for (; panel < end; panel++) {
+    const int64_t later = panel + AHEAD < end ? panel + AHEAD : next < 0 ? panel : next + panel + AHEAD - end;
+    NAME(multiply_groups)(p, panel, later < p->num_panels ? later : panel);
   }
 }

@@ -24,7 +24,9 @@ enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16 };
 
 enum {
   PANELS_PER_TASK = 4,
-  AHEAD = 2,  // panels: so far ahead of the one that is computed weights are fetched
+  AHEAD = 2,       // panels: so far ahead of the one that is computed weights are fetched
+  UNROLLED = 4,    // inputs that are multiplied in a turn of the loop
+  MAX_GROUPS = 8,  // of rows that share a panel's run while it is near
 };
 
 // The first `num_larger` groups have size + 1 rows, the others `size`.
@@ -80,14 +82,15 @@ static void interleave_rows(const row_groups* groups, const float* x, int64_t in
     interleave_row(groups, row, x + row * in_size, in_size, interleaved);
 }
 
+INLINE int64_t run_length(int64_t in_size, int64_t start) { return in_size - start < RUN ? in_size - start : RUN; }
+
 // y[row] = outputs + bias for `num_rows` rows from `row` on; outputs: [num_rows, num], the ones from `first` on. What
 // stands past the last output is left.
-INLINE void store_outputs(const product* p, int64_t row, const int num_rows, int64_t first, const int num,
+INLINE void store_outputs(const product* p, int64_t row, int64_t num_rows, int64_t first, const int num,
                           const float* outputs) {
   const int64_t size = p->layer->out_size;
   const float* bias = p->layer->bias;
-#pragma GCC unroll 12
-  for (int r = 0; r < num_rows; r++)
+  for (int64_t r = 0; r < num_rows; r++)
 #pragma GCC unroll 8
     for (int j = 0; j < num; j += LANES) {
       const int64_t output = first + j;
@@ -101,12 +104,12 @@ INLINE void store_outputs(const product* p, int64_t row, const int num_rows, int
 }
 
 // y = silu(gates) * ups, interleaved as the next product takes it. gates, ups: [num_rows, num], as `outputs` above.
-INLINE void store_gated(const product* p, int64_t row, const int num_rows, int64_t first, const int num,
+INLINE void store_gated(const product* p, int64_t row, int64_t num_rows, int64_t first, const int num,
                         const float* gates, const float* ups) {
   const int64_t size = p->layer->out_size / 2;
   const float* bias = p->layer->bias;
   float* y = p->y + row * size + first * num_rows;
-  for (int r = 0; r < num_rows; r++)
+  for (int64_t r = 0; r < num_rows; r++)
     for (int j = 0; j < num; j += LANES) {
       floats gate = load_float(gates + r * num + j), up = load_float(ups + r * num + j);
       if (bias) {
@@ -119,4 +122,13 @@ INLINE void store_gated(const product* p, int64_t row, const int num_rows, int64
       else
         for (int i = 0; i < LANES; i++) y[(j + i) * num_rows + r] = activated[i];
     }
+}
+
+// What a product makes of its sums; `ups` are the second half's, where it is gated.
+INLINE void store_products(const product* p, int64_t row, int64_t num_rows, int64_t first, const int num,
+                           const float* outputs, const float* ups) {
+  if (p->is_gated)
+    store_gated(p, row, num_rows, first, num, outputs, ups);
+  else
+    store_outputs(p, row, num_rows, first, num, outputs);
 }
