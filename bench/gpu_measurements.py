@@ -213,7 +213,8 @@ def peer(setting: Setting) -> Iterator[Case]:
         model = configuration(setting.sizes.small, setting.directory)
         num_threads = 2
         command = [sys.executable, str(PROGRAMS / "transformers_peer.py"), str(model), "--mode", "generate_batch"]
-        command += ["--load-format", "dummy", "--device", setting.device, "--num-threads", str(num_threads)]
+        command += ["--load-format", "dummy", "--device", setting.device, "--dtype", "bfloat16"]
+        command += ["--num-threads", str(num_threads)]
         requests = _requests(setting.sizes, seed=1)
         batch = Batch([list(request.prompt_token_ids) for request in requests], [r.num_output_tokens for r in requests])
         with conversation(command, child_environ(num_threads)) as ask:

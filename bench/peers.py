@@ -3,9 +3,9 @@
     python -m bench.peers
 
 Pagewire runs as both services, over gRPC. Each arm starts, warms up, is measured and ends before the next begins; in
-every round the order turns round. Figures are medians of the rounds, with the smallest and the largest. A peer that
-cannot be had here is left out, and why is said. Raw numbers go to bench/results/peers.json, a chart beside them, and a
-table for the README to standard output.
+every round the order turns round. Peers that compute with torch do so in the dtype that is fastest here. Figures are
+medians of the rounds, with the smallest and the largest. A peer that cannot be had here is left out, and why is said.
+Raw numbers go to bench/results/peers.json, a chart beside them, and a table for the README to standard output.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from bench.peer_arms import (
     PeerFailedError,
     ProgramArm,
     decode_name,
+    fastest_dtype,
     transformers_arms,
 )
 from bench.peer_environment import LLAMA_CPP_PYTHON, VLLM, CannotMakeError, Environments
@@ -96,7 +97,7 @@ def summary(rates: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
 
 
-def figures(measurement: Measurement, loads: Loads, num_threads: int, num_rounds: int) -> dict:
+def figures(measurement: Measurement, loads: Loads, num_threads: int, num_rounds: int, torch_dtype: str) -> dict:
     medians = {
         model: {arm: {load: summary(rates) for load, rates in of_arm.items()} for arm, of_arm in arms.items()}
         for model, arms in measurement.rounds.items()
@@ -105,6 +106,7 @@ def figures(measurement: Measurement, loads: Loads, num_threads: int, num_rounds
         "date": date.today().isoformat(),
         "machine": machine(),
         "versions": versions({arm for arms in medians.values() for arm in arms}),
+        "torch_dtype": torch_dtype,
         "num_threads": num_threads,
         "num_rounds": num_rounds,
         "loads": loads.names,
@@ -144,9 +146,9 @@ def markdown(found: dict) -> str:
     """A table for each model: a row for each load, a column for each arm that was measured."""
     facts = found["machine"]
     lines = [
-        f"{facts['cpu']}, {facts['cores']} cores, {found['num_threads']} threads each; {found['date']}; bf16, random "
-        f"weights. Tokens per second, medians of {found['num_rounds']} runs (smallest to largest); in bold, how many "
-        "times as fast Pagewire is."
+        f"{facts['cpu']}, {facts['cores']} cores, {found['num_threads']} threads each; {found['date']}; random bf16 "
+        f"weights, with which vLLM and transformers compute in {found['torch_dtype']}. Tokens per second, medians of "
+        f"{found['num_rounds']} runs (smallest to largest); in bold, how many times as fast Pagewire is."
     ]
     ratio = {(entry["model"], entry["load"], entry["peer"]): entry["ratio"] for entry in found["ratios"]}
     for model, arms in found["tokens_per_s"].items():
@@ -199,13 +201,13 @@ def draw(found: dict, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def arms(num_threads: int, environments: Environments) -> list[Arm]:
-    vllm = ProgramArm("vLLM", "vllm_peer.py", [], num_threads, environments.vllm)
+def arms(num_threads: int, environments: Environments, dtype: str) -> list[Arm]:
+    vllm = ProgramArm("vLLM", "vllm_peer.py", ["--dtype", dtype], num_threads, environments.vllm)
     return [
         PagewireArm(num_threads),
         LlamaCppArm(environments, num_threads),
         vllm,
-        *transformers_arms(num_threads),
+        *transformers_arms(num_threads, dtype),
     ]
 
 
@@ -220,7 +222,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "peers.json", help="raw numbers; the chart beside it")
     arguments = parser.parse_args()
     environments = Environments(arguments.environments)
-    chosen = [arm for arm in arms(arguments.num_threads, environments) if arm.name in (OURS, *arguments.peers)]
+    dtype = fastest_dtype(Path("/proc/cpuinfo").read_text())
+    chosen = [arm for arm in arms(arguments.num_threads, environments, dtype) if arm.name in (OURS, *arguments.peers)]
     models = [Model(f"{name} shape", random_checkpoint(name), SHAPES[name]["vocab_size"]) for name in arguments.models]
     loads = Loads()
     measurement = Measurement(chosen, loads)
@@ -232,7 +235,7 @@ def main() -> None:
         sys.exit(f"{OURS} failed: {error}")
     if not measurement.rounds:
         sys.exit("nothing was measured")
-    found = figures(measurement, loads, arguments.num_threads, arguments.rounds)
+    found = figures(measurement, loads, arguments.num_threads, arguments.rounds, dtype)
     write(arguments.output, found)
     draw(found, arguments.output.with_suffix(".png"))
     report_goals(found)

@@ -49,16 +49,18 @@ def main() -> None:
     parser.add_argument("--mode", choices=["generate", "generate_batch"], required=True)
     parser.add_argument("--num-threads", type=int, required=True)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], required=True)
     parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
+    dtype = getattr(torch, arguments.dtype)
     if arguments.load_format == "dummy":
         config = transformers.AutoConfig.from_pretrained(arguments.model)
         with torch.device(arguments.device):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         model.generation_config = transformers.GenerationConfig()
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype).eval()
         model.to(arguments.device)
     if arguments.mode == "generate":
         answer(lambda prompts, output_lens: generate(model, prompts, output_lens))

@@ -9,6 +9,7 @@ import time
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], required=True)
     parser.add_argument("--max-model-len", type=int, default=2048)
     arguments = parser.parse_args()
     from vllm import LLM, SamplingParams
@@ -16,7 +17,7 @@ def main() -> None:
     engine = LLM(
         model=arguments.model,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         max_num_seqs=256,
     )

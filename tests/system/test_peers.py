@@ -23,6 +23,7 @@ from bench.peer_arms import (
     child_environ,
     conversation,
     decode_name,
+    fastest_dtype,
     rates,
     transformers_arms,
 )
@@ -97,11 +98,11 @@ def test_pagewire_beside_transformers(
     model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = Failing()
-    arms = [PagewireArm(1, ["--num-device-blocks=128"]), *transformers_arms(1)[:1], Unmakeable(), failing]
+    arms = [PagewireArm(1, ["--num-device-blocks=128"]), *transformers_arms(1, "float32")[:1], Unmakeable(), failing]
     monkeypatch.setattr(peers, "Loads", lambda: SMALL)
     monkeypatch.setattr(peers, "SHAPES", {"tiny": {"vocab_size": model.vocab_size}})
     monkeypatch.setattr(peers, "random_checkpoint", lambda name: model.path)
-    monkeypatch.setattr(peers, "arms", lambda num_threads, environments: arms)
+    monkeypatch.setattr(peers, "arms", lambda num_threads, environments, dtype: arms)
     path = tmp_path / "results" / "peers.json"
     flags = ["--rounds", "2", "--num-threads", "1", "--environments", str(tmp_path / "peers"), "--output", str(path)]
     monkeypatch.setattr(sys, "argv", ["bench.peers", *flags])
@@ -148,6 +149,7 @@ def test_table_by_hand() -> None:
     ]
     found = {
         "machine": {"cpu": "a CPU", "cores": 2},
+        "torch_dtype": "float32",
         "num_threads": 2,
         "num_rounds": 3,
         "date": "2026-01-01",
@@ -156,7 +158,9 @@ def test_table_by_hand() -> None:
         "ratios": ratios,
         "skipped": {"vLLM": "there is no cmake"},
     }
-    assert peers.markdown(found).split("\n")[1:] == [
+    lines = peers.markdown(found).split("\n")
+    assert "with which vLLM and transformers compute in float32" in lines[0]
+    assert lines[1:] == [
         "",
         "| tiny | Pagewire | llama.cpp |",
         "|---|---|---|",
@@ -189,6 +193,12 @@ def test_a_program_that_does_not_load_is_left_out(model: Model) -> None:
     measurement = peers.Measurement([arm], SMALL)
     measurement.measure([model], 1)
     assert "exit code 2" in measurement.skipped["transformers generate"]
+
+
+def test_dtype_by_the_processors_arithmetic() -> None:
+    assert fastest_dtype("flags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n") == "bfloat16"
+    assert fastest_dtype("Features\t: fp asimd i8mm bf16\n") == "bfloat16"
+    assert fastest_dtype("flags\t\t: fpu avx2 fma f16c avx512f\n") == "float32"
 
 
 def test_rows_of_llama_batched_bench() -> None:
