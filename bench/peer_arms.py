@@ -199,14 +199,6 @@ class ProgramArm:
             return rates(lambda batch: float(ask(batch)), loads, model.vocab_size, seed)
 
 
-def fastest_dtype(cpu_facts: str) -> str:
-    """In which torch computes fastest with bfloat16 weights, by the text of /proc/cpuinfo.
-
-    A processor without arithmetic for bfloat16 takes up to four times as long in it as in float32.
-    """
-    return "bfloat16" if {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu_facts.split()) else "float32"
-
-
 def transformers_arms(num_threads: int, dtype: str) -> list[ProgramArm]:
     """In this interpreter's environment, which has transformers and the worker's own torch pinned."""
     return [

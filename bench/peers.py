@@ -3,9 +3,10 @@
     python -m bench.peers
 
 Pagewire runs as both services, over gRPC. Each arm starts, warms up, is measured and ends before the next begins; in
-every round the order turns round. Peers that compute with torch do so in the dtype that is fastest here. Figures are
-medians of the rounds, with the smallest and the largest. A peer that cannot be had here is left out, and why is said.
-Raw numbers go to bench/results/peers.json, a chart beside them, and a table for the README to standard output.
+every round the order turns round. Peers that compute with torch do so in the dtype that the worker chooses here.
+Figures are medians of the rounds, with the smallest and the largest. A peer that cannot be had here is left out, and
+why is said. Raw numbers go to bench/results/peers.json, a chart beside them, and a table for the README to standard
+output.
 """
 
 import argparse
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+import torch
+
 from bench.checkpoint import SHAPES, random_checkpoint
 from bench.peer_arms import (
     Arm,
@@ -27,11 +30,11 @@ from bench.peer_arms import (
     PeerFailedError,
     ProgramArm,
     decode_name,
-    fastest_dtype,
     transformers_arms,
 )
 from bench.peer_environment import LLAMA_CPP_PYTHON, VLLM, CannotMakeError, Environments
 from bench.record import RESULTS, machine, write
+from worker_service.loader import choose_dtype
 
 OURS = PagewireArm.name
 PINS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}
@@ -222,7 +225,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "peers.json", help="raw numbers; the chart beside it")
     arguments = parser.parse_args()
     environments = Environments(arguments.environments)
-    dtype = fastest_dtype(Path("/proc/cpuinfo").read_text())
+    dtype = str(choose_dtype("auto", "bfloat16", torch.device("cpu"))).removeprefix("torch.")
     chosen = [arm for arm in arms(arguments.num_threads, environments, dtype) if arm.name in (OURS, *arguments.peers)]
     models = [Model(f"{name} shape", random_checkpoint(name), SHAPES[name]["vocab_size"]) for name in arguments.models]
     loads = Loads()

@@ -23,7 +23,6 @@ from bench.peer_arms import (
     child_environ,
     conversation,
     decode_name,
-    fastest_dtype,
     rates,
     transformers_arms,
 )
@@ -193,12 +192,6 @@ def test_a_program_that_does_not_load_is_left_out(model: Model) -> None:
     measurement = peers.Measurement([arm], SMALL)
     measurement.measure([model], 1)
     assert "exit code 2" in measurement.skipped["transformers generate"]
-
-
-def test_dtype_by_the_processors_arithmetic() -> None:
-    assert fastest_dtype("flags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n") == "bfloat16"
-    assert fastest_dtype("Features\t: fp asimd i8mm bf16\n") == "bfloat16"
-    assert fastest_dtype("flags\t\t: fpu avx2 fma f16c avx512f\n") == "float32"
 
 
 def test_rows_of_llama_batched_bench() -> None:

@@ -95,8 +95,8 @@ static void NAME(multiply_row)(const product* p, int64_t panel) {
 }
 
 // totals: [num_groups, rows of a group, PANEL], zeros, += the products of one panel. Its runs are taken one after the
-// other, so that a run stays in the nearest cache while all groups use it; each group fetches its part of the same run of
-// `ahead` meanwhile.
+// other, so that a run stays in the nearest cache while all groups use it; each group fetches its part of the same run
+// of `ahead` meanwhile.
 static void NAME(multiply_panel)(const product* p, int64_t panel, int64_t first_group, int64_t num_groups,
                                  const ELEMENT* ahead, float (*totals)[GROUP_ROWS * PANEL]) {
   const int64_t in_size = p->layer->in_size;
@@ -129,9 +129,9 @@ static void NAME(multiply_groups)(const product* p, int64_t panel, int64_t later
     float totals[2][MAX_GROUPS][GROUP_ROWS * PANEL] __attribute__((aligned(64)));
     for (int half = 0; half <= p->is_gated; half++) {
       const int64_t skipped = half * p->num_panels;
+      const ELEMENT* ahead = panels + (later + skipped) * PANEL * p->layer->in_size;
       memset(totals[half], 0, sizeof totals[half][0] * (size_t)num_groups);
-      NAME(multiply_panel)(p, panel + skipped, first, num_groups, panels + (later + skipped) * PANEL * p->layer->in_size,
-                           totals[half]);
+      NAME(multiply_panel)(p, panel + skipped, first, num_groups, ahead, totals[half]);
     }
     for (int64_t g = 0; g < num_groups; g++) {
       const row_group group = nth_group(p->groups, first + g);
