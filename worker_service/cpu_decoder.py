@@ -1,9 +1,9 @@
-"""A decoder whose layers are computed in one call of the C kernels: no Python, and no threads sent home, in between."""
+"""A decoder that is computed in one call of the C kernels: no Python, and no threads sent home, in between."""
 
 import torch
 from torch import Tensor
 
-from kernels.cpu import CpuKernels, DecoderStack, LayerWeights, PackedLinear
+from kernels.cpu import CpuKernels, DecoderKernel, DecoderWeights, LayerWeights, PackedLinear
 from worker_service.attention import AttentionBackend
 from worker_service.attention.cpu_attention import CpuAttend, CpuAttention
 from worker_service.models.decoder import Decoder, DecoderLayer
@@ -26,21 +26,33 @@ class CpuDecoder:
     def __init__(self, decoder: Decoder, kernels: CpuKernels) -> None:
         self.config = decoder.config
         self._decoder = decoder
-        layers = [_layer_weights(layer) for layer in decoder.layers if isinstance(layer, DecoderLayer)]
-        self._stack = DecoderStack(
-            kernels, layers, decoder.norm.weight.data, self.config.norm_eps, self.config.num_heads
+        weights = DecoderWeights(
+            embedding=decoder.embedding.weight,
+            cos=decoder.rope.cos,
+            sin=decoder.rope.sin,
+            layers=[_layer_weights(layer) for layer in decoder.layers if isinstance(layer, DecoderLayer)],
+            norm=decoder.norm.weight.data,
+            head=_packed(decoder.head),
         )
+        self._kernel = DecoderKernel(kernels, weights, self.config.norm_eps, self.config.num_heads)
+        self._no_rows = torch.empty(0, dtype=torch.int64)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Model.forward`. `attend` is one that `CpuAttention` prepared."""
+        return self.forward_logits(token_ids, positions, attend, self._no_rows)[0]
+
+    def forward_logits(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`forward`, and `compute_logits` of some of its rows: `logit_rows` is [R] int64."""
         assert isinstance(attend, CpuAttend)
-        x = self._decoder.embedding(token_ids)
-        cos, sin = self._decoder.rope(positions)
-        return self._stack.forward(x, cos, sin, attend.rows, attend.scorings, attend.kv_cache)
+        step = (attend.rows, attend.scorings, attend.kv_cache)
+        hidden, logits = self._kernel.forward(token_ids, positions, logit_rows, *step)
+        return hidden, logits
 
     def times(self) -> dict[str, int]:
-        """See `Model.times`."""
-        return self._stack.times()
+        """Nanoseconds of the last step by part, as `StepParts` names them, as far as they are told apart."""
+        return self._kernel.times()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Model.compute_logits`."""

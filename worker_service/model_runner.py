@@ -16,6 +16,7 @@ import torch
 from worker_service.attention import Attend, AttentionBackend
 from worker_service.batch import Batch, build_batch
 from worker_service.cache_engine import CacheEngine
+from worker_service.cpu_decoder import CpuDecoder
 from worker_service.device_error import free_memory, is_fatal, is_out_of_memory
 from worker_service.engine import FinishedStep
 from worker_service.models.communicator import Communicator
@@ -33,9 +34,6 @@ class Model(Protocol):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states [T, hidden_size] of T tokens."""
-
-    def times(self) -> dict[str, int]:
-        """Nanoseconds of the last `forward` by part, as far as they are known; parts are those of `StepParts`."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, vocab_size] float32 of hidden states [R, hidden_size]."""
@@ -134,10 +132,9 @@ class ModelRunner:
         batch = build_batch(self.table, rows, self._device)
         attend = self._backend.prepare(batch.attention, self._cache.layers)
         watch.end("batch")
-        hidden = self._model.forward(batch.token_ids, batch.positions, attend)
-        watch.end("model", self._model.times())
+        hidden, logits = self._forward(batch, attend, watch)
         prompt_logprobs = self._prompt_logprobs(rows, batch, hidden)
-        samples = self._sample(rows, batch, hidden, watch)
+        samples = self._sample(rows, logits)
         token_ids = np.array(samples.token_ids, np.int64)
         chooses = ~self.table.is_beam[rows.slots[rows.samples]]
         self.table.advance(rows, token_ids[chooses])
@@ -153,14 +150,25 @@ class ModelRunner:
         watch.end("sampling")
         return result
 
-    def _sample(self, rows: WorkingRows, batch: Batch, hidden: torch.Tensor, watch: "_Watch") -> Samples:
+    def _forward(self, batch: Batch, attend: Attend, watch: "_Watch") -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [T, hidden_size], and logits [R, vocab_size] of the rows that sample."""
+        model, indices = self._model, batch.sampling_indices
+        if isinstance(model, CpuDecoder):
+            hidden, logits = model.forward_logits(batch.token_ids, batch.positions, attend, indices)
+            watch.end("model", model.times())
+            return hidden, logits
+        hidden = model.forward(batch.token_ids, batch.positions, attend)
+        watch.end("model")
+        if not len(indices):
+            return hidden, hidden.new_empty(0, self.table.limits.vocab_size)
+        logits = model.compute_logits(hidden if len(indices) == len(hidden) else hidden.index_select(0, indices))
+        watch.end("head")
+        return hidden, logits
+
+    def _sample(self, rows: WorkingRows, logits: torch.Tensor) -> Samples:
         slots = rows.slots[rows.samples]
         if not len(slots):
             return Samples([], [], Logprobs(), Candidates())
-        if len(slots) < len(hidden):
-            hidden = hidden.index_select(0, batch.sampling_indices)
-        logits = self._model.compute_logits(hidden)
-        watch.end("head")
         special = np.flatnonzero(self.table.is_special[slots])
         return sample(logits, [self._sampling_row(int(index), int(slots[index])) for index in special])
 

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 
-from kernels.cpu.decoder import DecoderStack, LayerWeights
+from kernels.cpu.decoder import DecoderKernel, DecoderWeights, LayerWeights
 from kernels.cpu.library import BuildError, load_library
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.operations import CpuKernels
@@ -17,7 +17,8 @@ from kernels.cpu.paged import PagedRows, PagedScoring
 __all__ = [
     "BuildError",
     "CpuKernels",
-    "DecoderStack",
+    "DecoderKernel",
+    "DecoderWeights",
     "LayerWeights",
     "PackedLinear",
     "PagedRows",

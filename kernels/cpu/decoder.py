@@ -1,4 +1,4 @@
-"""All layers of a decoder in one call: what `source/decoder.h` computes, on tensors."""
+"""A decoder in one call: what `source/decoder.h` computes, on tensors."""
 
 import ctypes
 from collections.abc import Sequence
@@ -31,8 +31,22 @@ class _Decoder(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("layers", "norm")),
+        ("head", LinearLayer),
+        ("embedding", ctypes.c_void_p),
+        ("embedding_element", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "intermediate_size", "cache_element")),
         ("eps", ctypes.c_float),
+    )
+
+
+class _DecoderStep(ctypes.Structure):
+    """Mirrors `decoder_step` of source/decoder.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "logit_rows")),
+        ("num_logits", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("hidden", "logits")),
     )
 
 
@@ -50,33 +64,54 @@ class LayerWeights:
     down: PackedLinear
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """Of a decoder of V tokens, computed at P positions at most."""
+
+    embedding: Tensor | None  # [V, hidden_size] of any dtype that kernels know; None: the head's
+    cos: Tensor  # [P, head_dim] float32, as `CpuKernels.norm_rope` takes them
+    sin: Tensor
+    layers: Sequence[LayerWeights]
+    norm: Tensor  # [hidden_size] float32
+    head: PackedLinear
+
+
 # The order of source/decoder.h.
-PARTS = ("norms", "products", "rotary", "attention")
+PARTS = ("norms", "products", "rotary", "attention", "head")
 
 
-class DecoderStack:
-    """The layers of a decoder (Llama, Mistral, Qwen2, Qwen3) and the norm after them, computed in float32.
+class DecoderKernel:
+    """A decoder (Llama, Mistral, Qwen2, Qwen3) from token ids to logits, computed in float32.
 
     The cache may be of any dtype that kernels know.
     """
 
-    def __init__(
-        self, kernels: CpuKernels, layers: Sequence[LayerWeights], norm: Tensor, eps: float, num_heads: int
-    ) -> None:
-        """Raises ValueError if a norm does not fit."""
+    def __init__(self, kernels: CpuKernels, weights: DecoderWeights, eps: float, num_heads: int) -> None:
+        """Raises ValueError if a weight does not fit."""
+        layers, norm, embedding = weights.layers, weights.norm, weights.embedding
         self._library = kernels.library
-        self._weights = tuple(layers)
-        self._norm = norm
+        self._weights = weights
         self._num_heads = num_heads
         self._hidden_size = len(norm)
         self._heads_size = layers[0].qkv.out_size
+        for name, table in (("cos", weights.cos), ("sin", weights.sin)):
+            check(name, table, torch.float32, tuple(weights.cos.shape))
+        check("norm", norm, torch.float32, (self._hidden_size,))
+        if embedding is not None:
+            dtype = embedding.dtype if embedding.dtype in ELEMENTS else torch.float32
+            check("embedding", embedding, dtype, (len(embedding), self._hidden_size))
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         self._decoder = _Decoder(
-            ctypes.addressof(self._layers),
-            norm.data_ptr(),
-            len(layers),
-            self._hidden_size,
-            layers[0].down.in_size,
+            layers=ctypes.addressof(self._layers),
+            norm=norm.data_ptr(),
+            head=weights.head.layer(),
+            embedding=None if embedding is None else embedding.data_ptr(),
+            embedding_element=0 if embedding is None else ELEMENTS[embedding.dtype],
+            cos=weights.cos.data_ptr(),
+            sin=weights.sin.data_ptr(),
+            num_layers=len(layers),
+            hidden_size=self._hidden_size,
+            intermediate_size=layers[0].down.in_size,
             eps=eps,
         )
         self._kv_cache: Sequence[LayerCache] | None = None
@@ -94,43 +129,52 @@ class DecoderStack:
 
     def forward(
         self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
         rows: PagedRows,
         scorings: Sequence[PagedScoring],
         kv_cache: Sequence[LayerCache],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """One step through all layers; writes its keys and values to the cache.
 
         Args:
-            x: [T, hidden_size] embeddings; overwritten.
-            cos, sin: [T, head_dim], as `CpuKernels.norm_rope` takes them.
+            token_ids, positions: [T] int64; trusted.
+            logit_rows: [R] int64, the tokens that have logits, R at most T; trusted.
             rows: the step's; they hold T tokens.
             scorings: of each layer; all but the window is the first one's.
             kv_cache: of each layer, all of the same dtype, shape and strides.
 
         Returns:
-            [T, hidden_size], normed.
+            Final hidden states [T, hidden_size], and logits [R, out_size of the head].
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
             MemoryError: there is none to compute in.
         """
-        num_tokens, head_dim = len(x), kv_cache[0][0].shape[3]
-        check("x", x, torch.float32, (num_tokens, self._hidden_size))
-        check("cos", cos, torch.float32, (num_tokens, head_dim))
-        check("sin", sin, torch.float32, (num_tokens, head_dim))
+        num_tokens, num_logits = len(token_ids), len(logit_rows)
+        check("token_ids", token_ids, torch.int64, (num_tokens,))
+        check("positions", positions, torch.int64, (num_tokens,))
+        check("logit_rows", logit_rows, torch.int64, (num_logits,))
+        if num_logits > num_tokens:
+            raise ValueError(f"{num_logits} of {num_tokens} tokens are to have logits; all can at most")
         if len(rows.slot_mapping) != num_tokens:
-            raise ValueError(f"x has {num_tokens} tokens and the rows {len(rows.slot_mapping)}; they must agree")
+            raise ValueError(f"there are {num_tokens} token_ids and {len(rows.slot_mapping)} in rows; they must agree")
         self._use_cache(kv_cache, scorings)
         step = cache_step(rows, scorings[0], num_tokens, self._num_heads, self._heads_size, *kv_cache[0])
-        hidden = torch.empty_like(x)
-        pointers = [tensor.data_ptr() for tensor in (x, cos, sin, hidden)]
-        structures = (ctypes.addressof(self._decoder), ctypes.addressof(step))
-        if self._library.decode(*structures, *pointers, ctypes.addressof(self._times)):
+        hidden = torch.empty(num_tokens, self._hidden_size)
+        logits = torch.empty(num_logits, self._weights.head.out_size)
+        tokens = _DecoderStep(
+            token_ids.data_ptr(),
+            positions.data_ptr(),
+            logit_rows.data_ptr(),
+            num_logits,
+            hidden.data_ptr(),
+            logits.data_ptr(),
+        )
+        if self._library.decode(*map(ctypes.addressof, (self._decoder, step, tokens, self._times))):
             raise MemoryError(f"no memory for a step of {num_tokens} tokens")
-        return hidden
+        return hidden, logits
 
     def times(self) -> dict[str, int]:
         """Nanoseconds of the last step by part, `PARTS`; the activation is a part of the products."""
@@ -157,8 +201,9 @@ class DecoderStack:
 
     def _check_heads(self, num_kv_heads: int, head_dim: int) -> None:
         """Raises ValueError unless the weights give and take heads of this number and size."""
+        check("cos", self._weights.cos, torch.float32, (len(self._weights.cos), head_dim))
         num_all = self._num_heads + 2 * num_kv_heads
-        for weights in self._weights:
+        for weights in self._weights.layers:
             sizes = (weights.qkv.out_size, weights.output.in_size)
             if sizes != (num_all * head_dim, self._num_heads * head_dim):
                 raise ValueError(

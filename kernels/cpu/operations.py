@@ -46,7 +46,7 @@ class CpuKernels:
 
         library.panel_width.restype = integer
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
-        library.decode.argtypes = [pointer] * 7
+        library.decode.argtypes = [pointer] * 4
 
     @property
     def library(self) -> ctypes.CDLL:

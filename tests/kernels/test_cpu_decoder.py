@@ -1,11 +1,13 @@
-"""What a stack of decoder layers refuses before it touches memory; what it computes is tested with the models."""
+"""What a decoder refuses before it touches memory; what it computes is tested with the models."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from kernels.cpu import DecoderStack, LayerWeights, PagedRows, PagedScoring
+from kernels.cpu import DecoderKernel, DecoderWeights, LayerWeights, PagedRows, PagedScoring
 
-HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 4, 2, 8
+HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 32, 4, 2, 8, 50
 
 
 def layer(cpu_kernels, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM):
@@ -24,17 +26,36 @@ def layer(cpu_kernels, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM):
     )
 
 
-def forward(stack, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3):
+def decoder(cpu_kernels, second=None, **changed):
+    """Of two layers. The table of the embedding is of float16, the head's weight of float32."""
+    layers = [layer(cpu_kernels), second or layer(cpu_kernels)]
+    angles = torch.ones(16, HEAD_DIM)
+    weights = DecoderWeights(
+        embedding=torch.randn(VOCAB, HIDDEN).half(),
+        cos=angles,
+        sin=angles,
+        layers=layers,
+        norm=torch.ones(HIDDEN),
+        head=cpu_kernels.pack_linear(torch.randn(VOCAB, HIDDEN)),
+    )
+    return DecoderKernel(cpu_kernels, replace(weights, **changed), 1e-6, NUM_HEADS)
+
+
+def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, logit_rows=(0, 1, 2)):
     caches = [(torch.zeros(3, 16, NUM_KV_HEADS, HEAD_DIM, dtype=dtype),) * 2 for dtype in dtypes]
-    rows = PagedRows.of([0, num_tokens], [num_tokens], torch.tensor([[1]]), torch.arange(16, 16 + num_slots))
-    angles = torch.ones(num_tokens, HEAD_DIM)
-    return stack.forward(torch.randn(num_tokens, HIDDEN), angles, angles, rows, [PagedScoring(1.0)] * 2, caches)
+    slots = torch.arange(16, 16 + num_slots)
+    rows = PagedRows.of([0, num_tokens], [num_tokens], torch.tensor([[1]]), slots)
+    token_ids, positions = torch.randint(0, VOCAB, (num_tokens,)), torch.arange(num_tokens)
+    return kernel.forward(
+        token_ids, positions, torch.tensor(logit_rows, dtype=torch.int64), rows, [PagedScoring(1.0)] * 2, caches
+    )
 
 
 @pytest.mark.parametrize(
     ("weights", "step", "message"),
     [
-        ({}, {"num_slots": 2}, "x has 3 tokens and the rows 2"),
+        ({}, {"num_slots": 2}, "there are 3 token_ids and 2 in rows"),
+        ({}, {"logit_rows": (0, 1, 2, 0)}, "4 of 3 tokens are to have logits"),
         ({}, {"dtypes": (torch.float32, torch.bfloat16)}, "all layers have one shape, in one of torch.float32"),
         ({}, {"dtypes": (torch.float64,) * 2}, "all layers have one shape, in one of torch.float32"),
         ({"head_dim": 4}, {}, "qkv gives 32 and output takes 16; .* need 64 and 32"),
@@ -42,27 +63,54 @@ def forward(stack, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3):
     ],
 )
 def test_what_does_not_fit_is_refused(cpu_kernels, weights, step, message):
-    good, other = layer(cpu_kernels), layer(cpu_kernels, **weights)
-    stack = DecoderStack(cpu_kernels, [good, other], torch.ones(HIDDEN), 1e-6, NUM_HEADS)
+    kernel = decoder(cpu_kernels, layer(cpu_kernels, **weights))
     with pytest.raises(ValueError, match=message):
-        forward(stack, **step)
+        forward(kernel, **step)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"embedding": torch.ones(VOCAB, HIDDEN, dtype=torch.float64)}, "embedding is torch.float64"),
+        ({"embedding": torch.ones(HIDDEN, VOCAB).t()}, "embedding is .* contiguous"),
+        ({"sin": torch.ones(16, HEAD_DIM - 2)}, r"sin is .*must be torch.float32 \(16, 8\)"),
+        ({"norm": torch.ones(HIDDEN).half()}, "norm is torch.float16"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(cpu_kernels, changed, message):
+    with pytest.raises(ValueError, match=message):
+        decoder(cpu_kernels, **changed)
+
+
+def test_angles_of_another_size_are_refused(cpu_kernels):
+    angles = torch.ones(16, 2 * HEAD_DIM)
+    with pytest.raises(ValueError, match=r"cos is .*must be torch.float32 \(16, 8\)"):
+        forward(decoder(cpu_kernels, cos=angles, sin=angles))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
 def test_a_cache_of_16_bits_rounds_what_it_holds(cpu_kernels, dtype, tolerance):
     torch.manual_seed(1)
-    stack = DecoderStack(cpu_kernels, [layer(cpu_kernels)] * 2, torch.ones(HIDDEN), 1e-6, NUM_HEADS)
+    kernel = decoder(cpu_kernels)
     outputs = []
     for cache_dtype in (torch.float32, dtype, torch.float32):
         torch.manual_seed(0)
-        outputs.append(forward(stack, dtypes=(cache_dtype,) * 2))
+        outputs.append(forward(kernel, dtypes=(cache_dtype,) * 2)[0])
     assert torch.equal(outputs[0], outputs[2])
     assert 0 < (outputs[0] - outputs[1]).abs().max() < tolerance * outputs[0].abs().max()
 
 
-def test_what_fits_is_computed(cpu_kernels):
-    stack = DecoderStack(cpu_kernels, [layer(cpu_kernels)] * 2, torch.ones(HIDDEN), 1e-6, NUM_HEADS)
-    hidden = forward(stack)
-    # The norm after the layers has weights of one.
-    torch.testing.assert_close(hidden.square().mean(1), torch.ones(3), rtol=0, atol=1e-4)
-    assert all(nanoseconds > 0 for nanoseconds in stack.times().values())
+@pytest.mark.parametrize("num_tokens", [3, 13])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_fits_is_computed(cpu_kernels, is_tied, num_tokens):
+    """With few tokens threads norm all of them, with many a share each; logits are of any rows, in any order."""
+    torch.manual_seed(2)
+    weight = torch.randn(VOCAB, HIDDEN)
+    changed = {"embedding": None} if is_tied else {}
+    kernel = decoder(cpu_kernels, head=cpu_kernels.pack_linear(weight), **changed)
+    for logit_rows in ((), (2,), (2, 0), tuple(range(num_tokens))):
+        hidden, logits = forward(kernel, num_slots=num_tokens, num_tokens=num_tokens, logit_rows=logit_rows)
+        # The norm after the layers has weights of one.
+        torch.testing.assert_close(hidden.square().mean(1), torch.ones(num_tokens), rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits, hidden[list(logit_rows)] @ weight.t(), rtol=0, atol=1e-4)
+    assert all(nanoseconds > 0 for nanoseconds in kernel.times().values())

@@ -107,7 +107,10 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
         slots = block_table[0, positions // block_size] * block_size + positions % block_size
         batch = AttentionBatch([0, num_tokens], [end], block_table, slots)
         attend = create_attention(config, block_size=block_size, dtype=dtype).prepare(batch, kv_cache)
-        logits.append(model.compute_logits(model.forward(token_ids[positions], positions, attend)))
+        if isinstance(model, CpuDecoder):
+            logits.append(model.forward_logits(token_ids[positions], positions, attend, torch.arange(num_tokens))[1])
+        else:
+            logits.append(model.compute_logits(model.forward(token_ids[positions], positions, attend)))
     return torch.cat(logits)
 
 

@@ -65,10 +65,6 @@ class Decoder(nn.Module):
             update = layer(x, update, cos, sin, attend)
         return self.norm(x, update)
 
-    def times(self) -> dict[str, int]:
-        """None: its operations are not timed one by one."""
-        return {}
-
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Model.compute_logits`."""
         return self.communicator.all_gather(self.head(hidden))[:, : self.config.vocab_size].float()

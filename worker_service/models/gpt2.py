@@ -66,10 +66,6 @@ class GPT2(nn.Module):
             x = layer(x, attend)
         return self.norm(x)
 
-    def times(self) -> dict[str, int]:
-        """None: its operations are not timed one by one."""
-        return {}
-
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Model.compute_logits`."""
         return self.communicator.all_gather(self.head(hidden))[:, : self.config.vocab_size].float()

@@ -20,9 +20,5 @@ class Model(Protocol):
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states, [T, hidden_size], of a flat batch: token_ids and positions are [T] int64."""
 
-    def times(self) -> dict[str, int]:
-        """Nanoseconds of the last `forward` by part, as far as the model knows: "products", "attention", "norms",
-        "rotary"."""
-
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] -> [R, vocab_size] float32."""

@@ -1,6 +1,6 @@
-// A decoder-only transformer (Llama, Mistral, Qwen2, Qwen3) over one step, from embeddings to final hidden states, in one
-// region of threads: they meet after each part of a layer instead of being sent home. Activations are float32, weights and
-// cache of any element type.
+// A decoder-only transformer (Llama, Mistral, Qwen2, Qwen3) over one step, from token ids to logits, in one region of
+// threads: they meet after each part of a layer instead of being sent home. Activations are float32, weights and cache of
+// any element type.
 //
 // Where a step has few tokens, its parts are repeatable (tasks.h), so that no thread waits for one that has lost its core:
 // every layer has buffers of its own, and every thread norms all tokens for itself, which takes less time than to meet
@@ -18,6 +18,10 @@ typedef struct {
 typedef struct {
   const decoder_layer* layers;
   const float* norm;  // [hidden_size]
+  linear_layer head;
+  const void* embedding;  // [vocab_size, hidden_size] of an element type; NULL: the head's weights
+  int64_t embedding_element;
+  const float *cos, *sin;  // [positions, head_dim]
   int64_t num_layers, hidden_size, intermediate_size;
   int64_t cache_element;  // what the cache holds: ELEMENT_FLOAT and so on
   float eps;
@@ -36,7 +40,7 @@ static const attention_functions ATTENTION_OVER[] = {
 };
 
 // Which of a step's parts takes how long. `decoder.py` mirrors their order.
-enum { NORMS, PRODUCTS, ROTARY, ATTENTION, NUM_PARTS };
+enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, NUM_PARTS };
 
 enum {
   FEW_TOKENS = 8,
@@ -48,17 +52,26 @@ typedef struct {
   int64_t parts[NUM_PARTS];  // nanoseconds
 } step_times;
 
-enum { QKV, TURN, ATTEND, MERGE, OUTPUT, GATE_UP, DOWN, NUM_LISTS };
+enum { QKV, TURN, ATTEND, MERGE, OUTPUT, GATE_UP, DOWN, NUM_LISTS };  // of each layer; behind them, one of the head
+
+// What a step is given and, beside keys and values, computes. `decoder.py` mirrors this structure.
+typedef struct {
+  const int64_t *token_ids, *positions;  // [num_tokens]
+  const int64_t* logit_rows;             // [num_logits]: which tokens have logits
+  int64_t num_logits;                    // at most num_tokens
+  float* hidden;                         // [num_tokens, hidden_size], normed
+  float* logits;                         // [num_logits, out_size of the head]
+} decoder_step;
 
 // What all threads of a step share. Buffers of a layer are `layer_size` floats behind those of the layer before where
 // there are few tokens, and the same else.
 typedef struct {
   const decoder* model;
   const attention_step* step;
-  row_groups groups;
+  const decoder_step* tokens;
+  row_groups groups;       // of tokens
+  row_groups head_groups;  // of those that have logits
   int is_few;
-  const float *cos, *sin;  // [num_tokens, head_dim]
-  float* x;                // [num_tokens, hidden_size]: the residual stream
   int64_t layer_size;
   float* heads;           // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
   float* queries;         // [num_tokens, num_heads, head_dim], turned
@@ -67,7 +80,8 @@ typedef struct {
   float* gate_up;         // [num_tokens, 2 * intermediate_size], where the two are not computed together
   float* activated;       // [num_tokens, intermediate_size], interleaved
   float* last_update;     // [num_tokens, hidden_size]: what the layer adds last
-  float* normed;          // [num_tokens, hidden_size], interleaved; of all layers
+  float* x;               // [num_tokens, hidden_size]: the residual stream, where there are many tokens; of all layers
+  float* normed;          // [num_tokens, hidden_size], interleaved, where there are many tokens; of all layers
   float* own;             // [num_threads, 2, FEW_TOKENS, hidden_size], where there are few tokens; of all layers
   task_list* lists;       // [num_layers, NUM_LISTS]
   step_times* times;
@@ -105,12 +119,37 @@ static void run_part(const decoding* d, int64_t layer, int list, task_function r
   end_part(d, part);
 }
 
-static residual residual_of_thread(const decoding* d) {
-  if (!d->is_few) return (residual){d->x, d->normed};
-  const int64_t size = FEW_TOKENS * d->model->hidden_size;
-  float* own = d->own + omp_get_thread_num() * 2 * size;
-  memcpy(own, d->x, sizeof(float) * (size_t)(d->step->num_tokens * d->model->hidden_size));
-  return (residual){own, own + size};
+static void embed_token(const decoding* d, int64_t token, float* x) {
+  const decoder* model = d->model;
+  const int64_t size = model->hidden_size, *id = &d->tokens->token_ids[token];
+#define EMBED(type) \
+  if (model->embedding) \
+    widen_row_##type(model->embedding, *id, x, size); \
+  else \
+    take_rows_##type(model->head.panels, id, x, 1, size); \
+  break;
+  switch (model->embedding ? model->embedding_element : model->head.element) {
+    case ELEMENT_FLOAT: EMBED(float)
+    case ELEMENT_BFLOAT16: EMBED(bfloat16)
+    default: EMBED(float16)
+  }
+#undef EMBED
+}
+
+static residual embed_tokens(const decoding* d) {
+  const int64_t num_tokens = d->step->num_tokens, size = d->model->hidden_size;
+  residual r = {d->x, d->normed};
+  if (d->is_few) {
+    r.x = d->own + omp_get_thread_num() * 2 * FEW_TOKENS * size;
+    r.normed = r.x + FEW_TOKENS * size;
+    for (int64_t token = 0; token < num_tokens; token++) embed_token(d, token, r.x + token * size);
+  } else {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < num_tokens; token++) embed_token(d, token, r.x + token * size);
+  }
+#pragma omp master
+  d->times->last = nanoseconds();
+  return r;
 }
 
 // normed = norm(x), after x += update where there is one.
@@ -134,14 +173,30 @@ static void norm_tokens(const decoding* d, const residual* r, const float* weigh
   end_part(d, NORMS);
 }
 
-// hidden = norm(x + update)
-static void norm_last(const decoding* d, const residual* r, const float* update, float* hidden) {
-  const int64_t size = d->model->hidden_size;
-#pragma omp for schedule(static) nowait
-  for (int64_t token = 0; token < d->step->num_tokens; token++) {
-    float* x = r->x + token * size;
-    add_float(x, update + token * size, size);
-    normalize_float(x, d->model->norm, hidden + token * size, size, d->model->eps);
+// hidden = norm(x + update), and what the head takes of it.
+static void norm_last(const decoding* d, const residual* r, const float* update) {
+  const int64_t size = d->model->hidden_size, num_tokens = d->step->num_tokens;
+  const decoder_step* tokens = d->tokens;
+  if (d->is_few) {
+    for (int64_t token = 0; token < num_tokens; token++) {
+      float* x = r->x + token * size;
+      add_float(x, update + token * size, size);
+      normalize_float(x, d->model->norm, x, size, d->model->eps);
+    }
+    for (int64_t i = 0; i < tokens->num_logits; i++)
+      interleave_row(&d->head_groups, i, r->x + tokens->logit_rows[i] * size, size, r->normed);
+#pragma omp master
+    memcpy(tokens->hidden, r->x, sizeof(float) * (size_t)(num_tokens * size));
+  } else {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < num_tokens; token++) {
+      float* x = r->x + token * size;
+      add_float(x, update + token * size, size);
+      normalize_float(x, d->model->norm, tokens->hidden + token * size, size, d->model->eps);
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < tokens->num_logits; i++)
+      interleave_row(&d->head_groups, i, tokens->hidden + tokens->logit_rows[i] * size, size, r->normed);
   }
   end_part(d, NORMS);
 }
@@ -169,7 +224,8 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
       normalize_float(source, weight, x, size, t->d->model->eps);
     else
       memcpy(x, source, sizeof(float) * (size_t)size);
-    rotate_float(x, t->d->cos + token * size, t->d->sin + token * size, size);
+    const int64_t angle = t->d->tokens->positions[token] * size;
+    rotate_float(x, t->d->model->cos + angle, t->d->model->sin + angle, size);
     if (head < step->num_heads)
       memcpy(t->queries + (token * step->num_heads + head) * size, x, sizeof(float) * (size_t)size);
     else
@@ -225,9 +281,9 @@ static void feed_forward(const decoding* d, int64_t l, const float* normed) {
 }
 
 // Of one thread.
-static void decode_layers(const decoding* d, const work_list* lists, const int* list_of_layer, float* hidden) {
+static void decode_layers(const decoding* d, const work_list* lists, const int* list_of_layer) {
   const decoder* model = d->model;
-  const residual r = residual_of_thread(d);
+  const residual r = embed_tokens(d);
   const float* update = NULL;
   for (int64_t l = 0; l < model->num_layers; l++) {
     norm_tokens(d, &r, model->layers[l].attention_norm, update);
@@ -236,7 +292,10 @@ static void decode_layers(const decoding* d, const work_list* lists, const int* 
     feed_forward(d, l, r.normed);
     update = d->last_update + l * d->layer_size;
   }
-  norm_last(d, &r, update, hidden);
+  norm_last(d, &r, update);
+  if (d->tokens->num_logits == 0) return;
+  const product head = plain_product(&model->head, &d->head_groups, r.normed, d->tokens->logits);
+  run_part(d, model->num_layers, 0, multiply_task, &head, HEAD);
 }
 
 // A list of work for each window that a layer has; layers with equal windows share one. 0 if there is no memory.
@@ -265,9 +324,9 @@ static int64_t share_out(decoding* d, float* memory) {
   const int is_gated = can_gate(&d->model->layers[0].gate_up);
   const int64_t of_layer[] = {step->query_token_stride * num_tokens, attended, attended, hidden, intermediate, hidden};
   float** layer_parts[] = {&d->heads, &d->queries, &d->attended, &d->update, &d->activated, &d->last_update};
-  const int64_t of_all[] = {hidden, is_gated ? 0 : 2 * intermediate,
+  const int64_t of_all[] = {d->is_few ? 0 : hidden, d->is_few ? 0 : hidden, is_gated ? 0 : 2 * intermediate,
                             d->is_few ? step->num_threads * 2 * FEW_TOKENS * d->model->hidden_size : 0};
-  float** parts[] = {&d->normed, &d->gate_up, &d->own};
+  float** parts[] = {&d->x, &d->normed, &d->gate_up, &d->own};
   int64_t total = 0;
   for (int i = 0; i < 6; i++) {
     if (memory) *layer_parts[i] = memory + total;
@@ -275,7 +334,7 @@ static int64_t share_out(decoding* d, float* memory) {
   }
   d->layer_size = d->is_few ? total : 0;
   if (d->is_few) total *= d->model->num_layers;
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 4; i++) {
     if (memory) *parts[i] = memory + total;
     total += aligned(of_all[i]);
   }
@@ -306,7 +365,10 @@ static task_list* list_tasks(const decoding* d, const work_list* lists, const in
     count_tasks(d, &d->model->layers[l], &lists[list_of_layer[l]], counts);
     for (int i = 0; i < NUM_LISTS; i++) total += counts[i];
   }
-  const size_t size = sizeof(task_list) * (size_t)(num_layers * NUM_LISTS);
+  const product head = plain_product(&d->model->head, &d->head_groups, NULL, NULL);
+  const int64_t num_head_tasks = d->tokens->num_logits ? num_product_tasks(&head) : 0;
+  total += num_head_tasks;
+  const size_t size = sizeof(task_list) * (size_t)(num_layers * NUM_LISTS + 1);
   task_list* tasks = aligned_alloc(64, size + (size_t)(total + 63) / 64 * 64);
   if (!tasks) return NULL;
   memset(tasks, 0, size + (size_t)total);
@@ -321,16 +383,16 @@ static task_list* list_tasks(const decoding* d, const work_list* lists, const in
       done += counts[i];
     }
   }
+  tasks[num_layers * NUM_LISTS].num_tasks = num_head_tasks;
+  tasks[num_layers * NUM_LISTS].done = d->is_few ? done : NULL;
   return tasks;
 }
 
-// x: [num_tokens, hidden_size], embeddings that are overwritten; hidden: [num_tokens, hidden_size], normed; times:
-// [NUM_PARTS] nanoseconds. 0, or 1 if there is no memory.
-int decode(const decoder* model, const attention_step* step, float* x, const float* cos, const float* sin, float* hidden,
-           int64_t* times) {
-  step_times clock = {.last = nanoseconds()};
-  decoding d = {.model = model, .step = step, .groups = group_rows(step->num_tokens), .cos = cos, .sin = sin, .x = x,
-                .times = &clock};
+// times: [NUM_PARTS] nanoseconds. 0, or 1 if there is no memory.
+int decode(const decoder* model, const attention_step* step, const decoder_step* tokens, int64_t* times) {
+  step_times clock = {0};
+  decoding d = {.model = model, .step = step, .tokens = tokens, .groups = group_rows(step->num_tokens),
+                .head_groups = group_rows(tokens->num_logits), .times = &clock};
   d.is_few = step->num_tokens <= FEW_TOKENS && can_gate(&model->layers[0].gate_up);
   work_list* lists = calloc((size_t)model->num_layers, sizeof(work_list));
   int* list_of_layer = malloc(sizeof(int) * (size_t)model->num_layers);
@@ -340,7 +402,7 @@ int decode(const decoder* model, const attention_step* step, float* x, const flo
   if (d.lists) {
     share_out(&d, memory);
 #pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1)
-    decode_layers(&d, lists, list_of_layer, hidden);
+    decode_layers(&d, lists, list_of_layer);
     memcpy(times, clock.parts, sizeof clock.parts);
   }
   if (lists)

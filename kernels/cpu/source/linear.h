@@ -42,6 +42,11 @@ void NAME(take_rows)(const ELEMENT* panels, const int64_t* indexes, float* outpu
   }
 }
 
+// The same of one row of a table [num_rows, size] that is not packed.
+INLINE void NAME(widen_row)(const ELEMENT* table, int64_t index, float* output, int64_t size) {
+  for (int64_t i = 0; i < size; i++) output[i] = NAME(value)(table[index * size + i]);
+}
+
 // sums: [R, 2 * C], of R interleaved rows and C panels, += the products of `num` inputs.
 INLINE void NAME(multiply_inputs)(const int R, const int C, const int num, const ELEMENT* weights, int64_t panel_size,
                                   const float* x, floats (*sums)[8]) {
