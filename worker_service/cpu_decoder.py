@@ -43,12 +43,11 @@ class CpuDecoder:
 
     def forward_logits(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`forward`, and `compute_logits` of some of its rows: `logit_rows` is [R] int64."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`forward`; `compute_logits` of `logit_rows`, [R] int64; and the highest of each, as `sample` takes it."""
         assert isinstance(attend, CpuAttend)
         step = (attend.rows, attend.scorings, attend.kv_cache)
-        hidden, logits = self._kernel.forward(token_ids, positions, logit_rows, *step)
-        return hidden, logits
+        return self._kernel.forward(token_ids, positions, logit_rows, *step)
 
     def times(self) -> dict[str, int]:
         """Nanoseconds of the last step by part, as `StepParts` names them, as far as they are told apart."""

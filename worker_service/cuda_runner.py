@@ -100,7 +100,7 @@ class CudaRunner:
         self._cache.copy(plan)
         step = _Step(plan, rows, self._requests.of_step(self.table, rows))
         edits = self._device_table.plan_edits(plan, self.table, step.upload)
-        is_whole = not self.table.has_failed[rows.slots].any()
+        is_whole = rows.are_plain or not self.table.has_failed[rows.slots].any()
         put_work = self._plan_work(step) if is_whole else None
         if step.upload.size:
             step.packed = self._uploads.send(step.upload)
@@ -149,7 +149,7 @@ class CudaRunner:
         """These rows are not computed, in this step and in any later one; what they should have written is spoilt."""
         for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
             self._cache.spoil(self.table.block_tables[slot], int(start), int(end))
-        self.table.has_failed[rows.slots] = True
+        self.table.fail(rows.slots)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan and wait for it."""

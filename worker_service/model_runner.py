@@ -21,8 +21,8 @@ from worker_service.device_error import free_memory, is_fatal, is_out_of_memory
 from worker_service.engine import FinishedStep
 from worker_service.models.communicator import Communicator
 from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
-from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
-from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, StepParts, StepPlan, StepResult
+from worker_service.sequence_table import IntArray, SequenceTable, TableLimits, WorkingRows
+from worker_service.step import Logprobs, PromptLogprobs, RowStatus, StepParts, StepPlan, StepResult
 from worker_service.step_parts import StepOutline, join_results, num_prompt_positions, run_in_parts, take_rows
 
 # Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
@@ -104,9 +104,8 @@ class ModelRunner:
 
     def _compute_in_parts(self, plan: StepPlan, rows: WorkingRows, watch: "_Watch") -> StepResult:
         """In one part, unless memory does not suffice or has not for one of the rows."""
-        has_failed = self.table.has_failed[rows.slots]
         good_rows = rows
-        if has_failed.any():
+        if not rows.are_plain and (has_failed := self.table.has_failed[rows.slots]).any():
             self._give_up(take_rows(rows, has_failed))
             good_rows = take_rows(rows, ~has_failed)
         parts = run_in_parts(
@@ -124,7 +123,7 @@ class ModelRunner:
         """These rows are not computed, in this step and in any later one; what they should have written is spoilt."""
         for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
             self._cache.spoil(self.table.block_tables[slot], int(start), int(end))
-        self.table.has_failed[rows.slots] = True
+        self.table.fail(rows.slots)
         chooses = ~self.table.is_beam[rows.slots[rows.samples]]
         self.table.advance(rows, np.zeros(int(chooses.sum()), np.int64))
 
@@ -132,17 +131,16 @@ class ModelRunner:
         batch = build_batch(self.table, rows, self._device)
         attend = self._backend.prepare(batch.attention, self._cache.layers)
         watch.end("batch")
-        hidden, logits = self._forward(batch, attend, watch)
-        prompt_logprobs = self._prompt_logprobs(rows, batch, hidden)
-        samples = self._sample(rows, logits)
-        token_ids = np.array(samples.token_ids, np.int64)
-        chooses = ~self.table.is_beam[rows.slots[rows.samples]]
-        self.table.advance(rows, token_ids[chooses])
+        hidden, logits, highest = self._forward(batch, attend, watch)
+        prompt_logprobs = () if rows.are_plain else self._prompt_logprobs(rows, batch, hidden)
+        samples = sample(logits, () if rows.are_plain else self._special_rows(rows), highest)
+        chosen, told = self._chosen_tokens(rows, samples)
+        self.table.advance(rows, chosen)
         result = StepResult(
             epoch=plan.epoch,
             step=plan.step,
             statuses=_statuses(samples),
-            token_ids=tuple(token_ids[chooses & ~np.array(samples.is_nan, np.bool_)].tolist()),
+            token_ids=told,
             logprobs=samples.logprobs,
             candidates=samples.candidates,
             prompt_logprobs=prompt_logprobs,
@@ -150,27 +148,36 @@ class ModelRunner:
         watch.end("sampling")
         return result
 
-    def _forward(self, batch: Batch, attend: Attend, watch: "_Watch") -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T, hidden_size], and logits [R, vocab_size] of the rows that sample."""
+    def _forward(
+        self, batch: Batch, attend: Attend, watch: "_Watch"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Hidden states [T, hidden_size], logits [R, vocab_size] of the rows that sample, and `highest` of `sample`."""
         model, indices = self._model, batch.sampling_indices
         if isinstance(model, CpuDecoder):
-            hidden, logits = model.forward_logits(batch.token_ids, batch.positions, attend, indices)
+            outputs = model.forward_logits(batch.token_ids, batch.positions, attend, indices)
             watch.end("model", model.times())
-            return hidden, logits
+            return outputs
         hidden = model.forward(batch.token_ids, batch.positions, attend)
         watch.end("model")
         if not len(indices):
-            return hidden, hidden.new_empty(0, self.table.limits.vocab_size)
+            return hidden, torch.empty(0, self.table.limits.vocab_size, device=hidden.device), None
         logits = model.compute_logits(hidden if len(indices) == len(hidden) else hidden.index_select(0, indices))
         watch.end("head")
-        return hidden, logits
+        return hidden, logits, None
 
-    def _sample(self, rows: WorkingRows, logits: torch.Tensor) -> Samples:
+    def _chosen_tokens(self, rows: WorkingRows, samples: Samples) -> tuple[IntArray, tuple[int, ...]]:
+        """Of the rows that choose a token: what the table gets; and what the result tells, which leaves out NaN."""
+        token_ids = np.array(samples.token_ids, np.int64)
+        if rows.are_plain and not any(samples.is_nan):
+            return token_ids, tuple(samples.token_ids)
+        chooses = ~self.table.is_beam[rows.slots[rows.samples]]
+        is_good = chooses & ~np.array(samples.is_nan, np.bool_)
+        return token_ids[chooses], tuple(token_ids[is_good].tolist())
+
+    def _special_rows(self, rows: WorkingRows) -> list[SamplingRow]:
         slots = rows.slots[rows.samples]
-        if not len(slots):
-            return Samples([], [], Logprobs(), Candidates())
         special = np.flatnonzero(self.table.is_special[slots])
-        return sample(logits, [self._sampling_row(int(index), int(slots[index])) for index in special])
+        return [self._sampling_row(int(index), int(slots[index])) for index in special]
 
     def _sampling_row(self, index: int, slot: int) -> SamplingRow:
         table = self.table

@@ -51,10 +51,16 @@ class Samples:
     candidates: Candidates  # columns over the rows of beams that are not NaN
 
 
-def sample(logits: torch.Tensor, special_rows: Sequence[SamplingRow]) -> Samples:
-    """Choose a token per row. `logits`: [R, vocab_size] float32, overwritten; `special_rows` in order of index."""
+def sample(logits: torch.Tensor, special_rows: Sequence[SamplingRow], highest: torch.Tensor | None = None) -> Samples:
+    """Choose a token per row.
+
+    Args:
+        logits: [R, vocab_size] float32, overwritten.
+        special_rows: in order of index.
+        highest: [R] int64, which logit of each row is, the first of equals, -1 where there is a NaN; if it is known.
+    """
     if not special_rows and logits.device.type == "cpu":
-        return _choose_highest(logits)
+        return _choose_highest(_highest(logits) if highest is None else highest.tolist())
     token_ids = _argmax(logits)
     # A NaN counts as the highest of its row, so looking at the highest finds every one.
     is_nan = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan()
@@ -69,13 +75,17 @@ def sample(logits: torch.Tensor, special_rows: Sequence[SamplingRow]) -> Samples
     return Samples(token_ids.tolist(), bad, _collect_logprobs(logits, choosing, token_ids, bad), candidates)
 
 
-def _choose_highest(logits: torch.Tensor) -> Samples:
-    """`sample` of rows that ask for nothing, on a CPU, where operations of torch take longer than all else of it."""
+def _choose_highest(highest: Sequence[int]) -> Samples:
+    is_nan = [token_id < 0 for token_id in highest]
+    return Samples([max(0, token_id) for token_id in highest], is_nan, Logprobs(), Candidates())
+
+
+def _highest(logits: torch.Tensor) -> list[int]:
+    """As `sample` takes it, on a CPU, where operations of torch take longer than all else of it."""
     values = logits.numpy()
     token_ids = values.argmax(axis=1)
-    is_nan = np.isnan(values[np.arange(len(values)), token_ids])
-    token_ids[is_nan] = 0
-    return Samples(token_ids.tolist(), is_nan.tolist(), Logprobs(), Candidates())
+    token_ids[np.isnan(values[np.arange(len(values)), token_ids])] = -1
+    return token_ids.tolist()
 
 
 def logprob_columns(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> Logprobs:

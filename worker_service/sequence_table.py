@@ -48,6 +48,7 @@ class WorkingRows:
     starts: IntArray  # [S]
     num_new_tokens: IntArray  # [S], each at least 1
     samples: NDArray[np.bool_]  # [S], the row reaches its end
+    are_plain: bool = False  # all are (see `SequenceTable.is_plain`), which spares looking into columns; False: look
 
     @property
     def ends(self) -> IntArray:
@@ -75,6 +76,8 @@ class SequenceTable:
         self.num_prompt_logprobs = np.full(size, -1, np.int64)  # -1: none asked for
         self.is_beam = np.zeros(size, np.bool_)  # reports candidates instead of choosing a token
         self.has_failed = np.zeros(size, np.bool_)  # was given up: computes nothing until it is released
+        # Is none of special, asking for prompt logprobs, of a beam, failed: gives the highest token and nothing else.
+        self.is_plain = np.zeros(size, np.bool_)
 
     def clear(self) -> None:
         self.occupied[:] = False
@@ -108,13 +111,19 @@ class SequenceTable:
         """
         self.num_computed_tokens[rows.slots] = rows.ends
         slots = rows.slots[rows.samples]
-        is_beam = self.is_beam[slots]
-        self.work[slots[is_beam]] = 0
-        slots = slots[~is_beam]
+        if not rows.are_plain:
+            is_beam = self.is_beam[slots]
+            self.work[slots[is_beam]] = 0
+            slots = slots[~is_beam]
         if sampled_token_ids is not None:
             self.token_ids[slots, self.num_tokens[slots]] = sampled_token_ids
         self.num_tokens[slots] += 1
         self.work[slots] = 1
+
+    def fail(self, slots: IntArray) -> None:
+        """These rows are given up."""
+        self.has_failed[slots] = True
+        self.is_plain[slots] = False
 
     def _check_slot(self, slot: int, *, occupied: bool) -> None:
         if not 0 <= slot < self.limits.max_num_seqs:
@@ -182,6 +191,7 @@ class SequenceTable:
         self.num_prompt_logprobs[slot] = -1 if num_prompt_logprobs is None else num_prompt_logprobs
         self.is_beam[slot] = opening.sampling.num_candidates is not None
         self.has_failed[slot] = False
+        self.is_plain[slot] = not self.is_special[slot] and num_prompt_logprobs is None
 
     def _fork(self, plan: StepPlan) -> None:
         _check_lengths("forks", plan.fork_source_slots, plan.fork_target_slots)
@@ -272,6 +282,7 @@ class SequenceTable:
             self.num_prompt_logprobs,
             self.is_beam,
             self.has_failed,
+            self.is_plain,
         )
 
     def _working_rows(self) -> WorkingRows:
@@ -286,10 +297,12 @@ class SequenceTable:
             raise ProtocolError(
                 f"a step is to compute {num_step_tokens} tokens; it computes at most {limits.max_num_batched_tokens}"
             )
-        _check_ends(slots, ends, num_tokens, "tokens")
-        _check_ends(slots, ends, self.num_blocks[slots] * limits.block_size, "positions in its blocks")
-        _check_ends(slots, ends, np.full_like(ends, limits.max_model_len), "positions by max_model_len")
-        return WorkingRows(slots, starts, num_new_tokens, ends == num_tokens)
+        num_positions = self.num_blocks[slots] * limits.block_size
+        if not (ends <= np.minimum(np.minimum(num_tokens, num_positions), limits.max_model_len)).all():
+            _check_ends(slots, ends, num_tokens, "tokens")
+            _check_ends(slots, ends, num_positions, "positions in its blocks")
+            _check_ends(slots, ends, np.full_like(ends, limits.max_model_len), "positions by max_model_len")
+        return WorkingRows(slots, starts, num_new_tokens, ends == num_tokens, bool(self.is_plain[slots].all()))
 
 
 def _as_array(values: tuple[int, ...]) -> IntArray:

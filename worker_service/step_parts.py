@@ -74,7 +74,9 @@ def run_in_parts(
 
 def take_rows(rows: WorkingRows, which: np.ndarray) -> WorkingRows:
     """`which`: a mask, or indices."""
-    return WorkingRows(rows.slots[which], rows.starts[which], rows.num_new_tokens[which], rows.samples[which])
+    return WorkingRows(
+        rows.slots[which], rows.starts[which], rows.num_new_tokens[which], rows.samples[which], rows.are_plain
+    )
 
 
 def _attempt(

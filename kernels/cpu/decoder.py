@@ -46,7 +46,7 @@ class _DecoderStep(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "logit_rows")),
         ("num_logits", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("hidden", "logits")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "logits", "highest")),
     )
 
 
@@ -135,7 +135,7 @@ class DecoderKernel:
         rows: PagedRows,
         scorings: Sequence[PagedScoring],
         kv_cache: Sequence[LayerCache],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One step through all layers; writes its keys and values to the cache.
 
         Args:
@@ -146,7 +146,8 @@ class DecoderKernel:
             kv_cache: of each layer, all of the same dtype, shape and strides.
 
         Returns:
-            Final hidden states [T, hidden_size], and logits [R, out_size of the head].
+            Final hidden states [T, hidden_size], logits [R, out_size of the head], and which logit is the highest of
+            each row, [R] int64: the first of equals, -1 where there is a NaN.
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
@@ -164,6 +165,7 @@ class DecoderKernel:
         step = cache_step(rows, scorings[0], num_tokens, self._num_heads, self._heads_size, *kv_cache[0])
         hidden = torch.empty(num_tokens, self._hidden_size)
         logits = torch.empty(num_logits, self._weights.head.out_size)
+        highest = torch.empty(num_logits, dtype=torch.int64)
         tokens = _DecoderStep(
             token_ids.data_ptr(),
             positions.data_ptr(),
@@ -171,10 +173,11 @@ class DecoderKernel:
             num_logits,
             hidden.data_ptr(),
             logits.data_ptr(),
+            highest.data_ptr(),
         )
         if self._library.decode(*map(ctypes.addressof, (self._decoder, step, tokens, self._times))):
             raise MemoryError(f"no memory for a step of {num_tokens} tokens")
-        return hidden, logits
+        return hidden, logits, highest
 
     def times(self) -> dict[str, int]:
         """Nanoseconds of the last step by part, `PARTS`; the activation is a part of the products."""

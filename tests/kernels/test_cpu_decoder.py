@@ -109,8 +109,27 @@ def test_what_fits_is_computed(cpu_kernels, is_tied, num_tokens):
     changed = {"embedding": None} if is_tied else {}
     kernel = decoder(cpu_kernels, head=cpu_kernels.pack_linear(weight), **changed)
     for logit_rows in ((), (2,), (2, 0), tuple(range(num_tokens))):
-        hidden, logits = forward(kernel, num_slots=num_tokens, num_tokens=num_tokens, logit_rows=logit_rows)
+        hidden, logits, highest = forward(kernel, num_slots=num_tokens, num_tokens=num_tokens, logit_rows=logit_rows)
         # The norm after the layers has weights of one.
         torch.testing.assert_close(hidden.square().mean(1), torch.ones(num_tokens), rtol=0, atol=1e-4)
         torch.testing.assert_close(logits, hidden[list(logit_rows)] @ weight.t(), rtol=0, atol=1e-4)
+        assert highest.tolist() == logits.argmax(1).tolist()
     assert all(nanoseconds > 0 for nanoseconds in kernel.times().values())
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 50, 64])
+def test_the_highest_logit_is_found(cpu_kernels, vocab):
+    """The first of equals, wherever it stands; of logits that hold a NaN none, and an infinite one like any other."""
+    torch.manual_seed(3)
+    for place in {0, vocab // 2, vocab - 1}:
+        for value, expected in [(20.0, place), (torch.inf, place), (-torch.inf, None), (torch.nan, -1)]:
+            bias = torch.randn(vocab).clamp(max=3)
+            bias[place] = value
+            head = cpu_kernels.pack_linear(torch.zeros(vocab, HIDDEN), bias)
+            _, logits, highest = forward(decoder(cpu_kernels, head=head), logit_rows=(1,))
+            assert torch.equal(logits[0].nan_to_num(), bias.nan_to_num())
+            assert highest.item() == (bias.argmax().item() if expected is None else expected)
+        equal = torch.zeros(vocab)
+        equal[place:] = 1.0
+        head = cpu_kernels.pack_linear(torch.zeros(vocab, HIDDEN), equal)
+        assert forward(decoder(cpu_kernels, head=head), logit_rows=(1,))[2].item() == place

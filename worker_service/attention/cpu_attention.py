@@ -39,10 +39,12 @@ class CpuAttention:
         """`windows`: see `AttentionShape`; left out, no layer has one."""
         self._kernels = kernels
         self._windows = windows
+        self._scorings: list[PagedScoring] = []  # of the layers of any cache: they are all of one shape
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """See `AttentionBackend.prepare`."""
         rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
-        scale = kv_cache[0][0].shape[3] ** -0.5
-        scorings = [PagedScoring(scale, window) for window in self._windows or (0,) * len(kv_cache)]
-        return CpuAttend(self._kernels, rows, scorings, kv_cache)
+        if not self._scorings:
+            scale = kv_cache[0][0].shape[3] ** -0.5
+            self._scorings = [PagedScoring(scale, window) for window in self._windows or (0,) * len(kv_cache)]
+        return CpuAttend(self._kernels, rows, self._scorings, kv_cache)

@@ -52,7 +52,8 @@ typedef struct {
   int64_t parts[NUM_PARTS];  // nanoseconds
 } step_times;
 
-enum { QKV, TURN, ATTEND, MERGE, OUTPUT, GATE_UP, DOWN, NUM_LISTS };  // of each layer; behind them, one of the head
+enum { QKV, TURN, ATTEND, MERGE, OUTPUT, GATE_UP, DOWN, NUM_LISTS };  // of each layer
+enum { LOGITS, HIGHEST, NUM_LAST_LISTS };                              // behind those of all layers
 
 // What a step is given and, beside keys and values, computes. `decoder.py` mirrors this structure.
 typedef struct {
@@ -61,6 +62,7 @@ typedef struct {
   int64_t num_logits;                    // at most num_tokens
   float* hidden;                         // [num_tokens, hidden_size], normed
   float* logits;                         // [num_logits, out_size of the head]
+  int64_t* highest;                      // [num_logits]: which logit is, the first of equals; -1: there is a NaN
 } decoder_step;
 
 // What all threads of a step share. Buffers of a layer are `layer_size` floats behind those of the layer before where
@@ -83,7 +85,7 @@ typedef struct {
   float* x;               // [num_tokens, hidden_size]: the residual stream, where there are many tokens; of all layers
   float* normed;          // [num_tokens, hidden_size], interleaved, where there are many tokens; of all layers
   float* own;             // [num_threads, 2, FEW_TOKENS, hidden_size], where there are few tokens; of all layers
-  task_list* lists;       // [num_layers, NUM_LISTS]
+  task_list* lists;       // [num_layers, NUM_LISTS], and NUM_LAST_LISTS
   step_times* times;
 } decoding;
 
@@ -280,8 +282,40 @@ static void feed_forward(const decoding* d, int64_t l, const float* normed) {
   run_part(d, l, DOWN, multiply_task, &down, PRODUCTS);
 }
 
+// A `task_function`: looks for the highest logit of a row; repeatable.
+static void highest_task(const void* context, int64_t row, int64_t next) {
+  const decoding* d = context;
+  const int64_t size = d->model->head.out_size;
+  const float* logits = d->tokens->logits + row * size;
+  floats highest = splat(-INFINITY);
+  ints is_nan = {0};
+  int has_nan = 0;
+  int64_t i = 0, found = 0;
+  (void)next;
+  for (; i + LANES <= size; i += LANES) {
+    const floats values = load_float(logits + i);
+    highest = larger(values, highest);
+    is_nan |= values != values;
+  }
+  for (int lane = 0; lane < LANES; lane++) has_nan |= is_nan[lane];
+  float value = largest_lane(highest);
+  for (; i < size; i++) {
+    value = logits[i] > value ? logits[i] : value;
+    has_nan |= isnan(logits[i]);
+  }
+  while (!has_nan && logits[found] != value) found++;
+  d->tokens->highest[row] = has_nan ? -1 : found;
+}
+
+static void compute_logits(const decoding* d, const float* normed) {
+  const int64_t num_layers = d->model->num_layers;
+  const product head = plain_product(&d->model->head, &d->head_groups, normed, d->tokens->logits);
+  run_part(d, num_layers, LOGITS, multiply_task, &head, HEAD);
+  run_part(d, num_layers, HIGHEST, highest_task, d, HEAD);
+}
+
 // Of one thread.
-static void decode_layers(const decoding* d, const work_list* lists, const int* list_of_layer) {
+static void decode_tokens(const decoding* d, const work_list* lists, const int* list_of_layer) {
   const decoder* model = d->model;
   const residual r = embed_tokens(d);
   const float* update = NULL;
@@ -293,9 +327,7 @@ static void decode_layers(const decoding* d, const work_list* lists, const int* 
     update = d->last_update + l * d->layer_size;
   }
   norm_last(d, &r, update);
-  if (d->tokens->num_logits == 0) return;
-  const product head = plain_product(&model->head, &d->head_groups, r.normed, d->tokens->logits);
-  run_part(d, model->num_layers, 0, multiply_task, &head, HEAD);
+  if (d->tokens->num_logits) compute_logits(d, r.normed);
 }
 
 // A list of work for each window that a layer has; layers with equal windows share one. 0 if there is no memory.
@@ -366,9 +398,10 @@ static task_list* list_tasks(const decoding* d, const work_list* lists, const in
     for (int i = 0; i < NUM_LISTS; i++) total += counts[i];
   }
   const product head = plain_product(&d->model->head, &d->head_groups, NULL, NULL);
-  const int64_t num_head_tasks = d->tokens->num_logits ? num_product_tasks(&head) : 0;
-  total += num_head_tasks;
-  const size_t size = sizeof(task_list) * (size_t)(num_layers * NUM_LISTS + 1);
+  const int64_t last_counts[] = {num_product_tasks(&head), d->tokens->num_logits};
+  const int64_t num_lists = num_layers * NUM_LISTS;
+  for (int i = 0; i < NUM_LAST_LISTS; i++) total += last_counts[i];
+  const size_t size = sizeof(task_list) * (size_t)(num_lists + NUM_LAST_LISTS);
   task_list* tasks = aligned_alloc(64, size + (size_t)(total + 63) / 64 * 64);
   if (!tasks) return NULL;
   memset(tasks, 0, size + (size_t)total);
@@ -383,8 +416,8 @@ static task_list* list_tasks(const decoding* d, const work_list* lists, const in
       done += counts[i];
     }
   }
-  tasks[num_layers * NUM_LISTS].num_tasks = num_head_tasks;
-  tasks[num_layers * NUM_LISTS].done = d->is_few ? done : NULL;
+  for (int i = 0; i < NUM_LAST_LISTS; i++, done += last_counts[i - 1])
+    tasks[num_lists + i] = (task_list){.num_tasks = last_counts[i], .done = d->is_few ? done : NULL};
   return tasks;
 }
 
@@ -402,7 +435,7 @@ int decode(const decoder* model, const attention_step* step, const decoder_step*
   if (d.lists) {
     share_out(&d, memory);
 #pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1)
-    decode_layers(&d, lists, list_of_layer);
+    decode_tokens(&d, lists, list_of_layer);
     memcpy(times, clock.parts, sizeof clock.parts);
   }
   if (lists)
