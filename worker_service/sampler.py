@@ -59,11 +59,11 @@ def sample(logits: torch.Tensor, special_rows: Sequence[SamplingRow], highest: t
         special_rows: in order of index.
         highest: [R] int64, which logit of each row is, the first of equals, -1 where there is a NaN; if it is known.
     """
+    if highest is None:
+        highest = _highest(logits)
     if not special_rows and logits.device.type == "cpu":
-        return _choose_highest(_highest(logits) if highest is None else highest.tolist())
-    token_ids = _argmax(logits)
-    # A NaN counts as the highest of its row, so looking at the highest finds every one.
-    is_nan = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan()
+        return _choose_highest(highest.tolist())
+    token_ids, is_nan = highest.clamp(min=0), highest < 0
     beams = [row for row in special_rows if row.sampling.num_candidates is not None]
     choosing = [row for row in special_rows if row.sampling.num_candidates is None]
     if special_rows:
@@ -76,16 +76,9 @@ def sample(logits: torch.Tensor, special_rows: Sequence[SamplingRow], highest: t
 
 
 def _choose_highest(highest: Sequence[int]) -> Samples:
+    """`sample` of rows that ask for nothing, on a CPU, where operations of torch take longer than all else of it."""
     is_nan = [token_id < 0 for token_id in highest]
     return Samples([max(0, token_id) for token_id in highest], is_nan, Logprobs(), Candidates())
-
-
-def _highest(logits: torch.Tensor) -> list[int]:
-    """As `sample` takes it, on a CPU, where operations of torch take longer than all else of it."""
-    values = logits.numpy()
-    token_ids = values.argmax(axis=1)
-    token_ids[np.isnan(values[np.arange(len(values)), token_ids])] = -1
-    return token_ids.tolist()
 
 
 def logprob_columns(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: Sequence[int]) -> Logprobs:
@@ -105,6 +98,13 @@ def logprob_columns(logprobs: torch.Tensor, token_ids: torch.Tensor, num_top: Se
         top_token_ids=tuple(token_id for ids, _ in pairs for token_id in ids),
         top_logprobs=tuple(value for _, values in pairs for value in values),
     )
+
+
+def _highest(logits: torch.Tensor) -> torch.Tensor:
+    """As `sample` takes it. A NaN counts as the highest of its row, so looking at the highest finds every one."""
+    token_ids = _argmax(logits)
+    is_nan = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan()
+    return token_ids.masked_fill_(is_nan, -1)
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -100,10 +100,32 @@ def row_of(table: SequenceTable, slot: int) -> dict[str, Any]:
             table.sampling[slot],
             table.is_special[slot],
             table.is_beam[slot],
+            table.is_plain[slot],
             table.num_prompt_logprobs[slot],
         ),
         "noise": (table.seeds[slot], table.sample_indexes[slot]),
     }
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (SamplingParams(), True),
+        (SamplingParams(temperature=0.5), False),
+        (SamplingParams(num_prompt_logprobs=0), False),
+        (SamplingParams(num_candidates=1), False),
+    ],
+)
+def test_plain_rows_stay_so_until_one_fails(sampling: SamplingParams, expected: bool) -> None:
+    table = SequenceTable(LIMITS)
+    apply(table, openings=(opening(2), opening(1, sampling=sampling)))
+    # The row of slot 2 is left for a copy of that of slot 1.
+    rows = apply(table, fork_source_slots=(1,), fork_target_slots=(2,), work_slots=(2,), work_num_tokens=(6,))
+    assert (rows.slots.tolist(), rows.are_plain) == ([2], expected)
+    table.fail(rows.slots)
+    assert not apply(table).are_plain
+    rows = apply(table, released_slots=(2,), openings=(opening(2),), work_slots=(2,), work_num_tokens=(6,))
+    assert rows.are_plain
 
 
 def test_fork_copies_a_row_and_pauses_the_copy() -> None:
