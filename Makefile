@@ -41,7 +41,7 @@ lint: $(READY)  ## ruff, mypy, buf lint, buf breaking
 
 # Stubs are generated with the oldest grpcio-tools they must load beside, in an environment of its own.
 protos: .venv-protos/.ready  ## generate the stubs under protos/gen
-	.venv-protos/bin/python -m grpc_tools.protoc -Iprotos/gen=protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	.venv-protos/bin/python -m grpc_tools.protoc -Ipagewire/protos/gen=protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
 .venv-protos/.ready:
 	$(PYTHON) -m venv .venv-protos

@@ -18,7 +18,7 @@ import torch
 
 from bench.checkpoint import SHAPES
 from bench.record import RESULTS, machine, verdict, write
-from kernels.cpu import CpuKernels, PagedRows, PagedScoring, load_kernels
+from pagewire.kernels.cpu import CpuKernels, PagedRows, PagedScoring, load_kernels
 
 NUM_SEQUENCES, CONTEXT, BLOCK_SIZE, NUM_LAYERS = 4, 8192, 16, 4
 # Of queries, and of the cache.

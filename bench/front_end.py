@@ -25,8 +25,8 @@ import grpc.aio
 
 from bench.record import RESULTS, machine, verdict, write
 from pagewire.command import GRPC_EXPERIMENTS
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 
 MODEL = "models/storyteller"
 PROMPT = tuple(range(300, 332))

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from bench.record import RESULTS, machine, verdict, write
 from models.story_grammar import write_story
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.system.gateway import Gateway, send
 from tests.system.services import System
 

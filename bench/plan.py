@@ -3,7 +3,7 @@
 import statistics
 import time
 
-from protos.gen.pagewire.worker.v1 import worker_pb2
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.plan import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler

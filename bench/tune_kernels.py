@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from bench.device_timer import measure
-from kernels.triton import tiles
-from kernels.triton.decode_attention import paged_attention_v1, paged_attention_v2
-from kernels.triton.prefill_attention import paged_prefill
-from kernels.triton.split_plan import SplitPlan
-from kernels.triton.tiles import Tile
+from pagewire.kernels.triton import tiles
+from pagewire.kernels.triton.decode_attention import paged_attention_v1, paged_attention_v2
+from pagewire.kernels.triton.prefill_attention import paged_prefill
+from pagewire.kernels.triton.split_plan import SplitPlan
+from pagewire.kernels.triton.tiles import Tile
 
 DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float16": torch.float16}
 BLOCK_SIZE = 16

@@ -15,11 +15,11 @@ from pagewire import wire
 from pagewire.attachment import Attachment
 from pagewire.authorized_channel import AuthorizedChannel
 from pagewire.completion import Completion, CompletionBuilder, Output, Result
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from pagewire.sampling import SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.shared_stream import NotShared, SharedStream
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),

@@ -9,7 +9,7 @@ import grpc.aio
 
 from pagewire import wire
 from pagewire.errors import DeadlineExceeded, Unavailable
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 
 # A server refuses more samples; the request then has one stream.
 MAX_SAMPLES = 16

@@ -20,9 +20,9 @@ from pagewire.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams
 from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 
 try:
     from google.rpc import error_details_pb2, status_pb2

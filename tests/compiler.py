@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels.cpu.library import BuildError, find_compiler
+from pagewire.kernels.cpu.library import BuildError, find_compiler
 
 
 def skip_without_compiler() -> None:

@@ -20,7 +20,7 @@ class BlockOperations:
 def create_block_operations(device: torch.device) -> BlockOperations:
     """Triton's kernels on CUDA, where a gather is one launch without memory of its own; plain torch elsewhere."""
     if device.type == "cuda":
-        from kernels.triton import blocks
+        from pagewire.kernels.triton import blocks
 
         return BlockOperations(blocks.gather_blocks, blocks.scatter_blocks, blocks.copy_blocks)
     return BlockOperations(_gather, _scatter, _copy)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.cpu import CpuKernels, DecoderKernel, DecoderWeights, LayerWeights, PackedLinear
+from pagewire.kernels.cpu import CpuKernels, DecoderKernel, DecoderWeights, LayerWeights, PackedLinear
 from worker_service.attention import AttentionBackend
 from worker_service.attention.cpu_attention import CpuAttend, CpuAttention
 from worker_service.models.decoder import Decoder, DecoderLayer

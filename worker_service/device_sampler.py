@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels import sampling
-from kernels.sampling import SampledTokens, SamplingColumns
+from pagewire.kernels import sampling
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 
 __all__ = ["REFERENCE", "CountTokens", "SampledTokens", "Sampler", "SamplingColumns", "create_sampler"]
 
@@ -19,7 +19,7 @@ CountTokens = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The functions of `kernels.sampling`, or faster ones that do the same."""
+    """The functions of `pagewire.kernels.sampling`, or faster ones that do the same."""
 
     sample: Sample
     count_tokens: CountTokens
@@ -33,7 +33,7 @@ def create_sampler(vocab_size: int) -> Sampler:
     """The Triton kernels where they can, else their specification, which computes row by row."""
     try:
         # Only where it computes: the first import takes long.
-        from kernels.triton import sampler
+        from pagewire.kernels.triton import sampler
     except ImportError as error:
         logger.warning("sampling is computed row by row, which is slow: triton cannot be imported (%s)", error)
         return REFERENCE

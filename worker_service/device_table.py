@@ -31,8 +31,8 @@ class DeviceTable:
     Attributes:
         token_ids: [max_num_seqs + 1, max_model_len + 1] int32.
         block_tables: [max_num_seqs + 1, max_num_blocks] int32; anything beyond a row's blocks.
-        token_counts: [max_num_seqs + 1, vocab_size] int32 as `kernels.sampling.sample` takes them, of rows that have
-            penalties. None before the first of them.
+        token_counts: [max_num_seqs + 1, vocab_size] int32 as `pagewire.kernels.sampling.sample` takes them, of rows
+            that have penalties. None before the first of them.
     """
 
     def __init__(self, limits: TableLimits, device: torch.device, count_tokens: CountTokens) -> None:

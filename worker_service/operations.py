@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.cpu import BuildError, CpuKernels, PackedLinear, load_kernels
+from pagewire.kernels.cpu import BuildError, CpuKernels, PackedLinear, load_kernels
 from worker_service.models.config import ModelConfig
 from worker_service.models.model import Attend
 from worker_service.models.operations import HeadTurn, Operations, Product, TorchOperations

@@ -8,11 +8,11 @@ import functools
 import logging
 import os
 
-from kernels.cpu.decoder import DecoderKernel, DecoderWeights, LayerWeights
-from kernels.cpu.library import BuildError, load_library
-from kernels.cpu.linear import PackedLinear
-from kernels.cpu.operations import CpuKernels
-from kernels.cpu.paged import PagedRows, PagedScoring
+from pagewire.kernels.cpu.decoder import DecoderKernel, DecoderWeights, LayerWeights
+from pagewire.kernels.cpu.library import BuildError, load_library
+from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.operations import CpuKernels
+from pagewire.kernels.cpu.paged import PagedRows, PagedScoring
 
 __all__ = [
     "BuildError",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import ELEMENTS, LinearLayer, PackedLinear
-from kernels.cpu.operations import CpuKernels
-from kernels.cpu.paged import PagedRows, PagedScoring, cache_step, check
+from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedLinear
+from pagewire.kernels.cpu.operations import CpuKernels
+from pagewire.kernels.cpu.paged import PagedRows, PagedScoring, cache_step, check
 
 # One layer's (key_cache, value_cache), [num_blocks, block_size, num_kv_heads, head_dim] each.
 LayerCache = tuple[Tensor, Tensor]

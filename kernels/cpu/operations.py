@@ -1,4 +1,4 @@
-"""The C kernels as functions on tensors. Each is specified by the function of its name in `kernels.reference`.
+"""The C kernels as functions on tensors. Each is specified by the function of its name in `pagewire.kernels.reference`.
 
 All tensors are on the CPU and of one dtype: float32, bfloat16 or float16; only a cache may be of 16 bits where the rest
 is float32. Arithmetic is in float32; what plain torch would store in the dtype in between is rounded to it here too.
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import PackedLinear
-from kernels.cpu.paged import PagedRows, PagedScoring, check, paged_step
+from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.paged import PagedRows, PagedScoring, check, paged_step
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Of queries, and of the cache that they attend to.
@@ -99,7 +99,7 @@ class CpuKernels:
             query: [T, num_heads, head_dim], of the cache's dtype or float32; tokens may be strided.
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides but the last.
             block_tables: [S, max_blocks] integers. What lies past a row's end or before its window is not read.
-            seq_lens, query_start_loc, scale, window, alibi_slopes, softcap: as in `kernels.reference`.
+            seq_lens, query_start_loc, scale, window, alibi_slopes, softcap: as in `pagewire.kernels.reference`.
             num_threads: to use instead of torch's number.
 
         Returns:

@@ -58,7 +58,7 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True)
 class PagedScoring:
-    """How scores become weights: see `kernels.reference.paged_attention`."""
+    """How scores become weights: see `pagewire.kernels.reference.paged_attention`."""
 
     scale: float
     window: int = 0

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.triton import tiles
-from kernels.triton.cache import check_caches, check_scales
+import triton
+import triton.language as tl
+from pagewire.kernels.triton import tiles
+from pagewire.kernels.triton.cache import check_caches, check_scales
 
 LOG2_E = 1.4426950408889634
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -17,7 +17,7 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the keys and values of S rows lie: as in `kernels.reference.paged_attention`, int32 on the device."""
+    """Where the keys and values of S rows lie, int32 on the device: as in `pagewire.kernels.reference`."""
 
     block_tables: Tensor
     seq_lens: Tensor
@@ -41,7 +41,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How products become weights and weights results: as in `kernels.reference.paged_attention`."""
+    """How products become weights and weights results: as in `pagewire.kernels.reference.paged_attention`."""
 
     scale: float
     window: int

@@ -2,15 +2,16 @@
 
 They are blind to what a block holds: any tensor with the block index outermost will do, be it one layer's cache, the
 block-major allocation of all layers, or a layer-major one with its block dimension moved to the front.
-Specifications: `kernels.reference.copy_blocks`, `gather_blocks` and `scatter_blocks`.
+Specifications: `pagewire.kernels.reference.copy_blocks`, `gather_blocks` and `scatter_blocks`.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 _WORD = torch.int32
 CHUNK_WORDS = 2048  # of a program: with 128 threads, four loads of 16 bytes each

@@ -1,9 +1,10 @@
-"""Writing keys and values into the paged cache. Specification: `kernels.reference.reshape_and_cache`."""
+"""Writing keys and values into the paged cache. Specification: `pagewire.kernels.reference.reshape_and_cache`."""
 
 import torch
+from torch import Tensor
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 BLOCK_SIZES = range(16, 256 + 1, 16)
 HEAD_DIMS = range(32, 256 + 1, 8)

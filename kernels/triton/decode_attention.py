@@ -5,17 +5,17 @@ has one program per row and KV head. Version 2 cuts long rows into splits and ad
 decoding: Dao et al., 2023, https://pytorch.org/blog/flash-decoding/). Where rows are cut is decided on the device, once
 a step for all layers: see `split_plan`. No grid depends on the rows' lengths, so a CUDA graph can hold the launches.
 
-Specification: `kernels.reference.paged_attention`, with one query per row.
+Specification: `pagewire.kernels.reference.paged_attention`, with one query per row.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.triton import tiles
-from kernels.triton.attention_arguments import Rows, Scoring, check_tensors, operand, prepare_queries
-from kernels.triton.split_plan import ANY_LEN, SplitPlan
+import triton
+import triton.language as tl
+from pagewire.kernels.triton import tiles
+from pagewire.kernels.triton.attention_arguments import Rows, Scoring, check_tensors, operand, prepare_queries
+from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 
 MIN_ROWS = 16  # of a tile: the least that a matrix product takes
 REDUCTION_TILE = 16  # splits

@@ -3,11 +3,11 @@
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.cache import check_caches, check_scales, quantize
+import triton
+import triton.language as tl
+from pagewire.kernels.triton.cache import check_caches, check_scales, quantize
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_NORM_SIZE = 65536

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.triton.decode_attention import paged_attention_v1, paged_attention_v2
-from kernels.triton.prefill_attention import paged_prefill
-from kernels.triton.split_plan import SplitPlan
+from pagewire.kernels.triton.decode_attention import paged_attention_v1, paged_attention_v2
+from pagewire.kernels.triton.prefill_attention import paged_prefill
+from pagewire.kernels.triton.split_plan import SplitPlan
 
 
 def paged_attention(

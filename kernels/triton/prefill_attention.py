@@ -6,15 +6,15 @@ the device: the grid depends only on how many tokens and rows there are.
 
 Rows with one new token are better off in `decode_attention`: `paged_attention` launches both, each for its part.
 
-Specification: `kernels.reference.paged_attention`.
+Specification: `pagewire.kernels.reference.paged_attention`.
 """
+
+from torch import Tensor
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from kernels.triton import tiles
-from kernels.triton.attention_arguments import (
+from pagewire.kernels.triton import tiles
+from pagewire.kernels.triton.attention_arguments import (
     Rows,
     Scoring,
     check_integers,

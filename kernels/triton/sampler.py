@@ -1,4 +1,4 @@
-"""From logits to tokens on the device. Specification: `kernels.sampling.sample`, whose draws these are.
+"""From logits to tokens on the device. Specification: `pagewire.kernels.sampling.sample`, whose draws these are.
 
 A step is two launches and reads the logits once, and a little more where rows have filters:
 
@@ -13,12 +13,12 @@ Launch grids depend on the tensors' shapes alone, so a CUDA graph can hold them.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels import sampling
-from kernels.sampling import SampledTokens, SamplingColumns
+import triton
+import triton.language as tl
+from pagewire.kernels import sampling
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 
 MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
 GROUP_SIZE = 64  # tokens; a power of two

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.attention_arguments import check_integers
+import triton
+import triton.language as tl
+from pagewire.kernels.triton.attention_arguments import check_integers
 
 MIN_CHUNK = 256  # positions; a shorter split costs more than it saves
 MAX_UNSPLIT_LEN = 512  # positions; one program reads them in less time than a second launch takes

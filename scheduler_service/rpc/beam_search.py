@@ -2,7 +2,7 @@
 
 import math
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import BeamParams, EarlyStopping
 from scheduler_service.rpc.status import invalid
 

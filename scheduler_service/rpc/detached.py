@@ -7,7 +7,7 @@ from typing import Protocol
 
 import grpc
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.delivery import Delivery
 from scheduler_service.rpc.history import History, HistoryReader
 from scheduler_service.rpc.status import RpcError, invalid

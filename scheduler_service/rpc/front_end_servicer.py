@@ -6,7 +6,7 @@ from typing import NoReturn
 import grpc
 import grpc.aio
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.rpc.generate_request import ServedModel
 from scheduler_service.rpc.generation import generate
 from scheduler_service.rpc.intake import Intake, Tokenizer

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.rpc.beam_search import MAX_BEAM_WIDTH, check_beam_search, num_candidates, resolve_beam

@@ -7,7 +7,7 @@ belongs to no token and follows the last.
 from array import array
 from collections.abc import Iterator
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.sample import MAX_RESPONSE_TOKENS, encode_logprobs

@@ -1,6 +1,6 @@
 """A core Request as the GenerateRequest that another scheduler resolves to the same."""
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EarlyStopping, Request
 
 _EARLY_STOPPING = {

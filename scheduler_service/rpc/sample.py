@@ -6,7 +6,7 @@ Deltas that come while the client is not reading are merged, so that what waits 
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.transcript import Transcript

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import grpc
 import grpc.aio
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.request_encoding import encode_request

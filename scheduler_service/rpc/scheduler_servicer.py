@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import BlockMap, Request, RequestReport, SchedulerStats
 from scheduler_service.rpc import intake, kv_event_stream, report

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EndReason, SequenceEnd
 
 _FINISH_REASONS = {

@@ -9,7 +9,7 @@ from operator import attrgetter
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from protos.gen.pagewire.worker.v1 import worker_pb2
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.plan import (
     PART_NAMES,
     Candidates,

@@ -12,7 +12,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.rpc import wire

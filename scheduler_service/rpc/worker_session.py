@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 import grpc.aio
 
-from protos.gen.pagewire.worker.v1 import worker_pb2
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.rpc import wire

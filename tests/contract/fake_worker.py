@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import grpc.aio
 
-from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.core.plan import PART_NAMES, Logprobs, RowStatus, StepResult
 from tests.core.simulated_worker import SimulatedWorker
 from worker_service.rpc import wire as worker_wire

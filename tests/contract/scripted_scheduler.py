@@ -12,8 +12,8 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 
 Script = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterable[pb.GenerateResponse]]
 WORDS = (" there", " was", " a", " fox", ".")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract.scheduler_stack import Stack
 
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.request import BeamParams, EarlyStopping, Request
 from tests.contract.scheduler_stack import (

@@ -15,7 +15,7 @@ import pytest
 from pagewire.chat import Conversation
 from pagewire.command import VERBS, main
 from pagewire.errors import CommandError
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
 

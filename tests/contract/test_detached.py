@@ -9,7 +9,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd
 from scheduler_service.rpc.history import History, HistoryReader
 from scheduler_service.rpc.transcript import Transcript

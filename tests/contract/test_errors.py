@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import RowStatus
 from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 

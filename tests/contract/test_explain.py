@@ -19,8 +19,8 @@ import pytest
 import pagewire
 from pagewire import Client, SamplingParams
 from pagewire.block_view import BlockView
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockMap
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BlockUse
 from scheduler_service.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker

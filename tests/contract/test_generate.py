@@ -7,7 +7,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from tests.contract.scheduler_stack import Result, Stack, expected_tokens, make_checkpoint, request, serve
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]

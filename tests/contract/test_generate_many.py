@@ -9,8 +9,8 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 from tests.contract.shared_stream import SharedStream
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BlockStored, CacheCleared, KvEvent, Tier
 from scheduler_service.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.model_info import read_model_info

@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS
 from tests.contract import scheduler_stack
 from tests.contract.certificates import DAY, Authority, Certificate, self_signed

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protos.gen.pagewire.worker.v1 import worker_pb2
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import StepPlan
 from scheduler_service.model_info import read_model_info

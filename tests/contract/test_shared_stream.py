@@ -12,7 +12,7 @@ import pytest
 
 import pagewire
 from pagewire import Client, SamplingParams
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract import scripted_scheduler
 from tests.contract.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving

@@ -15,7 +15,7 @@ import yaml
 
 from pagewire import Client, SamplingParams, command
 from pagewire.errors import PagewireError
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.model_info import read_model_info

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BlockStored, KvEvent, Tier
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.kv_event_log import KvEventBatch

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.gen.pagewire.worker.v1 import worker_pb2
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core import plan as core
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.rpc import wire as scheduler_wire

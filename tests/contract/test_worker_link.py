@@ -10,8 +10,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.liveness import Liveness

@@ -1,7 +1,7 @@
 import pytest
 
-from kernels.cpu import CpuKernels
-from kernels.cpu.library import load_library
+from pagewire.kernels.cpu import CpuKernels
+from pagewire.kernels.cpu.library import load_library
 from tests.compiler import skip_without_compiler
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.cpu import DecoderKernel, DecoderWeights, LayerWeights, PagedRows, PagedScoring
+from pagewire.kernels.cpu import DecoderKernel, DecoderWeights, LayerWeights, PagedRows, PagedScoring
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 32, 4, 2, 8, 50
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import kernels.cpu
-from kernels import reference
-from kernels.cpu import BuildError, CpuKernels, PagedRows, PagedScoring, load_kernels
-from kernels.cpu.library import FLAGS, MAIN_SOURCE, SOURCES, build_library, find_compiler, load_library
+import pagewire.kernels.cpu
+from pagewire.kernels import reference
+from pagewire.kernels.cpu import BuildError, CpuKernels, PagedRows, PagedScoring, load_kernels
+from pagewire.kernels.cpu.library import FLAGS, MAIN_SOURCE, SOURCES, build_library, find_compiler, load_library
 
 NUM_LAYERS = 2
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
@@ -382,9 +382,9 @@ def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, 
 @pytest.fixture
 def fresh_switch():
     """As in a process that has not tried to load the kernels yet."""
-    kernels.cpu._load.cache_clear()
+    pagewire.kernels.cpu._load.cache_clear()
     yield
-    kernels.cpu._load.cache_clear()
+    pagewire.kernels.cpu._load.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from kernels.cpu import CpuKernels
-from kernels.cpu.library import FLAGS, load_library
+from pagewire.kernels.cpu import CpuKernels
+from pagewire.kernels.cpu.library import FLAGS, load_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 23, 40)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import reference
+from pagewire.kernels import reference
 
 
 def test_skipped_slots_leave_the_cache_alone():

@@ -185,7 +185,7 @@ def test_frontends_dial_the_scheduler() -> None:
 
 @components
 def test_probes_ask_for_served_health_services(component: str) -> None:
-    module = importlib.import_module(f"protos.gen.pagewire.{component}.v1.{component}_pb2")
+    module = importlib.import_module(f"pagewire.protos.gen.pagewire.{component}.v1.{component}_pb2")
     assert READINESS_SERVICES[component] in [s.full_name for s in module.DESCRIPTOR.services_by_name.values()]
 
 

@@ -75,7 +75,9 @@ def test_worker_image_has_a_compiler() -> None:
 def test_images_see_everything_that_the_package_needs() -> None:
     packages = project()["tool"]["setuptools"]["packages"]["find"]["include"]
     seen = {path.parts[0] for path in files_of_the_build()}
-    assert seen == {"pyproject.toml", "README.md", "LICENSE"} | {name.strip("*") for name in packages}
+    linked = {path.name for path in (ROOT / "pagewire").iterdir() if path.is_symlink()}
+    assert linked == {"kernels", "protos"}
+    assert seen == {"pyproject.toml", "README.md", "LICENSE"} | {name.strip("*") for name in packages} | linked
 
 
 def closure_of_the_base_install() -> list[metadata.Distribution]:
@@ -103,7 +105,7 @@ def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in files_of_the_build():
         target = folder / "src" / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / path, target)
+        shutil.copyfile(ROOT / path, target, follow_symlinks=False)
     venv.create(folder / "venv", with_pip=False)
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
     for distribution in closure_of_the_base_install():
@@ -121,8 +123,9 @@ def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files_of_the_image_install(image_python: Path) -> None:
     (site_packages,) = image_python.parents[1].glob("lib/python*/site-packages")
-    code = {path for path in files_of_the_build() if path.suffix in (".py", ".c", ".h")}
-    missing = {path for path in code if not (site_packages / path).exists()}
+    code = {path for path in files_of_the_build() if path.suffix in (".py", ".c", ".h", ".proto")}
+    linked = {path: Path("pagewire", path) if path.parts[0] in ("kernels", "protos") else path for path in code}
+    missing = {path for path in linked.values() if not (site_packages / path).exists()}
     assert not missing
 
 

@@ -12,17 +12,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("scheduler_service", "worker_service", "kernels", "pagewire")
-OURS = (*PACKAGES, "protos", "bench", "models", "tests")
+# These are links to folders of the top level, whose names are not ours to install.
+LINKED = ("pagewire.kernels", "pagewire.protos")
+PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire")
+OURS = ("scheduler_service", "worker_service", "pagewire", "bench", "models", "tests")
 MAX_FUNCTION_LINES = 60
 
 # What the modules under a prefix may import of ours. The longest prefix that fits a module decides; a module that fits
 # none may import anything. A service's `server` composes it: it may import all of its own service.
 ALLOWED_IMPORTS = {
-    "kernels": ("kernels",),
+    "pagewire.kernels": ("pagewire.kernels",),
     "scheduler_service": ("scheduler_service",),
     "scheduler_service.core": ("scheduler_service.core",),
-    "scheduler_service.rpc": ("scheduler_service.core", "scheduler_service.rpc", "protos.gen.pagewire"),
+    "scheduler_service.rpc": ("scheduler_service.core", "scheduler_service.rpc", "pagewire.protos.gen.pagewire"),
     "scheduler_service.step_loop": (
         "scheduler_service.core",
         "scheduler_service.stream",
@@ -36,24 +38,24 @@ ALLOWED_IMPORTS = {
         "worker_service.session",
         "worker_service.engine",
         "worker_service.rpc",
-        "protos.gen.pagewire.worker",
+        "pagewire.protos.gen.pagewire.worker",
     ),
     "worker_service.step": (),
     "worker_service.session": ("worker_service.step",),
     "worker_service.checkpoint": (),
     "worker_service.models": ("worker_service.models", "worker_service.checkpoint"),
-    "worker_service.operations": ("worker_service.models", "worker_service.triton_operations", "kernels"),
-    "worker_service.triton_operations": ("worker_service.models", "worker_service.attention", "kernels"),
-    "worker_service.attention": ("worker_service.attention", "kernels"),
-    "worker_service.block_operations": ("kernels",),
-    "worker_service.device_sampler": ("kernels",),
+    "worker_service.operations": ("worker_service.models", "worker_service.triton_operations", "pagewire.kernels"),
+    "worker_service.triton_operations": ("worker_service.models", "worker_service.attention", "pagewire.kernels"),
+    "worker_service.attention": ("worker_service.attention", "pagewire.kernels"),
+    "worker_service.block_operations": ("pagewire.kernels",),
+    "worker_service.device_sampler": ("pagewire.kernels",),
     "worker_service.cpu_decoder": (
         "worker_service.models",
         "worker_service.operations",
         "worker_service.attention",
-        "kernels",
+        "pagewire.kernels",
     ),
-    "pagewire": ("pagewire", "scheduler_service", "worker_service", "protos.gen.pagewire.scheduler"),
+    "pagewire": ("pagewire", "scheduler_service", "worker_service", "pagewire.protos.gen.pagewire.scheduler"),
 }
 # The only modules of a service that may import its rpc package from outside it.
 COMPOSERS = ("scheduler_service.server", "scheduler_service.front_end", "worker_service.server")
@@ -90,13 +92,19 @@ def parse(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(), filename=str(path))
 
 
+def is_allowed(name: str, allowed: tuple[str, ...]) -> bool:
+    """Whether a name is under one of the prefixes. What is linked into `pagewire` has to be allowed by its own name."""
+    linked = next((link for link in LINKED if is_under(name, link)), "")
+    return any(is_under(name, prefix) and is_under(prefix, linked or prefix) for prefix in allowed)
+
+
 def forbidden_imports(module: str, imported: list[str]) -> list[str]:
     rules = [prefix for prefix in ALLOWED_IMPORTS if is_under(module, prefix)]
     if not rules:
         return []
     allowed = ALLOWED_IMPORTS[max(rules, key=len)]
     ours = [name for name in imported if name.split(".")[0] in OURS]
-    forbidden = [name for name in ours if not any(is_under(name, prefix) for prefix in allowed)]
+    forbidden = [name for name in ours if not is_allowed(name, allowed)]
     service = module.split(".")[0]
     if module not in COMPOSERS and not is_under(module, f"{service}.rpc"):
         forbidden += [name for name in ours if is_under(name, f"{service}.rpc")]
@@ -112,15 +120,24 @@ def test_imports_keep_to_the_boundaries(path: Path) -> None:
 
 
 def test_boundaries_are_noticed_when_they_break() -> None:
-    assert forbidden_imports("kernels.cpu.attention", ["worker_service.step"])
+    assert forbidden_imports("pagewire.kernels.cpu.attention", ["worker_service.step"])
     assert forbidden_imports("scheduler_service.core.scheduler", ["scheduler_service.rpc.wire"])
-    assert forbidden_imports("scheduler_service.core.scheduler", ["protos.gen.pagewire.worker.v1.worker_pb2"])
+    assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("scheduler_service.step_loop", ["scheduler_service.rpc.worker_link"])
     assert forbidden_imports("scheduler_service.metrics", ["worker_service.step"])
     assert forbidden_imports("worker_service.model_runner", ["worker_service.rpc.wire"])
+    assert forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
+    assert forbidden_imports("pagewire.client", ["pagewire.kernels.sampling"])
+    assert not forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.scheduler.v1.scheduler_pb2"])
     assert not forbidden_imports(
         "scheduler_service.server", ["scheduler_service.rpc.wire", "scheduler_service.core.plan"]
     )
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES, "protos/gen", "bench", "models", "tests"), ids=str)
+def test_folders_linked_into_the_package_are_imported_from_there(path: Path) -> None:
+    """PyPI has a package `kernels`, which transformers uses."""
+    assert not [name for name in imports(parse(path)) if name.split(".")[0] in {"kernels", "protos"}]
 
 
 @pytest.mark.parametrize("path", sources("scheduler_service/core"), ids=str)
@@ -145,7 +162,7 @@ def test_functions_are_short(path: Path) -> None:
             assert num_lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno}: {node.name} has {num_lines} lines"
 
 
-@pytest.mark.parametrize("path", sources("kernels/triton"), ids=str)
+@pytest.mark.parametrize("path", sources("pagewire/kernels/triton"), ids=str)
 def test_functions_around_kernels_are_typed(path: Path) -> None:
     """mypy cannot ask for it here, since kernels have no types."""
     for node in ast.walk(parse(path)):
@@ -155,7 +172,7 @@ def test_functions_around_kernels_are_typed(path: Path) -> None:
             assert all(argument.annotation is not None for argument in arguments), f"{path}:{node.lineno}: {node.name}"
 
 
-@pytest.mark.parametrize("path", sources("kernels/triton"), ids=str)
+@pytest.mark.parametrize("path", sources("pagewire/kernels/triton"), ids=str)
 def test_nothing_is_tuned_while_the_engine_runs(path: Path) -> None:
     decorators = [
         ast.unparse(decorator)
@@ -180,8 +197,8 @@ def test_nothing_runs_what_it_reads(path: Path) -> None:
 
 
 def loaded_after(code: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has loaded after running `code`."""
-    program = f"import sys\n{code}\nprint(*{{name.split('.')[0] for name in sys.modules}}, file=sys.stderr)"
+    """Modules that a fresh interpreter has loaded after running `code`."""
+    program = f"import sys\n{code}\nprint(*sys.modules, file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return set(result.stderr.splitlines()[-1].split())
@@ -194,12 +211,12 @@ def test_the_scheduler_and_the_client_load_neither_torch_nor_numpy() -> None:
     assert not loaded_after("import scheduler_service.server, scheduler_service.front_end, pagewire") & {
         *HEAVY,
         "worker_service",
-        "kernels",
+        "pagewire.kernels",
     }
 
 
 def test_the_client_loads_no_service() -> None:
-    assert not loaded_after("import pagewire") & {*HEAVY, "scheduler_service", "worker_service", "kernels"}
+    assert not loaded_after("import pagewire") & {*HEAVY, "scheduler_service", "worker_service", "pagewire.kernels"}
 
 
 @pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler", "frontend"])

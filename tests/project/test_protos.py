@@ -26,14 +26,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
     outputs.append(f"--descriptor_set_out={folder / 'descriptors'}")
     sources = [str(source) for source in SOURCES]
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-Iprotos/gen=protos", *outputs, *sources]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Ipagewire/protos/gen=protos", *outputs, *sources]
     subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
 
 def stub(source: Path, suffix: str) -> Path:
-    """Where the stub of `protos/pagewire/...` lies, relative to the root."""
-    return Path("protos/gen", *source.parts[1:]).with_name(source.stem + suffix)
+    """Where the stub of `protos/pagewire/...` lies, relative to the root and as it is imported."""
+    return Path("pagewire/protos/gen", *source.parts[1:]).with_name(source.stem + suffix)
 
 
 def without_json_names(file: FileDescriptorProto) -> FileDescriptorProto:
@@ -88,7 +88,8 @@ def test_committed_types_are_fresh(source: Path, fresh: Path) -> None:
 
 def test_nothing_else_lies_among_the_stubs() -> None:
     expected = {stub(source, suffix) for source in SOURCES for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")}
-    found = {path.relative_to(ROOT) for path in (PROTOS / "gen").rglob("*.py*") if "__pycache__" not in path.parts}
+    stubs = ROOT / "pagewire/protos/gen"
+    found = {path.relative_to(ROOT) for path in stubs.rglob("*.py*") if "__pycache__" not in path.parts}
     assert found == expected
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import grpc.aio
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 from tests.contract.trace_collector import attributes, collecting
 from tests.system.services import System
 from tests.worker.checkpoints import make_checkpoint

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels import reference
+from pagewire.kernels import reference
 from worker_service.attention import AttentionBatch, AttentionShape
 
 NUM_LAYERS = 2

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from kernels.reference import paged_attention, reshape_and_cache
+from pagewire.kernels.reference import paged_attention, reshape_and_cache
 from tests.worker.fake_device import as_kernel
 from worker_service.attention import Attend, AttentionBatch, LayerCache
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import reference
-from kernels.cpu import load_kernels
+from pagewire.kernels import reference
+from pagewire.kernels.cpu import load_kernels
 from tests.worker.attention_rows import E4M3, NUM_LAYERS, Rows, random_lengths
 from worker_service.attention import AttentionBatch, AttentionShape, UnavailableError, create_backend
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import reference
+from pagewire.kernels import reference
 from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()  # keys and values are written by a Triton kernel

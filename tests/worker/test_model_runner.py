@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from kernels.cpu import load_kernels
+from pagewire.kernels.cpu import load_kernels
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.plans import Row, num_blocks_needed, plan_steps

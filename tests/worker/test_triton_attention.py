@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import reference
+from pagewire.kernels import reference
 from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
 
-from kernels.triton import paged_attention as kernels  # noqa: E402
+from pagewire.kernels.triton import paged_attention as kernels  # noqa: E402
 from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, random_lengths  # noqa: E402
 from worker_service.attention import DeviceRows, create_backend  # noqa: E402
 from worker_service.attention.triton_attention import TritonAttention  # noqa: E402

@@ -19,8 +19,8 @@ import pytest
 import torch
 import transformers
 
-from protos.gen.pagewire.worker.v1 import worker_pb2 as pb
-from protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.plans import PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig

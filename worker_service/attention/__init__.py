@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from kernels.cpu import load_kernels
-from kernels.cpu.paged import MAX_HEAD_DIM
+from pagewire.kernels.cpu import load_kernels
+from pagewire.kernels.cpu.paged import MAX_HEAD_DIM
 from worker_service.attention.backend import (
     Attend,
     AttentionBackend,
@@ -44,7 +44,7 @@ def create_backend(name: str, device: torch.device, shape: AttentionShape) -> At
 
     Raises:
         UnavailableError: there is no backend of that name, or it cannot compute this here.
-        BuildError: as `kernels.cpu.load_kernels` raises it.
+        BuildError: as `pagewire.kernels.cpu.load_kernels` raises it.
     """
     if name == "auto":
         preferred = "cpu" if device.type == "cpu" else "triton"

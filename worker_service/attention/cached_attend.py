@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.triton.cache import reshape_and_cache
+from pagewire.kernels.triton.cache import reshape_and_cache
 from worker_service.attention.backend import LayerCache
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kernels.cpu import CpuKernels, PagedRows, PagedScoring
+from pagewire.kernels.cpu import CpuKernels, PagedRows, PagedScoring
 from worker_service.attention.backend import Attend, AttentionBatch, LayerCache
 
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
-from kernels.triton.paged_attention import paged_attention
-from kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
-from kernels.triton.tiles import MAX_GROUPS
+from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
+from pagewire.kernels.triton.paged_attention import paged_attention
+from pagewire.kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
+from pagewire.kernels.triton.tiles import MAX_GROUPS
 from worker_service.attention.backend import Attend, AttentionBatch, AttentionShape, DeviceRows, LayerCache
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability

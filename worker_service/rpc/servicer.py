@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from protos.gen.pagewire.worker.v1 import worker_pb2 as pb
-from protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
 from worker_service.rpc.wire import decode_request, encode_response
 from worker_service.session import ProtocolError, Session, SessionRegister

@@ -5,7 +5,7 @@ from dataclasses import fields
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from protos.gen.pagewire.worker.v1 import worker_pb2 as pb
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from worker_service.session import ProtocolError
 from worker_service.step import (
     Candidates,

@@ -7,7 +7,7 @@ defaults are not filled in: a gateway reads them from GetModelInfo and sends the
 import grpc
 from smg_grpc_proto import vllm_engine_pb2
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.status import RpcError, invalid
 
 # Fields of the same name, type and meaning; sent as they are, 0 included.

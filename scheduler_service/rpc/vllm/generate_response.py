@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 
 _FINISH_REASONS = {
     scheduler_pb2.FINISH_REASON_STOP: "stop",

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.delivery import Delivery, SequenceStopper
 from scheduler_service.rpc.sample import Sample
 

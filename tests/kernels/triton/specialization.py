@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from kernels.triton import decode_attention, prefill_attention, split_plan
+from pagewire.kernels.triton import decode_attention, prefill_attention, split_plan
 
 KERNELS = {
     prefill_attention._paged_prefill_kernel: ("block_tables", "seq_lens", "query_start_loc", "table_stride_row"),

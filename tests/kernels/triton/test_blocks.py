@@ -1,9 +1,9 @@
-"""`kernels.triton.blocks` against its specification."""
+"""`pagewire.kernels.triton.blocks` against its specification."""
 
 import pytest
 import torch
 
-from kernels.triton import blocks
+from pagewire.kernels.triton import blocks
 from tests.kernels.triton.checks.blocks import LAYOUTS, OPERATIONS, Shape, check_blocks
 
 SHAPE = Shape(num_blocks=8, num_layers=2, block_size=16, num_kv_heads=2, head_dim=32)

@@ -1,11 +1,11 @@
-"""`kernels.triton.cache` against its specification."""
+"""`pagewire.kernels.triton.cache` against its specification."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from kernels.triton import cache
+from pagewire.kernels.triton import cache
 from tests.kernels.triton.checks.cache import E4M3, LAYOUTS, Shape, check_reshape_and_cache, make_caches, make_step
 
 SHAPE = Shape(num_tokens=7, num_kv_heads=3, head_dim=32, block_size=16, num_blocks=3)

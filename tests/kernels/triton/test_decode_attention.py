@@ -1,4 +1,4 @@
-"""`kernels.triton.decode_attention` and `split_plan` against their specification."""
+"""`pagewire.kernels.triton.decode_attention` and `split_plan` against their specification."""
 
 import dataclasses
 import itertools
@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from kernels.triton import decode_attention, split_plan, tiles
+from pagewire.kernels.triton import decode_attention, split_plan, tiles
 from tests.kernels.triton.checks.decode_attention import (
     E4M3,
     VERSIONS,

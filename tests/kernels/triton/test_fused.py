@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.triton import fused
+from pagewire.kernels.triton import fused
 from tests.kernels.triton.checks import fused as checks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

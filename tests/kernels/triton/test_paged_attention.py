@@ -1,4 +1,4 @@
-"""`kernels.triton.paged_attention`: rows that decode and others in one batch are what each is alone."""
+"""`pagewire.kernels.triton.paged_attention`: rows that decode and others in one batch are what each is alone."""
 
 import itertools
 from dataclasses import replace
@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.triton import paged_attention as module
-from kernels.triton.paged_attention import paged_attention
+from pagewire.kernels.triton import paged_attention as module
+from pagewire.kernels.triton.paged_attention import paged_attention
 from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_attention, make_batch
 
 CASE = Case(((1, 40), (1, 17), (1, 0), (12, 20), (9, 9), (1, 5)), num_kv_heads=2, num_groups=2)

@@ -1,4 +1,4 @@
-"""`kernels.triton.prefill_attention` against its specification: every feature alone and in pairs, and every edge."""
+"""`pagewire.kernels.triton.prefill_attention` against its specification: every feature alone, in pairs, at every edge."""
 
 import itertools
 from dataclasses import replace
@@ -7,8 +7,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from kernels.triton import prefill_attention
-from kernels.triton.tiles import Tile
+from pagewire.kernels.triton import prefill_attention
+from pagewire.kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_prefill, make_batch
 
 TILE = Tile(block_n=16, num_warps=4, num_stages=2, block_m=16)

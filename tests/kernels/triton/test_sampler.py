@@ -1,4 +1,4 @@
-"""`kernels.triton.sampler` against its specification, and that against the worker's sampler for CPUs."""
+"""`pagewire.kernels.triton.sampler` against its specification, and that against the worker's sampler for CPUs."""
 
 import dataclasses
 import random
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import sampling
-from kernels.triton import sampler
+from pagewire.kernels import sampling
+from pagewire.kernels.triton import sampler
 from tests.kernels.triton.checks.sampler import (
     MAX_LOGPROBS,
     Row,

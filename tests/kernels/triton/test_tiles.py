@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.triton import tiles
-from kernels.triton.tiles import Shape, Tile
+from pagewire.kernels.triton import tiles
+from pagewire.kernels.triton.tiles import Shape, Tile
 
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 MAX_SHARED_MEMORY = 227 * 1024

@@ -5,8 +5,8 @@ import torch
 
 from bench import tune_kernels
 from bench.tune_kernels import Problem
-from kernels.triton import prefill_attention, tiles
-from kernels.triton.tiles import Tile
+from pagewire.kernels.triton import prefill_attention, tiles
+from pagewire.kernels.triton.tiles import Tile
 
 TILES = (Tile(32, 4, 2), Tile(16, 4, 2), Tile(64, 4, 2))
 

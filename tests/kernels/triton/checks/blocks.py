@@ -1,4 +1,4 @@
-"""Checks of `kernels.triton.blocks` against its specification: every byte of both ends."""
+"""Checks of `pagewire.kernels.triton.blocks` against its specification: every byte of both ends."""
 
 import functools
 import itertools
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.triton import blocks
+from pagewire.kernels import reference
+from pagewire.kernels.triton import blocks
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 OPERATIONS = ("copy", "gather", "scatter")

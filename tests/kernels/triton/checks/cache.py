@@ -1,4 +1,4 @@
-"""Checks of `kernels.triton.cache` against its specification: every byte of the allocation, not only those written."""
+"""Checks of `pagewire.kernels.triton.cache` against its specification: every byte allocated, not only those written."""
 
 import functools
 import itertools
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.triton import cache
+from pagewire.kernels import reference
+from pagewire.kernels.triton import cache
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 E4M3 = torch.float8_e4m3fn

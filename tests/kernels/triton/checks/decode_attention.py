@@ -1,4 +1,4 @@
-"""Checks of `kernels.triton.decode_attention` against its specification."""
+"""Checks of `pagewire.kernels.triton.decode_attention` against its specification."""
 
 import dataclasses
 import functools
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.triton import attention_arguments, decode_attention, split_plan, tiles
+from pagewire.kernels import reference
+from pagewire.kernels.triton import attention_arguments, decode_attention, split_plan, tiles
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 E4M3 = torch.float8_e4m3fn

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.triton import fused
+from pagewire.kernels import reference
+from pagewire.kernels.triton import fused
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase
 
 EPS = 1e-6

@@ -1,4 +1,4 @@
-"""Checks of `kernels.triton.prefill_attention` against its specification.
+"""Checks of `pagewire.kernels.triton.prefill_attention` against its specification.
 
 Whatever must not be read holds NaN: freed blocks, positions past a row's last, before its window, not selected.
 """
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import reference
-from kernels.triton import prefill_attention, tiles
-from kernels.triton.paged_attention import paged_attention
-from kernels.triton.split_plan import ANY_LEN, SplitPlan
-from kernels.triton.tiles import Tile
+from pagewire.kernels import reference
+from pagewire.kernels.triton import prefill_attention, tiles
+from pagewire.kernels.triton.paged_attention import paged_attention
+from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
+from pagewire.kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 E4M3 = torch.float8_e4m3fn
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of `kernels.reference.paged_attention`, but for those that the case has."""
+    """Arguments of `pagewire.kernels.reference.paged_attention`, but for those that the case has."""
 
     query: Tensor
     key_cache: Tensor

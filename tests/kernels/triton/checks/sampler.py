@@ -1,4 +1,4 @@
-"""Checks of `kernels.triton.sampler` against its specification, and what it is timed on."""
+"""Checks of `pagewire.kernels.triton.sampler` against its specification, and what it is timed on."""
 
 import dataclasses
 import functools
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import sampling
-from kernels.sampling import SampledTokens, SamplingColumns
-from kernels.triton import sampler
+from pagewire.kernels import sampling
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns
+from pagewire.kernels.triton import sampler
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 MAX_GAP = 1e-5  # between two scores or log-probabilities whose order rounding may change

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/gen/pagewire/scheduler/v1/scheduler_pb2_grpc.py depends on'
+        + ' but the generated code in pagewire/protos/gen/pagewire/scheduler/v1/scheduler_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,58 +36,58 @@ class SchedulerServiceStub(object):
         """
         self.Generate = channel.unary_stream(
                 '/pagewire.scheduler.v1.SchedulerService/Generate',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GenerateMany = channel.stream_stream(
                 '/pagewire.scheduler.v1.SchedulerService/GenerateMany',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/Abort',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.Submit = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/Submit',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitResponse.FromString,
                 _registered_method=True)
         self.Attach = channel.unary_stream(
                 '/pagewire.scheduler.v1.SchedulerService/Attach',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AttachRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AttachRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GetResult = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/GetResult',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.FromString,
                 _registered_method=True)
         self.GetRequest = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/GetRequest',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestResponse.FromString,
                 _registered_method=True)
         self.GetBlocks = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/GetBlocks',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksResponse.FromString,
                 _registered_method=True)
         self.SubscribeKvEvents = channel.unary_stream(
                 '/pagewire.scheduler.v1.SchedulerService/SubscribeKvEvents',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.FromString,
                 _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/GetServerInfo',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
         self.GetLoads = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/GetLoads',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
 
 
@@ -189,58 +189,58 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateMany': grpc.stream_stream_rpc_method_handler(
                     servicer.GenerateMany,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortResponse.SerializeToString,
             ),
             'Submit': grpc.unary_unary_rpc_method_handler(
                     servicer.Submit,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitResponse.SerializeToString,
             ),
             'Attach': grpc.unary_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AttachRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AttachRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.SerializeToString,
             ),
             'GetResult': grpc.unary_unary_rpc_method_handler(
                     servicer.GetResult,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.SerializeToString,
             ),
             'GetRequest': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRequest,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestResponse.SerializeToString,
             ),
             'GetBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.GetBlocks,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksResponse.SerializeToString,
             ),
             'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeKvEvents,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'GetLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoads,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,8 +268,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/Generate',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -295,8 +295,8 @@ class SchedulerService(object):
             request_iterator,
             target,
             '/pagewire.scheduler.v1.SchedulerService/GenerateMany',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -322,8 +322,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/Abort',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -349,8 +349,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/Submit',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubmitResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -376,8 +376,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/Attach',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AttachRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AttachRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -403,8 +403,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/GetResult',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetResultResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -430,8 +430,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/GetRequest',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -457,8 +457,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/GetBlocks',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -484,8 +484,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/SubscribeKvEvents',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -511,8 +511,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/GetServerInfo',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -538,8 +538,8 @@ class SchedulerService(object):
             request,
             target,
             '/pagewire.scheduler.v1.SchedulerService/GetLoads',
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,

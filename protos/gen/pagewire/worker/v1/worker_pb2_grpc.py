@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.gen.pagewire.worker.v1 import worker_pb2 as protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pagewire_dot_protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/gen/pagewire/worker/v1/worker_pb2_grpc.py depends on'
+        + ' but the generated code in pagewire/protos/gen/pagewire/worker/v1/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -36,8 +36,8 @@ class WorkerServiceStub(object):
         """
         self.Execute = channel.stream_stream(
                 '/pagewire.worker.v1.WorkerService/Execute',
-                request_serializer=protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteRequest.SerializeToString,
-                response_deserializer=protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteResponse.FromString,
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteResponse.FromString,
                 _registered_method=True)
 
 
@@ -56,8 +56,8 @@ def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
-                    request_deserializer=protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteRequest.FromString,
-                    response_serializer=protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteResponse.SerializeToString,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -85,8 +85,8 @@ class WorkerService(object):
             request_iterator,
             target,
             '/pagewire.worker.v1.WorkerService/Execute',
-            protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteRequest.SerializeToString,
-            protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteResponse.FromString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_worker_dot_v1_dot_worker__pb2.ExecuteResponse.FromString,
             options,
             channel_credentials,
             insecure,
