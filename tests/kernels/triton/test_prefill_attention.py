@@ -1,4 +1,4 @@
-"""`pagewire.kernels.triton.prefill_attention` against its specification: every feature alone, in pairs, at every edge."""
+"""`pagewire.kernels.triton.prefill_attention` against its specification: features alone, in pairs, at every edge."""
 
 import itertools
 from dataclasses import replace
