@@ -87,20 +87,25 @@ bench-gateway: $(READY)  ## what the gateway adds to the first token, and conver
 bench-overload: $(READY)  ## ten times too many requests: how soon they are refused, what those that run lose
 	$(BIN)/python -m bench.overload
 
-# These install nothing: PYTHON=/path/to/python has torch with CUDA (2.11 or later) and Triton (3.6 or later).
+# These install nothing: PYTHON=/path/to/python has torch with CUDA and Triton. The first line says what else is lacking.
 gpu-check:  ## on a GPU: both services against transformers and themselves, in PARTS="parity kills ..." (all)
+	@$(PYTHON) -m pagewire.installation gpu
 	$(PYTHON) -m bench.gpu_check $(if $(PARTS),--parts $(PARTS))
 
 gpu-check-kernels:  ## on a GPU: every Triton kernel against the reference
+	@$(PYTHON) -m pagewire.installation gpu
 	$(PYTHON) -m bench.gpu_kernels check
 
 gpu-bench:  ## on a GPU: steps, throughput, idle time and swaps beside their goals, in PARTS="decode_small idle ..." (all)
+	@$(PYTHON) -m pagewire.installation gpu
 	$(PYTHON) -m bench.gpu_bench $(if $(PARTS),--parts $(PARTS))
 
 gpu-bench-kernels:  ## on a GPU: how fast they are, beside the card's copy and torch's flash attention
+	@$(PYTHON) -m pagewire.installation gpu
 	$(PYTHON) -m bench.gpu_kernels bench
 
 gpu-tune-kernels:  ## on a GPU: measure tiles for the shapes of common models, and write them to the static table
+	@$(PYTHON) -m pagewire.installation gpu
 	$(PYTHON) -m bench.tune_kernels
 
 clean:  ## remove what setup made

@@ -58,11 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(verb: Verb, arguments: Sequence[str]) -> int:
     """Runs one verb; what fails in it is one line on standard error."""
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # gRPC reads it when it is imported
-    from pagewire.errors import CommandError, PagewireError
-
-    function = getattr(importlib.import_module(verb.module), verb.function)
     try:
-        return function(arguments)
+        return _run(verb, arguments)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else FAILURE
     except KeyboardInterrupt:
@@ -72,12 +69,27 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
         # The reader of standard output has gone. What is still buffered for it must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
+    except Exception as error:
+        from pagewire.installation import advice
+
+        line = advice(error)
+        if line is None:
+            raise
+        print(f"pagewire: error: {line}", file=sys.stderr)
+        return FAILURE
+
+
+def _run(verb: Verb, arguments: Sequence[str]) -> int:
+    from pagewire.errors import CommandError, PagewireError
+
+    try:
+        function = getattr(importlib.import_module(verb.module), verb.function)
+        return function(arguments)
     except PagewireError as error:
         print(f"pagewire: error: {error.code.name}: {error}", file=sys.stderr)
-        return FAILURE
     except CommandError as error:
         print(f"pagewire: error: {error}", file=sys.stderr)
-        return FAILURE
+    return FAILURE
 
 
 def usage() -> str:

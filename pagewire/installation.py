@@ -1,0 +1,105 @@
+"""What Pagewire needs of other packages, and a line for whoever lacks one. Imports none of them.
+
+`python -m pagewire.installation gpu` says whether this Python can run the checks for GPUs from a source tree.
+"""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package by its name on PyPI, the module it is imported as, and the oldest version that works, "" for any."""
+
+    name: str
+    module: str
+    least: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}>={self.least}" if self.least else self.name
+
+
+# The least versions of grpcio and protobuf are those that the committed stubs load with.
+BASE = (
+    Package("grpcio", "grpc", "1.76.0"),
+    Package("protobuf", "google.protobuf", "6.31.1"),
+    Package("prometheus-client", "prometheus_client"),
+    Package("xxhash", "xxhash"),
+    Package("tokenizers", "tokenizers"),
+    Package("PyYAML", "yaml"),
+    Package("Jinja2", "jinja2"),
+)
+WORKER = (
+    Package("torch", "torch", "2.11"),
+    Package("safetensors", "safetensors"),
+    Package("numpy", "numpy"),
+)
+GPU_CHECKS = (*BASE, *WORKER, Package("triton", "triton", "3.6"), Package("transformers", "transformers"))
+SETS = {"base": BASE, "worker": (*BASE, *WORKER), "gpu": GPU_CHECKS}
+
+
+def lacking(packages: Iterable[Package]) -> list[str]:
+    """Why this Python cannot do with these packages: a phrase for each that is missing or too old."""
+    return [phrase for package in packages if (phrase := _complaint(package))]
+
+
+def advice(error: BaseException) -> str | None:
+    """A line on what to install, if packages of the base are too old or the missing module is one of ours; else None.
+
+    Packages that are too old fail in many ways: a name that is not there yet, or the stubs' own errors.
+    """
+    found = list(BASE)
+    if isinstance(error, ModuleNotFoundError):
+        found += [package for package in WORKER if package.module == error.name]
+    phrases = lacking(found)
+    return _line(phrases, found) if phrases else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what is lacking for one of the sets of packages. Returns 1 if something is."""
+    names = sys.argv[1:] if arguments is None else list(arguments)
+    if len(names) != 1 or names[0] not in SETS:
+        print(f"usage: python -m pagewire.installation {'|'.join(SETS)}", file=sys.stderr)
+        return 2
+    phrases = lacking(SETS[names[0]])
+    if phrases:
+        print(f"pagewire: error: {_line(phrases, SETS[names[0]])}", file=sys.stderr)
+    return 1 if phrases else 0
+
+
+def _line(phrases: Sequence[str], packages: Iterable[Package]) -> str:
+    wanted = " ".join(f"'{package}'" for package in packages if _complaint(package))
+    return f"{', '.join(phrases)}: {sys.executable} -m pip install {wanted}"
+
+
+def _complaint(package: Package) -> str | None:
+    if not _is_there(package.module):
+        return f"{package.name} is not installed"
+    try:
+        version = metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        return None  # Unpacked somewhere on the path: its version is not known.
+    if _numbers(version) < _numbers(package.least):
+        return f"{package.name} {version} is too old (at least {package.least})"
+    return None
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False  # The package around it is missing.
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (2, 11, 0) of 2.11.0rc1+cu130."""
+    begin = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, begin[0].split("."))) if begin else ()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""What is installed: the wheel's names and files, beside another package `kernels`, and lines for what is lacking."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from pagewire import installation
+from tests.project.test_images import files_of_the_build
+
+ROOT = Path(__file__).parents[2]
+OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"]
+OURS = "import pagewire.kernels.sampling, pagewire.protos.gen.pagewire.worker.v1.worker_pb2, scheduler_service.server"
+THEIRS = "import kernels; assert kernels.__version__ == '0.17.2'; import kernels.layer"
+# A folder of that name on the path, as the repository has one, is a package without a file.
+ABSENT = "import importlib.util; assert getattr(importlib.util.find_spec('kernels'), 'origin', None) is None"
+
+
+def pip(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the files that a build reads, so that nothing is written to the repository."""
+    folder = tmp_path_factory.mktemp("source")
+    for path in files_of_the_build():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / path, target, follow_symlinks=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", *OFFLINE, "--wheel-dir", str(folder), str(source))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package with the name and the top level of PyPI's `kernels`, which itself asks for a dozen more."""
+    folder = tmp_path_factory.mktemp("other")
+    (folder / "kernels" / "layer").mkdir(parents=True)
+    (folder / "kernels" / "__init__.py").write_text("__version__ = '0.17.2'\n")
+    (folder / "kernels" / "layer" / "__init__.py").touch()
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "kernels"\nversion = "0.17.2"\n[tool.setuptools]\npackages = ["kernels", "kernels.layer"]\n'
+    )
+    pip("wheel", *OFFLINE, "--wheel-dir", str(folder), str(folder))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+class Environment:
+    """A virtual environment that has this one's packages, but no Pagewire, installed as editable or not."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, with_pip=False)
+        self.python = folder / "bin" / "python"
+        (site_packages,) = folder.glob("lib/python*/site-packages")
+        # Of a folder named in a .pth file, .pth files are not read: the editable install of the repository is unseen.
+        (site_packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def pip(self, *arguments: str) -> None:
+        pip("--python", str(self.python), *arguments)
+
+    def run(self, program: str, path: str = "") -> None:
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONPATH": path}
+        command = [str(self.python), "-c", program]
+        done = subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "environment")
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def test_wheel_owns_no_other_names(wheel: Path) -> None:
+    assert {name.split("/")[0] for name in names_in(wheel)} == {"pagewire", "scheduler_service", "worker_service"}
+
+
+def test_wheel_holds_sources_protos_and_types(wheel: Path) -> None:
+    names = names_in(wheel)
+    assert "pagewire/protos/pagewire/scheduler/v1/scheduler.proto" in names
+    assert "pagewire/protos/pagewire/worker/v1/worker.proto" in names
+    assert "pagewire/kernels/cpu/source/kernels.c" in names
+    assert {name for name in names if name.endswith((".pyc", ".so", "/__pycache__"))} == set()
+
+
+def test_wheel_from_the_source_archive_is_the_same(source: Path, wheel: Path, tmp_path: Path) -> None:
+    program = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        assert not [member.name for member in packed if member.issym() and member.linkname.startswith("/")]
+    pip("wheel", *OFFLINE, "--wheel-dir", str(tmp_path), str(archive))
+    (again,) = tmp_path.glob("*.whl")
+    assert names_in(again) == names_in(wheel)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_another_package_kernels_may_come_and_go(
+    order: str, wheel: Path, other_wheel: Path, environment: Environment
+) -> None:
+    for path in (other_wheel, wheel) if order == "before" else (wheel, other_wheel):
+        environment.pip("install", *OFFLINE, str(path))
+    environment.run(f"{OURS}\n{THEIRS}")
+    environment.pip("uninstall", "-q", "-y", "kernels")
+    environment.run(f"{OURS}\n{ABSENT}")
+    environment.pip("install", *OFFLINE, str(other_wheel))
+    environment.pip("uninstall", "-q", "-y", "pagewire")
+    environment.run(THEIRS)
+
+
+def test_editable_install_leaves_the_name_to_others(source: Path, other_wheel: Path, environment: Environment) -> None:
+    environment.pip("install", *OFFLINE, "-e", str(source))
+    environment.run(f"{OURS}\n{ABSENT}")
+    environment.pip("install", *OFFLINE, str(other_wheel))
+    environment.run(f"{OURS}\n{THEIRS}")
+
+
+def test_source_tree_on_the_path_leaves_the_name_to_others(other_wheel: Path, environment: Environment) -> None:
+    environment.run(f"{OURS}\n{ABSENT}", path=str(ROOT))
+    environment.pip("install", *OFFLINE, str(other_wheel))
+    environment.run(f"{OURS}\n{THEIRS}", path=str(ROOT))
+
+
+def test_least_versions_are_those_of_the_stubs() -> None:
+    least = {package.name: package.least for package in installation.BASE if package.least}
+    stubs = list((ROOT / "protos" / "gen").rglob("*_pb2*.py"))
+    grpcio = {found for path in stubs for found in re.findall(r"GRPC_GENERATED_VERSION = '(.*)'", path.read_text())}
+    protobuf = {found for path in stubs for found in re.findall(r"# Protobuf Python Version: (.*)", path.read_text())}
+    assert (grpcio, protobuf) == ({least["grpcio"]}, {least["protobuf"]})
+
+
+def test_packages_of_a_bare_machine_are_dependencies() -> None:
+    """What is looked for is what pyproject.toml installs: each name, at a version that is not below the least."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    listed = [Requirement(line) for line in [*project["dependencies"], *extras["worker"], *extras["dev"]]]
+    specifiers = {requirement.name: requirement.specifier for requirement in listed}
+    for package in installation.GPU_CHECKS:
+        (pinned, *_) = sorted(specifier.version for specifier in specifiers[package.name])
+        assert installation._numbers(pinned) >= installation._numbers(package.least), package
+
+
+# Python imports a module of this name by itself: packages look older than they are, or absent.
+SITECUSTOMIZE = """
+import sys
+from importlib import metadata
+
+found = metadata.version
+metadata.version = lambda name: {versions}.get(name) or found(name)
+sys.modules.update(dict.fromkeys({absent}))
+import grpc
+grpc.__version__ = {versions}.get("grpcio", grpc.__version__)
+from google.protobuf import runtime_version
+if "protobuf" in {versions}:
+    runtime_version.OSS_MAJOR = runtime_version.MAJOR = 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("versions", "absent", "expected"),
+    [
+        ({"grpcio": "1.60.0"}, [], "grpcio 1.60.0 is too old (at least 1.76.0)"),
+        ({"protobuf": "5.29.0"}, [], "protobuf 5.29.0 is too old (at least 6.31.1)"),
+        ({}, ["xxhash"], "xxhash is not installed"),
+        ({}, ["prometheus_client"], "prometheus-client is not installed"),
+    ],
+    ids=["old grpcio", "old protobuf", "no xxhash", "no prometheus-client"],
+)
+def test_what_is_lacking_is_one_line(
+    versions: dict[str, str], absent: list[str], expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.format(versions=versions, absent=absent))
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    flags = ["--model", str(ROOT / "models" / "storyteller"), "--worker", "127.0.0.1:1", "--log-level", "warning"]
+    command = [sys.executable, "-m", "pagewire", "scheduler", *flags]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert expected in line
+    assert "-m pip install '" in line
+
+
+def test_check_for_gpus_names_what_is_lacking(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert installation.main(["gpu"]) == 0
+    monkeypatch.setattr(installation.metadata, "version", lambda name: "2.3.0" if name == "torch" else "99")
+    assert installation.main(["gpu"]) == 1
+    assert "torch 2.3.0 is too old (at least 2.11)" in capsys.readouterr().err
+    assert installation.main(["everything"]) == 2
