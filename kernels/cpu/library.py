@@ -24,7 +24,12 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "source"
 MAIN_SOURCE = "kernels.c"
 # Contraction into fused multiply-adds is all that is given up of IEEE arithmetic: NaN and infinities must come through.
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+NATIVE = "native"
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+# What an x86 processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result.
+VARIANTS = {"portable": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "avx512_bf16")}
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
 _TIMEOUT_S = 300
 
@@ -33,16 +38,32 @@ class BuildError(Exception):
     """The kernels cannot be built or loaded here; the text says why."""
 
 
-def load_library(flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
-    """The kernels, built now if they are not in the cache. Raises BuildError."""
-    path = build_library(flags)
+def load_library(variant: str = NATIVE) -> ctypes.CDLL:
+    """The kernels, built now if they are not in the cache. Raises BuildError.
+
+    `variant`: "native" for all that this processor has, or one of VARIANTS.
+    """
+    path = build_library(flags_of(variant))
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}; remove it to have it built again") from error
 
 
-def build_library(flags: Sequence[str] = FLAGS) -> Path:
+def flags_of(variant: str) -> tuple[str, ...]:
+    """The compiler's flags for a variant. Raises BuildError if this processor would not run what they give."""
+    if variant == NATIVE:
+        return (*FLAGS, "-march=native")
+    needed = VARIANTS[variant]
+    missing = sorted(set(needed) - set(_processor().get("flags", "").split()))
+    if missing:
+        raise BuildError(f"this processor does not run the variant {variant}: it has no {', '.join(missing)}")
+    # A distribution's compiler may take more than the architecture's baseline for granted.
+    baseline = ["-march=x86-64"] if platform.machine() == "x86_64" else []
+    return (*FLAGS, *baseline, *("-m" + feature.replace("_", "") for feature in needed))
+
+
+def build_library(flags: Sequence[str]) -> Path:
     """Where the library is. Whoever comes second waits for the first. Raises BuildError."""
     compiler = find_compiler()
     openmp = _torch_openmp()
@@ -97,26 +118,26 @@ def _torch_openmp() -> list[str]:
 
 def _digest(compiler: str, version: str, flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for text in (compiler, version, *flags, platform.machine(), _processor_flags()):
+    for text in (compiler, version, *flags, platform.machine(), repr(sorted(_processor().items()))):
         digest.update(f"{len(text)}:{text}".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _processor_flags() -> str:
+def _processor() -> dict[str, str]:
     """What decides about -march=native."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
+        return {"name": platform.processor()}
     names = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
     first: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")
         if name.strip() in names:
             first.setdefault(name.strip(), value.strip())
-    return repr(sorted(first.items()))
+    return first
 
 
 def _run(command: Sequence[str]) -> str:

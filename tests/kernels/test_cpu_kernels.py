@@ -10,8 +10,10 @@ import torch
 
 import pagewire.kernels.cpu
 from pagewire.kernels import reference
-from pagewire.kernels.cpu import BuildError, CpuKernels, PagedRows, PagedScoring, load_kernels
-from pagewire.kernels.cpu.library import FLAGS, MAIN_SOURCE, SOURCES, build_library, find_compiler, load_library
+from pagewire.kernels.cpu import BuildError, PagedRows, PagedScoring, library, load_kernels
+from pagewire.kernels.cpu.library import FLAGS, MAIN_SOURCE, SOURCES, VARIANTS, build_library, find_compiler, flags_of
+from tests.compiler import skip_without_compiler
+from tests.kernels.variants import load_variant
 
 NUM_LAYERS = 2
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
@@ -319,28 +321,27 @@ def test_bad_arguments_are_refused(cpu_kernels):
 # Building
 
 
-def test_portable_variant_equals_reference(cpu_kernels):
-    """Built for any processor of this architecture, as where there is neither AVX2 nor AVX512."""
-    flags = [flag for flag in FLAGS if flag not in ("-march=native", "-O3")]
-    portable = CpuKernels(load_library(["-O1", *flags]))
-    assert portable.variant == "portable"
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_that_runs_here_equals_reference(name):
+    """As on processors that have less than this one."""
+    kernels = load_variant(name)
+    assert kernels.variant == name
     for dtypes in DTYPES:
-        test_every_head_size(portable, 80, *dtypes)
-        test_head_sizes_that_are_no_multiple_of_a_vector(portable, 19, *dtypes)
-        test_store_kv_writes_the_slots_and_nothing_else(portable, *dtypes, 21)
+        test_every_head_size(kernels, 80, *dtypes)
+        test_head_sizes_that_are_no_multiple_of_a_vector(kernels, 19, *dtypes)
+        test_store_kv_writes_the_slots_and_nothing_else(kernels, *dtypes, 21)
     for dtype in TOLERANCES:
-        test_norms(portable, dtype, 7, 100)
-        test_silu_mul(portable, dtype, 5, 27)
-        test_norm_rope(portable, dtype, True, 38)
-    test_windows_read_nothing_before(portable, 17)
-    test_context_is_split_between_threads(portable, 3, [(2999, 4)], 6)
+        test_norms(kernels, dtype, 7, 100)
+        test_silu_mul(kernels, dtype, 5, 27)
+        test_norm_rope(kernels, dtype, True, 38)
+    test_windows_read_nothing_before(kernels, 17)
+    test_context_is_split_between_threads(kernels, 3, [(2999, 4)], 6)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 1e-8, 6e-8, 6.1e-5, 3e-5, float("inf")])
 def test_portable_conversions_are_those_of_torch(cpu_kernels, value):
     """Stored through an addition of zero; every half that there is, and floats around the edges."""
-    flags = [flag for flag in FLAGS if flag not in ("-march=native", "-O3")]
-    for each in (cpu_kernels, CpuKernels(load_library(["-O1", *flags]))):
+    for each in (cpu_kernels, load_variant("portable")):
         for dtype in (torch.bfloat16, torch.float16):
             halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)[None]
             same = halves.clone()
@@ -355,9 +356,9 @@ def test_portable_conversions_are_those_of_torch(cpu_kernels, value):
 def test_wider_variants_compile(cpu_kernels, architecture):
     """What this machine may not be able to run: syntax and types of every intrinsic."""
     command = [find_compiler(), *FLAGS, "-O0", f"-march={architecture}", "-Wno-psabi", "-Wall", "-Werror", "-S"]
-    done = subprocess.run(
-        [*command, "-o", os.devnull, str(SOURCES / MAIN_SOURCE)], capture_output=True, text=True, check=False
-    )
+    command += ["-o", os.devnull, str(SOURCES / MAIN_SOURCE)]
+    environ = {**os.environ, "LC_ALL": "C"}  # compilers speak the user's language
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if "bad value" in done.stderr or "unsupported" in done.stderr or "unknown target" in done.stderr:
         pytest.skip(f"the compiler does not know {architecture}")
     assert done.returncode == 0, done.stderr
@@ -370,10 +371,11 @@ def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, 
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {find_compiler()} -O0 -w "$@" -O0\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    path = build_library(FLAGS)
-    assert build_library(FLAGS) == path
+    flags = flags_of("native")
+    path = build_library(flags)
+    assert build_library(flags) == path
     assert path.is_relative_to(tmp_path / "kernels")
-    assert build_library([*FLAGS, "-g0"]) != path
+    assert build_library([*flags, "-g0"]) != path
     builds = [line for line in log.read_text().splitlines() if "-shared" in line]
     assert len(builds) == 2
     assert {entry.name for entry in path.parent.iterdir()} == {"kernels.so", "lock"}
@@ -397,10 +399,15 @@ def fresh_switch():
         ({"CC": "no-such-compiler", "PAGEWIRE_CPU_KERNELS": "require"}, "BuildError: there is no C compiler"),
         ({"CC": "false", "PAGEWIRE_CPU_KERNELS": "require"}, "failed with 1"),
         ({"PAGEWIRE_CPU_KERNELS": "on"}, "ValueError: PAGEWIRE_CPU_KERNELS is 'on'; it must be one of auto, off"),
+        (
+            {"PAGEWIRE_CPU_VARIANT": "sse2", "PAGEWIRE_CPU_KERNELS": "off"},
+            "ValueError: PAGEWIRE_CPU_VARIANT is 'sse2'; it must be one of native, portable, avx2, avx512, avx512_bf16",
+        ),
     ],
 )
 def test_switch(environ, expected, tmp_path, monkeypatch, caplog, fresh_switch):
-    for name, value in {"PAGEWIRE_CACHE": str(tmp_path), "PAGEWIRE_CPU_KERNELS": "auto", **environ}.items():
+    defaults = {"PAGEWIRE_CACHE": str(tmp_path), "PAGEWIRE_CPU_KERNELS": "auto", "PAGEWIRE_CPU_VARIANT": "native"}
+    for name, value in {**defaults, **environ}.items():
         monkeypatch.setenv(name, value)
     try:
         loaded = [load_kernels(), load_kernels()]
@@ -410,6 +417,30 @@ def test_switch(environ, expected, tmp_path, monkeypatch, caplog, fresh_switch):
     assert expected in outcome
 
 
-def test_variant_is_named(cpu_kernels):
-    assert cpu_kernels.variant in ("avx512_bf16", "avx512", "avx2", "portable")
-    assert load_kernels() is None or load_kernels().variant == cpu_kernels.variant
+def test_the_variant_is_chosen_by_name(monkeypatch, fresh_switch):
+    skip_without_compiler()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
+    monkeypatch.setenv("PAGEWIRE_CPU_VARIANT", "portable")
+    assert load_kernels().variant == "portable"
+    # All that this processor has is the widest variant that it runs.
+    monkeypatch.setenv("PAGEWIRE_CPU_VARIANT", "native")
+    features = library._processor().get("flags", "").split()
+    widest = [name for name, needed in VARIANTS.items() if set(needed) <= set(features)][-1]
+    assert load_kernels().variant == widest
+
+
+@pytest.mark.parametrize(
+    ("features", "missing"), [("sse2", "avx2, f16c, fma"), ("avx2 fma f16c avx512f avx512bw avx512vl", "avx512dq")]
+)
+def test_a_variant_that_would_not_run_is_refused(features, missing, monkeypatch, caplog, fresh_switch):
+    """Before anything is built: the first instruction that is not there would end the process."""
+    monkeypatch.setattr(library, "_processor", lambda: {"flags": features})
+    variant = "avx512" if "avx2" in features else "avx2"
+    monkeypatch.setenv("PAGEWIRE_CPU_VARIANT", variant)
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
+    reason = f"this processor does not run the variant {variant}: it has no {missing}"
+    with pytest.raises(BuildError, match=f"{reason}$"):
+        load_kernels()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto")
+    assert load_kernels() is None
+    assert caplog.messages == [f"computing in plain torch, without the CPU kernels: {reason}"]

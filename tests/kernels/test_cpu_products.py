@@ -5,19 +5,17 @@ import random
 import pytest
 import torch
 
-from pagewire.kernels.cpu import CpuKernels
-from pagewire.kernels.cpu.library import FLAGS, load_library
+from pagewire.kernels.cpu.library import VARIANTS
+from tests.kernels.variants import load_variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 23, 40)
 
 
-@pytest.fixture(scope="module", params=["native", "portable"])
-def variant(request, cpu_kernels):
-    """Built for this processor, and for any of its architecture."""
-    if request.param == "native":
-        return cpu_kernels
-    return CpuKernels(load_library(["-O1", *(flag for flag in FLAGS if flag not in ("-march=native", "-O3"))]))
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request):
+    """For every processor that has no more than this one."""
+    return load_variant(request.param)
 
 
 def random_product(seed, dtype):

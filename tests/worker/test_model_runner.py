@@ -228,8 +228,11 @@ def test_nan_logits_fail_their_row_only(checkpoints: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("family", "is_told_apart"), [("qwen3", True), ("gpt2", False)])
-def test_parts_of_a_step_add_up(checkpoints: dict[str, Path], family: str, is_told_apart: bool) -> None:
+def test_parts_of_a_step_add_up(
+    checkpoints: dict[str, Path], family: str, is_told_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     skip_without_compiler()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     worker = load(checkpoints[family])
     row = opening(0, random_prompts(5, [60])[0], 0, (1, 2, 3, 4))
     result = worker.runner.execute(StepPlan(1, 1, openings=(row,), work_slots=(0,), work_num_tokens=(60,)))
