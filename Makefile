@@ -11,8 +11,15 @@ FIRST := 0
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# What pyproject.toml says of versions, in words that any Python understands: pip's own take lines.
+CHECK_PYTHON := import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("Pagewire needs Python 3.11, 3.12 or 3.13, \
+and %s is %d.%d" % ((sys.executable,) + sys.version_info[:2]) + sys.argv[1])
+
 $(READY): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if test -x $(BIN)/python; then $(BIN)/python -c '$(CHECK_PYTHON)' ": remove $(VENV) to have it made again"; \
+	elif command -v $(PYTHON) > /dev/null; then $(PYTHON) -c '$(CHECK_PYTHON)' ": name another, make PYTHON=/path/to/python3.13"; \
+	else echo "there is no $(PYTHON): install Python 3.13, or name one, make PYTHON=/path/to/python3.13" >&2; exit 1; fi
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 	$(BIN)/python -m pip install -q -e '.[worker,dev,bench]'
 	touch $@
 

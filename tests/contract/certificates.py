@@ -1,6 +1,7 @@
 """Certificates for tests: authorities, and leaves that are good, expired or of nobody's."""
 
 import datetime
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,16 +39,17 @@ class Authority:
         self.cert = _pem(builder.sign(self._key, hashes.SHA256()))
 
     def issue(self, name: str, *, ends_in: datetime.timedelta = DAY) -> Certificate:
-        """For a server or client of this DNS name. It began two days ago."""
+        """For a server or client of this DNS name or IP address. It began two days ago."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName([x509.DNSName(name)])
+        names = _alternative_names(name)
         builder = _builder(self._name, _name(name), key, ends_in=ends_in).add_extension(names, critical=False)
         return Certificate(_pem(builder.sign(self._key, hashes.SHA256())), _key_pem(key))
 
 
 def self_signed(name: str) -> Certificate:
+    """For a server or client of this DNS name or IP address. It began two days ago."""
     key = ec.generate_private_key(ec.SECP256R1())
-    names = x509.SubjectAlternativeName([x509.DNSName(name)])
+    names = _alternative_names(name)
     builder = _builder(_name(name), _name(name), key, ends_in=DAY).add_extension(names, critical=False)
     return Certificate(_pem(builder.sign(key, hashes.SHA256())), _key_pem(key))
 
@@ -65,6 +67,13 @@ def _builder(
         .not_valid_before(now - 2 * DAY)
         .not_valid_after(now + ends_in)
     )
+
+
+def _alternative_names(name: str) -> x509.SubjectAlternativeName:
+    try:
+        return x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(name))])
+    except ValueError:
+        return x509.SubjectAlternativeName([x509.DNSName(name)])
 
 
 def _name(text: str) -> x509.Name:

@@ -469,7 +469,6 @@ async def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_charts(checkpoint: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     async with stack_of(checkpoint) as stack:
         for verb in ("serve", "throughput"):
             assert await bench(stack, verb, *SMALL, "--chart", tmp_path / f"{verb}.png") == 0

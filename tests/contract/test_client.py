@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pagewire
 from pagewire import Client, Output, SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract import scripted_scheduler
+from tests.contract.certificates import self_signed
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
 
 STORY = "".join(scripted_scheduler.WORDS)
@@ -333,11 +333,10 @@ def test_no_url(url: str) -> None:
         Client(url)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
 def test_tls_and_mutual_tls(scheduler: ScriptedScheduler, tmp_path: Path) -> None:
-    certificate, key = make_certificate(tmp_path)
-    pair = [(key.read_bytes(), certificate.read_bytes())]
-    ca = str(certificate)
+    certificate = self_signed("127.0.0.1")
+    pair = [(certificate.key, certificate.cert)]
+    ca, key = certificate.write(tmp_path, "server")
     with serving(scheduler, grpc.ssl_server_credentials(pair)) as address:
         with Client(f"grpcs://{address}", tls_ca=ca) as client:
             assert client.complete("Once").outputs[0].text == STORY
@@ -345,25 +344,14 @@ def test_tls_and_mutual_tls(scheduler: ScriptedScheduler, tmp_path: Path) -> Non
             assert client.complete("Once").outputs[0].text == STORY
         with Client(address) as client, pytest.raises(pagewire.Unavailable):
             client.complete("Once", timeout=5)
-    mutual = grpc.ssl_server_credentials(pair, root_certificates=certificate.read_bytes(), require_client_auth=True)
+    mutual = grpc.ssl_server_credentials(pair, root_certificates=certificate.cert, require_client_auth=True)
     with serving(scheduler, mutual) as address:
-        with Client(address, tls_ca=ca, tls_cert=ca, tls_key=str(key)) as client:
+        with Client(address, tls_ca=ca, tls_cert=ca, tls_key=key) as client:
             assert client.complete("Once").outputs[0].text == STORY
         with Client(address, tls_ca=ca) as client, pytest.raises(pagewire.Unavailable):
             client.complete("Once", timeout=5)
     with pytest.raises(ValueError, match="tls_key"):
         Client("127.0.0.1:1", tls_cert=ca)
-
-
-def make_certificate(directory: Path) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1 and its key."""
-    certificate, key = directory / "cert.pem", directory / "key.pem"
-    command = [
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-        "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
 
 
 def test_importing_the_client_is_light() -> None:

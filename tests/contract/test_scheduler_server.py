@@ -3,9 +3,7 @@
 import asyncio
 import json
 import logging
-import shutil
 import socket
-import subprocess
 import urllib.request
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Histogram
 from scheduler_service.model_info import read_model_info
+from tests.contract.certificates import Authority, self_signed
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import expected_tokens, make_checkpoint, request, serve
 
@@ -255,39 +254,17 @@ async def test_loads_and_info_need_no_worker(checkpoint: Path) -> None:
 # Certificates
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, a certificate of it for localhost, and a stranger's certificate."""
-    if shutil.which("openssl") is None:
-        pytest.skip("makes its certificates with openssl, which is not here")
-    path = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=path, check=True, capture_output=True)
-
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    for name in ("ca", "stranger"):
-        openssl("req", "-x509", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.crt", "-subj", f"/CN={name}")
-    openssl("req", *new_key, "-keyout", "here.key", "-out", "here.csr", "-subj", "/CN=localhost")
-    (path / "names").write_text("subjectAltName=DNS:localhost")
-    signer = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
-    openssl("x509", "-req", "-in", "here.csr", *signer, "-out", "here.crt")
-    return path
-
-
-async def test_mutual_tls_on_the_public_port(checkpoint: Path, certificates: Path) -> None:
-    def read(name: str) -> bytes:
-        return (certificates / name).read_bytes()
-
-    def client(name: str | None) -> grpc.ChannelCredentials:
-        own = (read(f"{name}.key"), read(f"{name}.crt")) if name else (None, None)
-        return grpc.ssl_channel_credentials(read("ca.crt"), *own)
-
-    files = {"tls_cert": "here.crt", "tls_key": "here.key", "tls_client_ca": "ca.crt"}
-    options = {option: str(certificates / name) for option, name in files.items()}
-    async with serve(checkpoint, **options) as stack:
+async def test_mutual_tls_on_the_public_port(checkpoint: Path, tmp_path: Path) -> None:
+    authority = Authority("ca")
+    here, stranger = authority.issue("localhost"), self_signed("stranger")
+    certificate, key = here.write(tmp_path, "here")
+    client_ca = tmp_path / "ca.crt"
+    client_ca.write_bytes(authority.cert)
+    async with serve(checkpoint, tls_cert=certificate, tls_key=key, tls_client_ca=str(client_ca)) as stack:
         target = "localhost:" + stack.url.rpartition(":")[2]
-        for credentials, is_welcome in ((client("here"), True), (client(None), False), (client("stranger"), False)):
+        for client, is_welcome in ((here, True), (None, False), (stranger, False)):
+            own = (client.key, client.cert) if client else (None, None)
+            credentials = grpc.ssl_channel_credentials(authority.cert, *own)
             async with grpc.aio.secure_channel(target, credentials) as channel:
                 stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
                 call = stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest(), timeout=5)

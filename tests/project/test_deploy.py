@@ -448,7 +448,6 @@ def test_help_of_the_command_knows_every_flag(component: str, capsys: pytest.Cap
 
 
 def test_the_gateway_knows_every_flag() -> None:
-    pytest.importorskip("smg")
     pod = find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"] == ["python", "-m", "smg", "launch"]

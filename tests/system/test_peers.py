@@ -171,7 +171,6 @@ def test_table_by_hand() -> None:
 
 
 def test_chart(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     arms = {"Pagewire": {"x": peers.summary([1.0, 2.0, 4.0])}, "vLLM": {"y": peers.summary([3.0])}}
     peers.draw({"loads": ["x", "y"], "tokens_per_s": {"a": arms, "b": arms}}, tmp_path / "peers.png")
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import transformers
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from tests.contract.certificates import Authority
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.plans import PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig
@@ -518,32 +518,20 @@ def test_process_ends_its_session_at_sigterm(checkpoint: Path, start: Callable[.
     assert worker.finish()[0] == 0
 
 
-def make_certificates(directory: Path) -> dict[str, str]:
-    """An authority and a certificate of it for localhost."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
-
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=ca")
-    openssl("req", *new_key, "-keyout", "here.key", "-out", "here.csr", "-subj", "/CN=localhost")
-    (directory / "names").write_text("subjectAltName=DNS:localhost")
-    signer = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
-    openssl("x509", "-req", "-in", "here.csr", *signer, "-out", "here.crt")
-    files = {"tls_cert": "here.crt", "tls_key": "here.key", "tls_client_ca": "ca.crt"}
-    return {option: str(directory / name) for option, name in files.items()}
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl, which is not here")
 def test_mutual_tls(checkpoint: Path, start: Callable[..., Process], tmp_path: Path) -> None:
-    options = make_certificates(tmp_path)
-    worker = start(model=str(checkpoint), port=0, device="cpu", num_device_blocks=20, **options)
+    authority = Authority("ca")
+    here = authority.issue("localhost")
+    certificate, key = here.write(tmp_path, "here")
+    client_ca = tmp_path / "ca.crt"
+    client_ca.write_bytes(authority.cert)
+    files = {"tls_cert": certificate, "tls_key": key, "tls_client_ca": str(client_ca)}
+    worker = start(model=str(checkpoint), port=0, device="cpu", num_device_blocks=20, **files)
     target = "localhost:" + worker.ready_url().rpartition(":")[2]
-    ca, key, certificate = ((tmp_path / name).read_bytes() for name in ("ca.crt", "here.key", "here.crt"))
-    with grpc.secure_channel(target, grpc.ssl_channel_credentials(ca, key, certificate)) as channel:
+    credentials = grpc.ssl_channel_credentials(authority.cert, here.key, here.cert)
+    with grpc.secure_channel(target, credentials) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         assert next(stub.Execute(iter([hello(1)]), timeout=20)).ready.block_size == 16
-    with grpc.secure_channel(target, grpc.ssl_channel_credentials(ca)) as channel:
+    with grpc.secure_channel(target, grpc.ssl_channel_credentials(authority.cert)) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         with pytest.raises(grpc.RpcError):
             next(stub.Execute(iter([hello(2)]), timeout=20))
