@@ -34,6 +34,7 @@ from bench.peer_arms import (
 )
 from bench.peer_environment import LLAMA_CPP_PYTHON, VLLM, CannotMakeError, Environments
 from bench.record import RESULTS, machine, write
+from worker_service.cache_engine import available_cpu_bytes, cpu_cache_bytes
 from worker_service.loader import choose_dtype
 
 OURS = PagewireArm.name
@@ -205,7 +206,9 @@ def draw(found: dict, path: Path) -> None:
 
 
 def arms(num_threads: int, environments: Environments, dtype: str) -> list[Arm]:
-    vllm = ProgramArm("vLLM", "vllm_peer.py", ["--dtype", dtype], num_threads, environments.vllm)
+    # As much memory for its KV cache as a worker of ours takes by default.
+    flags = ["--dtype", dtype, "--kv-cache-memory", str(cpu_cache_bytes(available_cpu_bytes()))]
+    vllm = ProgramArm("vLLM", "vllm_peer.py", flags, num_threads, environments.vllm)
     return [
         PagewireArm(num_threads),
         LlamaCppArm(environments, num_threads),

@@ -11,6 +11,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], required=True)
+    parser.add_argument("--kv-cache-memory", type=int, required=True, help="bytes")
     parser.add_argument("--max-model-len", type=int, default=2048)
     arguments = parser.parse_args()
     # Left to itself it keeps a core free for its scheduler, and computes on the others: on one of two.
@@ -23,6 +24,8 @@ def main() -> None:
         dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         max_num_seqs=256,
+        # Left to itself it wants 92 % of the machine's memory, and does not start where less is free.
+        kv_cache_memory_bytes=arguments.kv_cache_memory,
     )
     print("peer: ready", flush=True)
     for line in sys.stdin:

@@ -38,6 +38,12 @@ class Authority:
         builder = _builder(self._name, self._name, self._key, ends_in=DAY).add_extension(constraints, critical=True)
         self.cert = _pem(builder.sign(self._key, hashes.SHA256()))
 
+    def write(self, folder: Path) -> str:
+        """The path of its own certificate."""
+        path = folder / "ca.crt"
+        path.write_bytes(self.cert)
+        return str(path)
+
     def issue(self, name: str, *, ends_in: datetime.timedelta = DAY) -> Certificate:
         """For a server or client of this DNS name or IP address. It began two days ago."""
         key = ec.generate_private_key(ec.SECP256R1())

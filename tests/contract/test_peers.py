@@ -35,9 +35,7 @@ class Site:
 
     def server_files(self) -> dict[str, str]:
         cert, key = self.authority.issue("localhost").write(self.folder, "server")
-        client_ca = self.folder / "ca.crt"
-        client_ca.write_bytes(self.authority.cert)
-        return {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(client_ca)}
+        return {"tls_cert": cert, "tls_key": key, "tls_client_ca": self.authority.write(self.folder)}
 
 
 @pytest.fixture

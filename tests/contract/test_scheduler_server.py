@@ -258,9 +258,8 @@ async def test_mutual_tls_on_the_public_port(checkpoint: Path, tmp_path: Path) -
     authority = Authority("ca")
     here, stranger = authority.issue("localhost"), self_signed("stranger")
     certificate, key = here.write(tmp_path, "here")
-    client_ca = tmp_path / "ca.crt"
-    client_ca.write_bytes(authority.cert)
-    async with serve(checkpoint, tls_cert=certificate, tls_key=key, tls_client_ca=str(client_ca)) as stack:
+    client_ca = authority.write(tmp_path)
+    async with serve(checkpoint, tls_cert=certificate, tls_key=key, tls_client_ca=client_ca) as stack:
         target = "localhost:" + stack.url.rpartition(":")[2]
         for client, is_welcome in ((here, True), (None, False), (stranger, False)):
             own = (client.key, client.cert) if client else (None, None)
@@ -277,16 +276,14 @@ async def test_mutual_tls_on_the_public_port(checkpoint: Path, tmp_path: Path) -
             await stack.loads()  # in plain text
 
 
-async def test_mutual_tls_to_the_worker(checkpoint: Path, certificates: Path) -> None:
-    def read(name: str) -> bytes:
-        return (certificates / name).read_bytes()
-
+async def test_mutual_tls_to_the_worker(checkpoint: Path, tmp_path: Path) -> None:
+    authority = Authority("ca")
+    here = authority.issue("localhost")
+    certificate, key = here.write(tmp_path, "here")
     worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    own = [(read("here.key"), read("here.crt"))]
-    await worker.start(grpc.ssl_server_credentials(own, read("ca.crt"), require_client_auth=True))
-    files = {"worker_tls_ca": "ca.crt", "worker_tls_cert": "here.crt", "worker_tls_key": "here.key"}
-    options = {option: str(certificates / name) for option, name in files.items()}
-    async with serve(checkpoint, worker=worker, worker_tls_name="localhost", **options) as stack:
+    await worker.start(grpc.ssl_server_credentials([(here.key, here.cert)], authority.cert, require_client_auth=True))
+    files = {"worker_tls_ca": authority.write(tmp_path), "worker_tls_cert": certificate, "worker_tls_key": key}
+    async with serve(checkpoint, worker=worker, worker_tls_name="localhost", **files) as stack:
         assert (await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0] == expected_tokens(PROMPT, 3)
 
 

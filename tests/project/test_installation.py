@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -74,7 +73,8 @@ class Environment:
         self.python = folder / "bin" / "python"
         (site_packages,) = folder.glob("lib/python*/site-packages")
         # Of a folder named in a .pth file, .pth files are not read: the editable install of the repository is unseen.
-        (site_packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        (site_packages / "shared.pth").write_text("\n".join(shared) + "\n")
 
     def pip(self, *arguments: str) -> None:
         pip("--python", str(self.python), *arguments)

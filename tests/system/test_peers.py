@@ -193,6 +193,46 @@ def test_a_program_that_does_not_load_is_left_out(model: Model) -> None:
     assert "exit code 2" in measurement.skipped["transformers generate"]
 
 
+VLLM_STAND_IN = """
+import os, time
+from types import SimpleNamespace
+
+now = 0.0
+time.perf_counter = lambda: now
+
+def SamplingParams(**options):
+    return options
+
+class LLM:
+    def __init__(self, model, kv_cache_memory_bytes=None, **options):
+        # vLLM's own check, on a machine of which a tenth is in use; there too a size that is told is taken as it is.
+        if kv_cache_memory_bytes is None:
+            raise ValueError("Available memory is less than desired CPU memory utilization (0.92)")
+        with open(os.environ["TOLD"], "w") as told:
+            told.write(str(kv_cache_memory_bytes))
+
+    def generate(self, prompts, sampling, use_tqdm):
+        global now
+        now += 0.01 * max(each["max_tokens"] for each in sampling)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * each["max_tokens"])]) for each in sampling]
+"""
+
+
+def test_vllm_gets_as_much_memory_as_our_worker_takes(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default it wants 92 % of the machine's, whatever is free, and does not start."""
+    (tmp_path / "vllm.py").write_text(VLLM_STAND_IN)
+    python, told = tmp_path / "python", tmp_path / "told"
+    python.write_text(f'#!/bin/sh\nexec env TOLD={told} PYTHONPATH={tmp_path} {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(Environments, "vllm", lambda environments: python)
+    monkeypatch.setattr(peers, "available_cpu_bytes", lambda: 10_000_000)
+    (arm,) = [arm for arm in peers.arms(1, Environments(tmp_path / "peers"), "float32") if arm.name == "vLLM"]
+    assert arm.measure(model, SMALL, seed=1)[decode_name(2)] == pytest.approx(200)
+    assert int(told.read_text()) == 3_000_000
+
+
 def test_rows_of_llama_batched_bench() -> None:
     text = '\nmain: n_kv_max = 512\n{"pp": 160, "tg": 80, "pl": 8, "speed_pp": 500.5, "speed_tg": 119.25}\n\nperf: x\n'
     assert batched_bench_rows(text) == [{"pp": 160, "tg": 80, "pl": 8, "speed_pp": 500.5, "speed_tg": 119.25}]

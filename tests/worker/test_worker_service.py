@@ -522,9 +522,7 @@ def test_mutual_tls(checkpoint: Path, start: Callable[..., Process], tmp_path: P
     authority = Authority("ca")
     here = authority.issue("localhost")
     certificate, key = here.write(tmp_path, "here")
-    client_ca = tmp_path / "ca.crt"
-    client_ca.write_bytes(authority.cert)
-    files = {"tls_cert": certificate, "tls_key": key, "tls_client_ca": str(client_ca)}
+    files = {"tls_cert": certificate, "tls_key": key, "tls_client_ca": authority.write(tmp_path)}
     worker = start(model=str(checkpoint), port=0, device="cpu", num_device_blocks=20, **files)
     target = "localhost:" + worker.ready_url().rpartition(":")[2]
     credentials = grpc.ssl_channel_credentials(authority.cert, here.key, here.cert)
