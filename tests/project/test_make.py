@@ -1,0 +1,80 @@
+"""`make` on machines whose Python Pagewire does not run on, or that have none: one line, not a resolver's error."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# The check runs in an interpreter that says it is of another version. What makes the environment only says that it ran.
+FAKE_PYTHON = """#!/bin/sh
+if [ "$1" = -c ]; then
+  exec {python} -c 'import sys; sys.version_info = ({version}, 0, "final", 0); sys.argv = sys.argv[1:]
+exec(sys.argv[0])' "$2" "$3"
+fi
+echo "ran $*"
+exit 3
+"""
+
+
+def make(folder: Path, version: str, place: str) -> tuple[list[str], str]:
+    """What `make setup` says: lines on standard error that are not make's own, and standard output."""
+    python = folder / place
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(FAKE_PYTHON.format(python=sys.executable, version=version.replace(".", ",")))
+    python.chmod(0o755)
+    (folder / "pyproject.toml").touch()
+    return run_make(folder, f"PYTHON={folder / 'python'}")
+
+
+def run_make(folder: Path, *arguments: str) -> tuple[list[str], str]:
+    command = ["make", "-f", str(ROOT / "Makefile"), "setup", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(("make", "find"))]
+    return lines, done.stdout
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.10", "3.14", "4.0"])
+def test_another_python_gets_one_line(version: str, tmp_path: Path) -> None:
+    lines, output = make(tmp_path, version, "python")
+    (line,) = lines
+    start = "Pagewire needs Python 3.11, 3.12 or 3.13, and "
+    assert re.fullmatch(rf"{start}.* is {re.escape(version)}: name another, make PYTHON=/path/to/python3\.13", line)
+    assert "ran" not in output
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_a_python_that_it_runs_on_makes_the_environment(version: str, tmp_path: Path) -> None:
+    lines, output = make(tmp_path, version, "python")
+    assert lines == []
+    assert "ran -m venv .venv" in output
+    # What could not be made whole is not taken for an environment the next time.
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_an_environment_of_another_python_is_to_be_removed(tmp_path: Path) -> None:
+    (line,), output = make(tmp_path, "3.10", ".venv/bin/python")
+    assert line.endswith(" is 3.10: remove .venv to have it made again")
+    assert "ran" not in output
+    assert "ran -m pip install" in make(tmp_path, "3.11", ".venv/bin/python")[1]
+
+
+def test_no_python_at_all_gets_one_line(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    (line,), _ = run_make(tmp_path, "PYTHON=no-such-python")
+    assert line == "there is no no-such-python: install Python 3.13, or name one, make PYTHON=/path/to/python3.13"
+
+
+def test_everything_says_the_same_of_versions() -> None:
+    versions = SpecifierSet(PROJECT["requires-python"])
+    supported = [f"3.{minor}" for minor in range(5, 30) if f"3.{minor}.1" in versions]
+    assert supported == ["3.11", "3.12", "3.13"]
+    language = "Programming Language :: Python :: "
+    classified = [line.removeprefix(language) for line in PROJECT["classifiers"] if line.startswith(language)]
+    assert classified == supported
