@@ -1,10 +1,15 @@
 """What holds for all tests."""
 
 import os
+import signal
 from pathlib import Path
 
 # Tests run tiny models, several processes at a time: a second OpenMP thread each would only wait for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Shells start what runs in the background with SIGINT ignored, as would every child: tests of Ctrl-C would not end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Triton chooses its interpreter while it is imported; transformers imports it before tests/kernels/triton can choose.
 DEVICES = ("nvidia*", "nvhost*", "dxg")
