@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire import Client, SamplingParams, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from pagewire.supervisor import free_port
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.model_info import read_model_info
@@ -65,7 +65,9 @@ class FrontEnd:
 
 @asynccontextmanager
 async def serve_front_end(checkpoint: Path, scheduler: str, *, waits: bool = True) -> AsyncIterator[FrontEnd]:
-    config = FrontEndConfig(model=str(checkpoint), scheduler=scheduler.removeprefix("grpc://"), port=free_port())
+    config = FrontEndConfig(
+        model=str(checkpoint), scheduler=scheduler.removeprefix("grpc://"), port=free_port("127.0.0.1")
+    )
     stop, stop_now = asyncio.Event(), asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(front_end.run(config, stop=stop, ready=url.set_result, stop_now=stop_now))
@@ -81,12 +83,6 @@ async def serve_front_end(checkpoint: Path, scheduler: str, *, waits: bool = Tru
         stop_now.set()
         await running
         await channel.close()
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """Who may connect: six bad peers of the scheduler and of the worker, and a good one, over real TLS."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from pagewire.supervisor import free_port
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS
 from tests.contract import scheduler_stack
 from tests.contract.certificates import DAY, Authority, Certificate, self_signed
@@ -121,11 +121,6 @@ async def ask_scheduler(peer: grpc.aio.Channel) -> object:
     return await stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest(), timeout=10)
 
 
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as bound:
-        return bound.getsockname()[1]
-
-
 @asynccontextmanager
 async def scheduler(site: Site, checkpoint: Path, **options: object) -> AsyncIterator[str]:
     files = {**site.server_files(), **options}
@@ -174,7 +169,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(site: Site, chec
 
 
 async def test_probes_need_no_certificate_on_the_health_port(site: Site, checkpoint: Path) -> None:
-    port = free_port()
+    port = free_port("localhost")
     async with (
         scheduler(site, checkpoint, health_host="localhost", health_port=port),
         grpc.aio.insecure_channel(f"localhost:{port}") as probe,

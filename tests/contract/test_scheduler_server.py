@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.activity import Activity
 from scheduler_service.config import SchedulerConfig
@@ -26,12 +27,6 @@ from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import expected_tokens, make_checkpoint, request, serve
 
 PROMPT = [5, 6, 7, 8, 9]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def run_and_fail(caplog: pytest.LogCaptureFixture, **options: object) -> str:
@@ -141,7 +136,7 @@ def _reflected_services(target: str) -> list[str]:
 
 
 async def test_metrics(checkpoint: Path) -> None:
-    port = free_port()
+    port = free_port("127.0.0.1")
     worker = FakeWorker(read_model_info(str(checkpoint)).digest, num_host_blocks=7, swap_bandwidth=1e9)
     await worker.start()
     async with serve(checkpoint, worker=worker, metrics_port=port, served_model_name="story") as stack:
@@ -183,7 +178,7 @@ async def test_metrics(checkpoint: Path) -> None:
 
 
 async def test_metrics_of_a_full_cache(checkpoint: Path) -> None:
-    port = free_port()
+    port = free_port("127.0.0.1")
     digest = read_model_info(str(checkpoint)).digest
     worker = FakeWorker(digest, num_device_blocks=64, num_host_blocks=300, swap_bandwidth=1e12)
     await worker.start()
@@ -228,7 +223,7 @@ async def test_a_prompt_beyond_the_message_limit_is_refused(checkpoint: Path) ->
 
 
 async def test_loads_and_info_need_no_worker(checkpoint: Path) -> None:
-    config = SchedulerConfig(model=str(checkpoint), worker="127.0.0.1:1", port=free_port(), metrics_port=0)
+    config = SchedulerConfig(model=str(checkpoint), worker="127.0.0.1:1", port=free_port("127.0.0.1"), metrics_port=0)
     stop = asyncio.Event()
     running = asyncio.create_task(server.run(config, stop=stop, ready=lambda url: pytest.fail("was ready")))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{config.port}") as channel:

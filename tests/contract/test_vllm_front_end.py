@@ -10,7 +10,8 @@ from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from tests.contract.test_front_end import free_port, serve_both, serve_front_end
+from pagewire.supervisor import free_port
+from tests.contract.test_front_end import serve_both, serve_front_end
 from tests.contract.vllm_client import generate, request, stub_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -107,7 +108,7 @@ async def test_the_cache_is_the_schedulers_alone(checkpoint: Path) -> None:
 
 
 async def test_without_a_scheduler_it_is_unavailable(checkpoint: Path) -> None:
-    async with serve_front_end(checkpoint, f"127.0.0.1:{free_port()}", waits=False) as front:
+    async with serve_front_end(checkpoint, f"127.0.0.1:{free_port('127.0.0.1')}", waits=False) as front:
         calls = [
             stub_of(front).HealthCheck(vllm_engine_pb2.HealthCheckRequest(), wait_for_ready=True),
             stub_of(front).GetLoads(vllm_engine_pb2.GetLoadsRequest(), wait_for_ready=True),

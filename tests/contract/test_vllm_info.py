@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from pagewire.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.model_info import read_model_info
@@ -21,7 +22,6 @@ from scheduler_service.rpc.vllm.generate_request import translate_request
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import EOS, VOCAB_SIZE, Stack, make_checkpoint, serve
 from tests.contract.vllm_client import generate, request, stub_of
-from tests.system.services import free_port
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -43,8 +43,8 @@ class LoadingWorker(FakeWorker):
 
 async def test_it_is_unavailable_until_a_worker_has_joined(checkpoint: Path) -> None:
     worker = LoadingWorker(read_model_info(str(checkpoint)).digest)
-    worker.port = free_port()
-    port = free_port()
+    worker.port = free_port("127.0.0.1")
+    port = free_port("127.0.0.1")
     config = SchedulerConfig(model=str(checkpoint), worker=f"127.0.0.1:{worker.port}", port=port, metrics_port=0)
     stop, ready = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(server.run(config, stop=stop, ready=lambda url: ready.set()))

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,17 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from pagewire.supervisor import free_port as store_port
+from pagewire.supervisor import free_port
 
 HOST = "127.0.0.1"
 READY_PREFIX = "ready on grpc://"
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind((HOST, 0))
-        return bound.getsockname()[1]
 
 
 def children_of(pid: int) -> list[int]:
@@ -109,12 +102,12 @@ class System:
         start: Start = start_process,
         num_ranks: int = 1,
     ) -> None:
-        ports = [free_port() for _ in range(num_ranks)]
+        ports = [free_port(HOST) for _ in range(num_ranks)]
         self._start = start
         self._flags = [["--model", model, "--port", port, "--log-level", "warning", *worker] for port in ports]
         if num_ranks > 1:
             # Not one that an outgoing connection may take while rank 0 is away.
-            shared = ["--tensor-parallel-size", num_ranks, "--tensor-parallel-address", f"{HOST}:{store_port(HOST)}"]
+            shared = ["--tensor-parallel-size", num_ranks, "--tensor-parallel-address", f"{HOST}:{free_port(HOST)}"]
             for rank, flags in enumerate(self._flags):
                 flags += [*shared, "--tensor-parallel-rank", rank, "--num-threads", 1]
         self.workers: list[Service] = []

@@ -15,8 +15,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire import Client
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.supervisor import free_port
 from tests.system.forked import running
-from tests.system.services import Service, free_port
+from tests.system.services import HOST, Service
 from tests.system.streams import Progress, requests_of, run_streams
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
@@ -109,7 +110,7 @@ async def test_a_worker_that_loads_ends_well(attempt: int) -> None:
     """It listens before it imports torch; somewhere between there and ready it is told to stop."""
     delay = 0.0 if attempt == 0 else random.Random(attempt).uniform(0, 2.5)
     print(f"told after {delay:.2f} s")
-    port = free_port()
+    port = free_port(HOST)
     worker = Service("worker", ["--model", STORYTELLER, "--port", port])
     await until_live(f"127.0.0.1:{port}")
     await asyncio.sleep(delay)  # nothing tells how far loading is
@@ -118,7 +119,7 @@ async def test_a_worker_that_loads_ends_well(attempt: int) -> None:
 
 
 async def test_a_scheduler_without_a_worker_ends_at_once() -> None:
-    port = free_port()
+    port = free_port(HOST)
     flags = ["--model", STORYTELLER, "--port", port, "--metrics-port", 0, "--worker", "127.0.0.1:1"]
     scheduler = Service("scheduler", flags)
     await until_live(f"127.0.0.1:{port}")

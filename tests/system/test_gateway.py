@@ -18,8 +18,9 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire import Client, SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from pagewire.supervisor import free_port
 from tests.system.gateway import Gateway, post, send, wait_until
-from tests.system.services import Service, children_of, free_port
+from tests.system.services import HOST, Service, children_of
 
 MODEL = "storyteller"
 MAX_MODEL_LEN = 2048
@@ -35,7 +36,7 @@ class Replica:
     """A `pagewire serve` that can be killed and started again at its port."""
 
     def __init__(self, model: Path, *flags: object) -> None:
-        self._flags = [model, "--port", free_port(), *FLAGS, *flags]
+        self._flags = [model, "--port", free_port(HOST), *FLAGS, *flags]
         self._channel: grpc.Channel | None = None
         self.start()
 
@@ -101,7 +102,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """While the gateway starts, the model's files are gone: as in a cluster, it has to ask a replica for them."""
     model = tmp_path_factory.mktemp("models") / MODEL
     shutil.copytree(Path("models") / MODEL, model)
-    own_port = free_port()
+    own_port = free_port(HOST)
     replicas = [Replica(model, "--gateway", "--gateway-port", own_port), Replica(model)]
     try:
         for replica in replicas:
