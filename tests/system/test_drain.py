@@ -87,6 +87,9 @@ async def test_a_scheduler_is_gone_in_time_whoever_listens(drain_timeout: float)
             stream = stub.Generate(message)
             await stream.read()
             finishing = asyncio.create_task(end_of(stream))
+            if drain_timeout < 1:
+                # However fast this machine is, the stream does not end by itself.
+                system.worker.send_signal(signal.SIGSTOP)
             told_at = time.monotonic()
             system.scheduler.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(system.scheduler.stop) == 0
