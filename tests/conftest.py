@@ -11,6 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What is compiled is kept in the user's cache, and not every user has a home that can be written to.
+HOME = Path(os.path.expanduser("~"))
+if not (HOME.is_dir() and os.access(HOME, os.W_OK)):
+    os.environ.setdefault("XDG_CACHE_HOME", str(Path(__file__).parents[1] / ".pytest_cache" / "home"))
+    os.environ.setdefault("TRITON_HOME", os.environ["XDG_CACHE_HOME"])
+
 # Triton chooses its interpreter while it is imported; transformers imports it before tests/kernels/triton can choose.
 DEVICES = ("nvidia*", "nvhost*", "dxg")
 if not any(device for pattern in DEVICES for device in Path("/dev").glob(pattern)):

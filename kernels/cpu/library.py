@@ -93,11 +93,14 @@ def find_compiler() -> str:
 
 
 def cache_directory() -> Path:
-    """$PAGEWIRE_CACHE/kernels, by default in the user's cache."""
+    """$PAGEWIRE_CACHE/kernels, by default in the user's cache. Raises BuildError where the user has no home."""
     root = os.environ.get("PAGEWIRE_CACHE")
     if root:
         return Path(root) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+    except RuntimeError as error:
+        raise BuildError("this user has no home for what is built; set PAGEWIRE_CACHE to a folder") from error
 
 
 def _compile(compiler: str, flags: Sequence[str], openmp: Sequence[str], path: Path) -> None:

@@ -1,6 +1,7 @@
 """The C kernels against the specification, over caches that hold NaN wherever no row's positions are."""
 
 import os
+import pwd
 import random
 import subprocess
 from dataclasses import dataclass
@@ -415,6 +416,21 @@ def test_switch(environ, expected, tmp_path, monkeypatch, caplog, fresh_switch):
     except (BuildError, ValueError) as error:
         outcome = f"{type(error).__name__}: {error}"
     assert expected in outcome
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, caplog, fresh_switch):
+    """As in a container that runs under a number that no user has."""
+    skip_without_compiler()
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "PAGEWIRE_CACHE", "PAGEWIRE_CPU_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert load_kernels() is None
+    (line,) = caplog.messages
+    assert line.endswith("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
 
 
 def test_the_variant_is_chosen_by_name(monkeypatch, fresh_switch):
