@@ -148,6 +148,8 @@ class _Range:
         return self.low <= value <= self.high and not (self.excludes_low and value == self.low)
 
     def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"at least {self.low:g}"
         return (
             f"above {self.low:g} and at most {self.high:g}" if self.excludes_low else f"{self.low:g} to {self.high:g}"
         )

@@ -78,17 +78,8 @@ class Intake:
         self._quotas = quotas
         self._num_pending = 0  # calls whose request is not in the scheduler yet
 
-    async def resolve(
-        self,
-        message: scheduler_pb2.GenerateRequest,
-        time_remaining: float | None,
-        *,
-        clamps_max_tokens: bool = False,
-    ) -> Request:
-        """The request in full, which must be done within so many seconds. Raises RpcError.
-
-        `clamps_max_tokens`: more tokens than can fit are as many as fit, instead of an error.
-        """
+    async def resolve(self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None) -> Request:
+        """The request in full, which must be done within so many seconds. Raises RpcError."""
         deadline = None if time_remaining is None else self._step_loop.now() + time_remaining
         message.tenant = tenant_of_call(message.tenant)
         check_before_tokenizing(message, self._model)
@@ -100,11 +91,7 @@ class Intake:
             )
         with contextlib.nullcontext() if self._quotas is None else self._quotas.pending(message.tenant):
             prompt_token_ids = await self._tokenize(message)
-        max_sequence_tokens = self._step_loop.max_sequence_tokens
-        if clamps_max_tokens and message.sampling.HasField("max_tokens"):
-            num_free = max(1, max_sequence_tokens - len(prompt_token_ids))
-            message.sampling.max_tokens = min(message.sampling.max_tokens, num_free)
-        return resolve_request(message, prompt_token_ids, self._model, max_sequence_tokens, deadline)
+        return resolve_request(message, prompt_token_ids, self._model, self._step_loop.max_sequence_tokens, deadline)
 
     async def _tokenize(self, message: scheduler_pb2.GenerateRequest) -> list[int]:
         """The tokens of the prompt, once it is known what fits."""

@@ -60,7 +60,7 @@ async def test_what_it_says_of_itself_is_what_the_scheduler_says(checkpoint: Pat
 async def test_its_load_is_the_schedulers_now(checkpoint: Path) -> None:
     async with serve_both(checkpoint) as (stack, front):
         stack.worker.step_seconds = 0.02
-        call = stub_of(stack).Generate(request(PROMPT, stream=True, max_tokens=300, n=2))
+        call = stub_of(stack).Generate(request(PROMPT, stream=True, max_tokens=240, n=2))
         await call.read()
         question = vllm_engine_pb2.GetLoadsRequest()
         answers = await asyncio.gather(*(stub_of(front).GetLoads(question) for _ in range(5)))

@@ -40,7 +40,8 @@ BOUNDARIES: dict[str, tuple[list, list]] = {
     "logit_bias": ([{}, {0: -100, VOCAB_SIZE - 1: 100}], [{-1: 0}, {0: NAN}, {0: 100.01}, {VOCAB_SIZE: 0}]),
     "grammar_from_first_token": ([False, True], []),
 }
-UNIMPLEMENTED = {
+# Fields that are refused whatever their value.
+UNSUPPORTED = {
     "truncate_prompt_tokens": -1,
     "json_schema": "{}",
     "regex": "a",
@@ -83,12 +84,30 @@ async def test_a_text_is_tokenized(checkpoint: Path) -> None:
         assert output.complete.prompt_tokens == len(prompt)
 
 
-async def test_max_tokens_are_as_many_as_fit_if_unset_or_too_many(checkpoint: Path) -> None:
+async def test_max_tokens_are_as_many_as_fit_if_unset(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
-        for sampling in ({}, {"max_tokens": 1000}, {"max_tokens": UINT32_MAX}):
+        for sampling in ({}, {"max_tokens": 256 - len(PROMPT)}):
             output = await generate(stack, request(PROMPT, **sampling))
             assert len(output.complete.output_ids) == 256 - len(PROMPT), sampling
             assert output.complete.finish_reason == "length"
+
+
+async def test_more_max_tokens_than_fit_are_refused(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        for max_tokens in (256 - len(PROMPT) + 1, UINT32_MAX):
+            error = await error_of(stack, request(PROMPT, max_tokens=max_tokens))
+            assert error is not None
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert details(error)[0].field_violations[0].field == "sampling_params.max_tokens"
+            assert f"lower max_tokens to {256 - len(PROMPT)} or shorten the prompt" in error.details()
+            assert "max_completion_tokens, max_output_tokens and max_new_tokens are max_tokens here" in error.details()
+
+
+async def test_a_limit_without_an_end_is_said_as_one(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        error = await error_of(stack, request(PROMPT, max_tokens=0))
+        assert error is not None
+        assert error.details().startswith("max_tokens is 0, but must be at least 1")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -169,7 +188,7 @@ async def test_no_logprobs_unless_asked_for(checkpoint: Path) -> None:
 
 def test_every_sampling_field_has_boundaries() -> None:
     fields = {field.name for field in vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields}
-    assert {*BOUNDARIES, *UNIMPLEMENTED} == fields
+    assert {*BOUNDARIES, *UNSUPPORTED} == fields
 
 
 async def test_every_sampling_field_at_its_boundaries(checkpoint: Path) -> None:
@@ -187,13 +206,15 @@ async def test_every_sampling_field_at_its_boundaries(checkpoint: Path) -> None:
         await stack.until_idle()
 
 
-async def test_what_is_not_done_is_said_plainly(checkpoint: Path) -> None:
+async def test_what_is_never_served_is_invalid_and_not_worth_another_try(checkpoint: Path) -> None:
+    """A gateway makes 501 of UNIMPLEMENTED, and HTTP clients try that again."""
     async with serve(checkpoint) as stack:
-        for field, value in UNIMPLEMENTED.items():
+        for field, value in UNSUPPORTED.items():
             error = await error_of(stack, request(PROMPT, **{field: value}))
             assert error is not None, f"{field} was taken"
-            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert field in error.details()
+            assert details(error)[0].field_violations[0].field == f"sampling_params.{field}"
         for fields in (
             {"mm_inputs": {}},
             {"extra_mm_inputs": [{}]},
@@ -205,14 +226,21 @@ async def test_what_is_not_done_is_said_plainly(checkpoint: Path) -> None:
             message.MergeFrom(vllm_engine_pb2.GenerateRequest(**fields))
             error = await error_of(stack, message)
             assert error is not None, f"{fields} was taken"
-            assert (error.code(), *fields) == (
-                grpc.StatusCode.UNIMPLEMENTED,
-                details(error)[0].field_violations[0].field,
-            )
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert [*fields] == [details(error)[0].field_violations[0].field]
+            assert f"leave {next(iter(fields))} unset" in error.details()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub_of(stack).Embed(vllm_engine_pb2.EmbedRequest(tokenized={"input_ids": PROMPT}))
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "no embeddings" in caught.value.details()
+
+
+async def test_structured_output_is_refused_by_the_names_that_http_clients_send(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        for field, name in (("json_schema", "response_format"), ("json_schema", "tool_choice"), ("grammar", "ebnf")):
+            error = await error_of(stack, request(PROMPT, **{field: "x"}))
+            assert error is not None
+            assert name in error.details()
 
 
 async def test_bad_prompts(checkpoint: Path) -> None:

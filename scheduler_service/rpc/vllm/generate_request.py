@@ -1,14 +1,14 @@
 """A VllmEngine GenerateRequest as one of ours. Ranges are checked where ours are; here only what has no counterpart.
 
 proto3 cannot tell an unset number from 0, so 0 means what vLLM's servicer takes it for. The checkpoint's own sampling
-defaults are not filled in: a gateway reads them from GetModelInfo and sends them itself.
+defaults are not filled in: a gateway reads them from GetModelInfo and sends them itself. What is never served is
+INVALID_ARGUMENT, which a gateway answers with 400: of UNIMPLEMENTED it makes 501, which HTTP clients try again.
 """
 
-import grpc
 from smg_grpc_proto import vllm_engine_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.status import RpcError, invalid
+from scheduler_service.rpc.status import invalid
 
 # Fields of the same name, type and meaning; sent as they are, 0 included.
 _SAME = (
@@ -30,6 +30,15 @@ _UNSUPPORTED_INPUTS = {
     "media_refs": "images, audio and video",
     "kv_transfer_params": "a KV cache of another engine",
     "kv_transfer_params_json": "a KV cache of another engine",
+}
+# What asks for structured output, and how OpenAI's API and sglang's call it where a gateway has changed the name.
+_CONSTRAINTS = {
+    "json_schema": "json_schema, response_format, text.format, and a tool_choice that forces a call,",
+    "json_object": "json_object and response_format",
+    "regex": "regex",
+    "grammar": "grammar (ebnf)",
+    "structural_tag": "structural_tag",
+    "choice": "choice",
 }
 
 
@@ -53,7 +62,7 @@ def translate_request(message: vllm_engine_pb2.GenerateRequest) -> scheduler_pb2
 def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
     for field, what in _UNSUPPORTED_INPUTS.items():
         if field in {name.name for name, _ in message.ListFields()}:
-            raise _unimplemented(field, f"this server does not take {what}; leave {field} unset")
+            raise invalid(field, f"this server does not take {what}; leave {field} unset")
     if message.data_parallel_rank != 0:
         raise invalid(
             "data_parallel_rank", f"data_parallel_rank is {message.data_parallel_rank}, but there is only rank 0 here"
@@ -61,12 +70,13 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
     sampling = message.sampling_params
     constraint = sampling.WhichOneof("constraint")
     if constraint is not None:
-        raise _unimplemented(
+        raise invalid(
             f"sampling_params.{constraint}",
-            f"this server has no structured output; leave {constraint} unset, or ask for the format in the prompt",
+            f"this server has no structured output; leave {_CONSTRAINTS[constraint]} unset, or ask for the format in "
+            "the prompt",
         )
     if sampling.HasField("truncate_prompt_tokens"):
-        raise _unimplemented(
+        raise invalid(
             "sampling_params.truncate_prompt_tokens",
             "this server does not truncate prompts; cut the prompt and leave truncate_prompt_tokens unset",
         )
@@ -99,6 +109,3 @@ def _translate_sampling(given: vllm_engine_pb2.SamplingParams, sampling: schedul
             raise invalid(f"sampling_params.logit_bias[{token_id}]", f"{token_id} is no token id; send 0 or more")
         sampling.logit_bias[token_id] = bias
 
-
-def _unimplemented(field: str, message: str) -> RpcError:
-    return RpcError(grpc.StatusCode.UNIMPLEMENTED, message, field)

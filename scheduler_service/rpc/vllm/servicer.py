@@ -37,6 +37,11 @@ _TENANT = ""  # that a request names: it has no field for one
 _MAX_FLUSH_WAIT = 600.0  # seconds
 # Our fields' paths in VllmEngine's requests.
 _FIELDS = {"sampling.": "sampling_params.", "token_ids.ids": "tokenized.input_ids"}
+# What the HTTP APIs of gateways call a field whose name differs there: whoever reads the message sent that.
+_HTTP_NAMES = {
+    "sampling_params.max_tokens": "max_completion_tokens, max_output_tokens and max_new_tokens are max_tokens here",
+    "sampling_params.min_tokens": "min_new_tokens is min_tokens here",
+}
 
 
 class Engine(SequenceStopper, Protocol):
@@ -125,7 +130,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm_engine_pb2.AbortResponse()
 
     async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext) -> NoReturn:
-        await _refuse(context, "this server generates text and makes no embeddings")
+        """INVALID_ARGUMENT, since trying again never helps: see generate_request.py."""
+        message = "this server generates text and makes no embeddings"
+        await abort(context, RpcError(grpc.StatusCode.INVALID_ARGUMENT, message))
 
     # What is served
 
@@ -223,7 +230,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _generate(self, message: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         translated = translate_request(message)
-        request = await self._intake.resolve(translated, context.time_remaining(), clamps_max_tokens=True)
+        request = await self._intake.resolve(translated, context.time_remaining())
         with_text = bool(translated.sampling.stop)
         samples = [
             Sample(request.request_id, index, transcript, with_logprobs=request.sampling.num_logprobs is not None)
@@ -272,5 +279,7 @@ async def _refuse(context: grpc.aio.ServicerContext, message: str) -> NoReturn:
 def _in_their_words(error: RpcError) -> RpcError:
     for ours, theirs in _FIELDS.items():
         if error.field.startswith(ours):
-            return RpcError(error.code, str(error), theirs + error.field.removeprefix(ours))
+            field = theirs + error.field.removeprefix(ours)
+            names = f" ({_HTTP_NAMES[field]})" if field in _HTTP_NAMES else ""
+            return RpcError(error.code, f"{error}{names}", field)
     return error
