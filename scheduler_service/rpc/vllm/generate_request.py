@@ -108,4 +108,3 @@ def _translate_sampling(given: vllm_engine_pb2.SamplingParams, sampling: schedul
         if token_id < 0:
             raise invalid(f"sampling_params.logit_bias[{token_id}]", f"{token_id} is no token id; send 0 or more")
         sampling.logit_bias[token_id] = bias
-
