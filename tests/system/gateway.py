@@ -120,7 +120,8 @@ def ask(port: int, method: str, path: str, body: Any) -> Answer:
         send(connection, method, path, body)
         response = connection.getresponse()
         text = response.read()
-        return Answer(response.status, json.loads(text) if text else None)
+        is_json = response.headers.get_content_type() == "application/json"
+        return Answer(response.status, json.loads(text) if is_json else text.decode() or None)
 
 
 def send(connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> None:

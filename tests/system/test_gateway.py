@@ -222,12 +222,10 @@ def test_bad_requests_are_the_clients_fault(gateway: Gateway) -> None:
     for status, text, fields in cases:
         answer = gateway.post("/v1/completions", **({"model": MODEL, "max_tokens": 4} | fields))
         assert (answer.status, text in answer.body["error"]["message"]) == (status, True), answer
-    structured = gateway.post("/v1/chat/completions", response_format={"type": "json_object"}, **CHAT, **GREEDY)
-    assert structured.status == 501
-    assert "no structured output" in structured.body["error"]["message"]
-    assert gateway.post("/v1/embeddings", model=MODEL, input="Once").status == 501
-    too_many = gateway.post("/v1/completions", model=MODEL, prompt="Once", temperature=0, max_tokens=100_000)
-    assert too_many.status == 200, "as many as fit"
+    for path in ("/v1/embeddings", "/v1/classify"):
+        assert gateway.post(path, model=MODEL, input="Once").status == 400
+    assert gateway.post("/v1/rerank", model=MODEL, query="Once", documents=["a"]).status == 501
+    assert gateway.post("/submit", prompt="Once").status == 404
 
 
 def test_one_command_serves_the_api(fleet: Fleet) -> None:
