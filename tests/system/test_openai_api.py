@@ -31,6 +31,8 @@ TEMPLATE = """\
 {% if mood %} {{ mood }}{% endif %}\
 {% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}\
 {% if documents %} with documents{% endif %}\
+{% if enable_thinking is defined or thinking is defined %} thinking{% endif %}\
+{% if verbosity is defined %} {{ verbosity }}{% endif %}\
 {% if not add_generation_prompt %} and so{% endif %}\
 {% if add_generation_prompt and messages[-1]['role'] == 'assistant' %} said the turtle{% endif %}"""
 

@@ -116,6 +116,15 @@ FIELDS = (
         _takes_no_seed("sampling_seed"),
         "the other routes have `seed`",
     ),
+    *(
+        ignored(name, {"return_logprob": True, name: value})
+        for name, value in {
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+            "token_ids_logprob": [5],
+            "return_text_in_logprobs": True,
+        }.items()
+    ),
     _ignored("structural_tag", "{}"),
     _ignored("logit_bias", {"602": -100}, "gRPC has it: `sampling.logit_bias`"),
     _ignored("custom_params", {"a": 1}),
@@ -126,10 +135,6 @@ FIELDS = (
         ignored(name, {name: value})
         for name, value in {
             "return_logprob": True,
-            "logprob_start_len": 0,
-            "top_logprobs_num": 2,
-            "token_ids_logprob": [5],
-            "return_text_in_logprobs": True,
             "return_hidden_states": True,
             "return_bytes": True,
             "return_entropy": True,

@@ -112,7 +112,7 @@ FIELDS = (
     ignored("text.verbosity", {"text": {"verbosity": "low"}}),
     ignored("include", {"include": ["message.output_text.logprobs"]}),
     refused("include, unknown", {"include": ["bogus"]}),
-    ignored("top_logprobs", {"top_logprobs": 2}),
+    ignored("top_logprobs", {"top_logprobs": 2, "include": ["message.output_text.logprobs"]}),
     Field("top_k", Verdict.IGNORED, {}, _is_random_with({"top_k": 1})),
     Field("min_p", Verdict.IGNORED, {}, _is_random_with({"min_p": 1})),
     ignored("frequency_penalty", {"frequency_penalty": 2}),
