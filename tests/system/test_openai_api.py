@@ -51,6 +51,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shutil.copytree(Path("models/storyteller"), model)
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    defaults = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(defaults | {"temperature": 0.001}))
     port = free_port()
     service = Service("serve", [model, "--port", 0, *QUIETLY, "--gateway", "--gateway-port", port])
     try:

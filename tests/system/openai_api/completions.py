@@ -1,6 +1,7 @@
 """/v1/completions."""
 
 from tests.system.openai_api.field import (
+    ABSENT,
     Exchange,
     Route,
     Verdict,
@@ -41,7 +42,8 @@ FIELDS = (
     honoured("max_tokens", {"max_tokens": 3}, lambda it: it.reply.num_output_tokens == 3, note="unset: as many as fit"),
     refused_by_pagewire("max_tokens, beyond the context", {"max_tokens": 100_000}),
     refused_by_pagewire("max_tokens, 0", {"max_tokens": 0}),
-    honoured("temperature", {"temperature": 1, "seed": 7}, note="0 to 2; unset: the checkpoint's own"),
+    honoured("temperature", {"temperature": 1, "seed": 7}, note="0 to 2"),
+    honoured("temperature, unset", {"temperature": ABSENT}, greedy, note="the checkpoint's own, else 1"),
     honoured("top_p", {"top_p": 0.01}, greedy, beside=SAMPLED),
     honoured("top_k", {"top_k": 1}, greedy, beside=SAMPLED, note="-1 is off; vLLM's 0 is refused"),
     refused("top_k, 0", {"top_k": 0}),
@@ -64,6 +66,7 @@ FIELDS = (
     honoured("frequency_penalty", {"frequency_penalty": 2}),
     honoured("presence_penalty", {"presence_penalty": 2}),
     honoured("repetition_penalty", {"repetition_penalty": 1.9}, note="up to 2"),
+    refused("repetition_penalty, above 2", {"repetition_penalty": 2.1}),
     honoured("stop", {"stop": ["never", "him"]}, _stops_at_him, note="a text or up to 4"),
     refused("stop, more than 4", {"stop": ["a", "b", "c", "d", "e"]}),
     honoured("stop_token_ids", {"stop_token_ids": [602]}, lambda it: it.reply.ends == ["stop"]),

@@ -62,7 +62,8 @@ def merged(*bodies: Body) -> dict[str, Any]:
 
 
 def without_absent(body: Body) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if value is not ABSENT}
+    present = {name: value for name, value in body.items() if value is not ABSENT}
+    return {name: without_absent(value) if isinstance(value, dict) else value for name, value in present.items()}
 
 
 def honoured(name: str, body: Body, proof: Proof | None = None, *, note: str = "", beside: Body | None = None) -> Field:

@@ -79,7 +79,8 @@ FIELDS = (
         "max_new_tokens", {"max_new_tokens": 3}, lambda it: it.reply.num_output_tokens == 3, "unset: as many as fit"
     ),
     refused_by_pagewire("sampling_params.max_new_tokens, beyond the context", _sampling({"max_new_tokens": 100_000})),
-    _honoured("temperature", {"temperature": 1}, note="unset: 1"),
+    _honoured("temperature", {"temperature": 1}),
+    _honoured("temperature, unset", {"temperature": ABSENT}, greedy, "the checkpoint's own, else 1"),
     _honoured("top_p", {"top_p": 0.01}, greedy, temperature=1),
     _honoured("top_k", {"top_k": 1}, greedy, temperature=1),
     _honoured("min_p", {"min_p": 1}, greedy, temperature=1),
@@ -87,7 +88,8 @@ FIELDS = (
     refused_by_pagewire("sampling_params.n, above 16", _sampling({"n": 17})),
     _honoured("frequency_penalty", {"frequency_penalty": 2}),
     _honoured("presence_penalty", {"presence_penalty": 2}),
-    _honoured("repetition_penalty", {"repetition_penalty": 1.9}, note="up to 2"),
+    _honoured("repetition_penalty", {"repetition_penalty": 2.1}, note="up to 100"),
+    refused_by_pagewire("sampling_params.repetition_penalty, above 100", _sampling({"repetition_penalty": 101})),
     _honoured("stop", {"stop": ["never", "him"]}, _stops_at_him, "a text or up to 16"),
     _honoured("stop_token_ids", {"stop_token_ids": [602]}, lambda it: it.reply.ends == ["stop"]),
     _honoured(

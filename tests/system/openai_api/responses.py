@@ -3,6 +3,7 @@
 from tests.system.openai_api.chat_completions import TOOLS_NOTE
 from tests.system.openai_api.completions import PROMPT
 from tests.system.openai_api.field import (
+    ABSENT,
     Body,
     Exchange,
     Field,
@@ -64,7 +65,10 @@ FIELDS = (
         note="unset: as many as fit",
     ),
     refused_by_pagewire("max_output_tokens, beyond the context", {"max_output_tokens": 100_000}),
-    honoured("temperature", {"temperature": 1}, note="0 to 2; unset: 1"),
+    honoured("temperature", {"temperature": 1}, note="0 to 2"),
+    honoured(
+        "temperature, unset", {}, _is_random_with({"temperature": ABSENT}), note="1, whatever the checkpoint says"
+    ),
     honoured("top_p", {"top_p": 0.01}, greedy, beside={"temperature": 1}),
     honoured("stream", {"stream": True}, lambda it: it.reply.texts == it.plain.texts and len(it.reply.events) > 10),
     honoured(
