@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from pagewire import Client, SamplingParams
+from pagewire.supervisor import free_port
 from tests.system import grpcurl
 from tests.system.gateway import Gateway, wait_until
 from tests.system.openai_api.chat_completions import MESSAGES
@@ -21,7 +22,7 @@ from tests.system.openai_api.document import DOCUMENT, OPENAI_ROUTES, ROUTES
 from tests.system.openai_api.field import Body, Exchange, Field, Route, merged, without_absent
 from tests.system.openai_api.reply import Reply
 from tests.system.openai_api.sender import HttpSender, OpenAiSender, Sender
-from tests.system.services import Service, children_of, free_port
+from tests.system.services import HOST, Service, children_of
 
 # A chat template that shows what it is given, so that the prompt's length tells.
 TEMPLATE = """\
@@ -53,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     defaults = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(defaults | {"temperature": 0.001}))
-    port = free_port()
+    port = free_port(HOST)
     service = Service("serve", [model, "--port", 0, *QUIETLY, "--gateway", "--gateway-port", port])
     try:
         url = service.wait_until_ready()
