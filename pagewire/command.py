@@ -19,18 +19,20 @@ class Verb:
 
 VERBS = {
     "serve": Verb("pagewire.services", "serve", "serve a model: a scheduler and its worker on this machine"),
-    "worker": Verb("pagewire.services", "worker", "run a worker"),
-    "scheduler": Verb("pagewire.services", "scheduler", "run a scheduler for a worker elsewhere"),
-    "frontend": Verb("pagewire.services", "frontend", "run a front end: text in and out, for a scheduler elsewhere"),
+    "worker": Verb("pagewire.services", "worker", "run only a worker, for a scheduler elsewhere"),
+    "scheduler": Verb("pagewire.services", "scheduler", "run only a scheduler, for a worker elsewhere"),
+    "frontend": Verb(
+        "pagewire.services", "frontend", "run only a front end (tokenizing, streaming), for a scheduler elsewhere"
+    ),
     "complete": Verb("pagewire.complete", "main", "complete a text"),
-    "chat": Verb("pagewire.chat", "main", "talk with the model"),
-    "submit": Verb("pagewire.detached", "submit", "queue a request that needs no connection, and print its id"),
-    "attach": Verb("pagewire.detached", "attach", "stream a submitted request, from any token on"),
-    "result": Verb("pagewire.detached", "result", "show a submitted request's output so far"),
-    "status": Verb("pagewire.status", "main", "show what a server does"),
+    "chat": Verb("pagewire.chat", "main", "chat with the model"),
+    "submit": Verb("pagewire.detached", "submit", "queue a request that runs without a connection, and print its id"),
+    "attach": Verb("pagewire.detached", "attach", "stream the output of a submitted request, from any token on"),
+    "result": Verb("pagewire.detached", "result", "show the output of a submitted request so far"),
+    "status": Verb("pagewire.status", "main", "show what a server is doing"),
     "bench": Verb("pagewire.bench.command", "main", "measure throughput, latency or a running server"),
-    "replay": Verb("pagewire.replay", "main", "run a recording of a scheduler again, without a worker"),
-    "demo": Verb("pagewire.demo", "main", "serve a model, stream one completion, and end"),
+    "replay": Verb("pagewire.replay", "main", "run a recording of a scheduler again and check it"),
+    "demo": Verb("pagewire.demo", "main", "serve the bundled model, stream one completion, and end"),
 }
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # Of gRPC 1.85: reads and writes by the thread that polls, not by a pool of threads that hand every message on.

@@ -29,25 +29,39 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="pagewire complete", description="Complete a text.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser = Parser(
+        prog="pagewire complete",
+        description="Complete a text: it is streamed to standard output, statistics to standard error.",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of the text")
     group = add_request_flags(parser)
-    group.add_argument("--timeout", type=float, metavar="SECONDS", help="fail after this time, waiting included")
+    group.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="give up after this time, including the time in the queue"
+    )
     return parser
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Adds the prompt and the flags of everything that belongs to a request; the group of the last of them."""
-    parser.add_argument("text", nargs="?", help="the prompt; - reads it from standard input")
-    parser.add_argument("--prompt-token-ids", metavar="IDS", type=sampling_flags.token_ids, help="the prompt as 1,2,3")
+    parser.add_argument("text", nargs="?", help="the prompt, or - to read it from standard input")
+    parser.add_argument(
+        "--prompt-token-ids",
+        metavar="IDS",
+        type=sampling_flags.token_ids,
+        help="the prompt as token ids, such as 1,2,3",
+    )
     connection.add_flags(parser)
     sampling_flags.add_flags(parser)
     sampling_flags.add_sample_flags(parser)
     group = parser.add_argument_group("request")
-    group.add_argument("--request-id", metavar="ID", help="unique among the running ones (drawn by the server)")
-    group.add_argument("--priority", type=int, default=0, metavar="INT", help="lower runs first (default: 0)")
-    group.add_argument("--tenant", default="", help="whose request it is")
-    group.add_argument("--cache-salt", default="", metavar="SALT", help="share cached prefixes only under this salt")
+    group.add_argument("--request-id", metavar="ID", help="id of the request (default: the server chooses one)")
+    group.add_argument(
+        "--priority", type=int, default=0, metavar="INT", help="requests with lower numbers run first (default: 0)"
+    )
+    group.add_argument("--tenant", default="", help="tenant that the request belongs to")
+    group.add_argument(
+        "--cache-salt", default="", metavar="SALT", help="share cached prefixes only with requests of the same salt"
+    )
     return group
 
 

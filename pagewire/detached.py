@@ -15,7 +15,7 @@ from pagewire.options import Parser
 
 
 def submit(arguments: Sequence[str]) -> int:
-    description = "Queue a request that runs without a connection, and print its id."
+    description = "Queue a request that runs without a connection, and print its id (see attach and result)."
     parser = Parser(prog="pagewire submit", description=description)
     complete.add_request_flags(parser)
     parsed = parser.parse_args(arguments)
@@ -25,10 +25,10 @@ def submit(arguments: Sequence[str]) -> int:
 
 
 def attach(arguments: Sequence[str]) -> int:
-    description = "Stream a submitted request. Ctrl-C leaves it running. A broken connection is made again."
+    description = "Stream the output of a submitted request. Ctrl-C leaves it running. A broken connection is retried."
     parser = _parser("attach", description)
     parser.add_argument(
-        "--from-token", type=int, default=0, metavar="INT", help="the first token of each sample to show (default: 0)"
+        "--from-token", type=int, default=0, metavar="INT", help="start at this token of the output (default: 0)"
     )
     parsed = parser.parse_args(arguments)
     if parsed.from_token < 0:
@@ -39,8 +39,8 @@ def attach(arguments: Sequence[str]) -> int:
 
 
 def result(arguments: Sequence[str]) -> int:
-    parser = _parser("result", "Show the state of a submitted request and all of its output so far.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser = _parser("result", "Show the state of a submitted request and its output so far.")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of the text")
     parsed = parser.parse_args(arguments)
     found = asyncio.run(_result(connection.client(parser, parsed), parsed.request_id, parsed.tenant))
     if parsed.json:
@@ -66,8 +66,8 @@ def _describe_output(output: Output) -> dict[str, Any]:
 
 def _parser(verb: str, description: str) -> Parser:
     parser = Parser(prog=f"pagewire {verb}", description=description)
-    parser.add_argument("request_id", metavar="ID", help="what submit has printed")
-    parser.add_argument("--tenant", default="", help="whose request it is")
+    parser.add_argument("request_id", metavar="ID", help="the id that `pagewire submit` printed")
+    parser.add_argument("--tenant", default="", help="tenant that the request belongs to")
     connection.add_flags(parser)
     return parser
 

@@ -26,10 +26,10 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    gateway: bool = _option(False, f"also run an OpenAI-compatible gateway; needs {REQUIREMENT}")
-    gateway_host: str = _option("127.0.0.1", "address that the gateway binds; whoever reaches it may use all of it")
-    gateway_port: int = _option(8000, "port that the gateway binds, HTTP")
-    gateway_metrics_port: int = _option(0, "port of the gateway's own /metrics on loopback; 0 takes a free one")
+    gateway: bool = _option(False, f"also run a gateway with the OpenAI API; needs {REQUIREMENT}")
+    gateway_host: str = _option("127.0.0.1", "address that the gateway listens on; it admits everyone who can reach it")
+    gateway_port: int = _option(8000, "HTTP port that the gateway listens on")
+    gateway_metrics_port: int = _option(0, "port of the gateway's own /metrics, on loopback; 0 picks a free one")
 
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""

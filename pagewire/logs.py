@@ -16,10 +16,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    log_level: str = field(default="info", metadata={"help": "least level of log lines", "choices": LEVELS})
-    log_format: str = field(
-        default="text", metadata={"help": "text for people, or a JSON object per line", "choices": FORMATS}
-    )
+    log_level: str = field(default="info", metadata={"help": "least severe log lines to write", "choices": LEVELS})
+    log_format: str = field(default="text", metadata={"help": "text, or one JSON object per line", "choices": FORMATS})
 
 
 class JsonFormatter(logging.Formatter):

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -122,23 +122,63 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help tells more)\n")
 
 
-def add_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option], *, positional: str | None = None) -> None:
+class _Once(argparse.Action):
+    """Stores a value that may be given in two ways, but not in both."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if hasattr(namespace, self.dest):
+            first = getattr(namespace, self.dest)
+            parser.error(f"{self.dest.upper()} is given twice: {first!r} and {values!r}")
+        setattr(namespace, self.dest, values)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    options: Mapping[str, Option],
+    *,
+    positional: str | None = None,
+    groups: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
+) -> None:
     """Adds a flag for each option, and `--config`. Flags that are not given are absent from the parsed arguments.
 
-    The option named `positional` becomes an optional positional argument instead of a flag.
+    The option named `positional` may be given as an argument too. `groups` says under which titles of the help options
+    stand, and in which order; the others stand before all groups.
     """
-    for option in options.values():
-        settings: dict[str, Any] = {"help": _help(option), "default": argparse.SUPPRESS}
-        if option.name == positional:
-            parser.add_argument(option.name, metavar=option.name.upper(), nargs="?", **settings)
-        elif option.value_type is bool:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(option.flag, dest=option.name, action=action, **settings)
-        else:
-            parser.add_argument(option.flag, dest=option.name, metavar=_metavar(option), **settings)
     parser.add_argument(
-        "--config", metavar="FILE", help=f"YAML file of options, keys as the flags (env {CONFIG_VARIABLE})"
+        "--config", metavar="FILE", help=f"YAML file of options, keys as the flags (default: ${CONFIG_VARIABLE})"
     )
+    if positional is not None:
+        text = f"{options[positional].help} (or --{positional})"
+        metavar = positional.upper()
+        parser.add_argument(
+            positional, metavar=metavar, nargs="?", action=_Once, default=argparse.SUPPRESS, help=_escape(text)
+        )
+    grouped = {name for names in groups.values() for name in names}
+    for option in options.values():
+        if option.name not in grouped:
+            _add_flag(parser, option, is_positional=option.name == positional)
+    for title, names in groups.items():
+        members = [options[name] for name in names if name in options]
+        if members:
+            group = parser.add_argument_group(title)
+            for option in members:
+                _add_flag(group, option, is_positional=option.name == positional)
+
+
+def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_positional: bool) -> None:
+    settings: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS}
+    if is_positional:
+        parser.add_argument(option.flag, action=_Once, help=argparse.SUPPRESS, **settings)
+    elif option.value_type is bool:
+        parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=_help(option), **settings)
+    else:
+        parser.add_argument(option.flag, metavar=_metavar(option), help=_help(option), **settings)
 
 
 def _metavar(option: Option) -> str:
@@ -146,12 +186,19 @@ def _metavar(option: Option) -> str:
 
 
 def _help(option: Option) -> str:
+    """What None and "" mean is for the option's own text to say."""
     default = "required" if option.required else f"default: {_text(option.default)}"
-    return f"{option.help} ({default}; env {option.variable})".replace("%", "%%")
+    is_told = option.required or option.default not in (None, "")
+    return _escape(f"{option.help} ({default})" if is_told else option.help)
+
+
+def _escape(text: str) -> str:
+    """For argparse, which formats help texts."""
+    return text.replace("%", "%%")
 
 
 def _text(value: Any) -> str:
-    return "unset" if value in (None, "") else str(value)
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
 def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:

@@ -25,10 +25,12 @@ SUCCESS, DIFFERENT, UNREADABLE = 0, 1, 2
 
 def main(arguments: Sequence[str]) -> int:
     """0: all is the same. 1: something differs, or the recording is cut short. 2: it cannot be read."""
-    description = "Run a recording (--record FILE) again without a worker: every plan and output must be the same."
+    description = (
+        "Run a scheduler's recording (--record FILE) again without a worker, and check that all plans are the same."
+    )
     parser = Parser(prog="pagewire replay", description=description)
-    parser.add_argument("file", metavar="FILE", help="what --record wrote")
-    parser.add_argument("--plans", action="store_true", help="print every plan, a JSON object a line")
+    parser.add_argument("file", metavar="FILE", help="the file that --record wrote")
+    parser.add_argument("--plans", action="store_true", help="print every plan, as one JSON object per line")
     parsed = parser.parse_args(arguments)
     try:
         with Path(parsed.file).open(encoding="ascii", errors="replace", newline="\n") as file:

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -11,6 +12,8 @@ from typing import Any
 
 from pagewire import logs, options
 from pagewire.gateway import GatewayConfig, gateway_command
+from pagewire.model_source import MISSING, LocatedModel, ModelSourceConfig, locate
+from pagewire.option_groups import GROUPS
 from pagewire.supervisor import Supervisor, child_environ, free_port
 
 log = logging.getLogger(__name__)
@@ -38,8 +41,9 @@ def serve(arguments: Sequence[str]) -> int:
     from worker_service.config import WorkerConfig
 
     description = "Serve a model: a scheduler and its worker on this machine."
-    known = options.options_of(SchedulerConfig, WorkerConfig, GatewayConfig, logs.LogConfig, without=LINK_OPTIONS)
-    parser = _parser("serve", description, known, positional="model")
+    configs = (SchedulerConfig, WorkerConfig, GatewayConfig, ModelSourceConfig, logs.LogConfig)
+    known = options.options_of(*configs, without=LINK_OPTIONS)
+    parser = _parser("serve", description, known)
     resolved = _resolve(parser, known, arguments)
     link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0, "host": LOOPBACK}
     ranks = [_build(parser, resolved, WorkerConfig, **link, **rank) for rank in _ranks(resolved)]
@@ -49,7 +53,11 @@ def serve(arguments: Sequence[str]) -> int:
     if gateway_config.gateway and scheduler_config.tls_cert is not None:
         parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
     log_config = _start_logging(known, resolved)
-    variables = [option.variable for option in options.options_of(WorkerConfig, logs.LogConfig).values()]
+    found = _locate(resolved, with_weights=True)
+    scheduler_config = _at(scheduler_config, found)
+    ranks = [_at(rank, found) for rank in ranks]
+    inherited = options.options_of(WorkerConfig, ModelSourceConfig, logs.LogConfig)
+    variables = [option.variable for option in inherited.values()]
     environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
     workers = []
     for rank, config in enumerate(ranks):
@@ -81,7 +89,8 @@ def scheduler(arguments: Sequence[str]) -> int:
     """Runs a scheduler that dials its worker elsewhere."""
     from scheduler_service.config import SchedulerConfig
 
-    config = _service_config("scheduler", "Run a scheduler.", SchedulerConfig, arguments)
+    description = "Run a scheduler for a worker that runs elsewhere."
+    config = _service_config("scheduler", description, SchedulerConfig, arguments)
     from scheduler_service import server
 
     return server.serve(config)
@@ -91,7 +100,8 @@ def frontend(arguments: Sequence[str]) -> int:
     """Runs a front end of a scheduler that is elsewhere."""
     from scheduler_service.config import FrontEndConfig
 
-    config = _service_config("frontend", "Run a front end.", FrontEndConfig, arguments)
+    description = "Run a front end: it turns text into tokens and back for a scheduler that runs elsewhere."
+    config = _service_config("frontend", description, FrontEndConfig, arguments)
     from scheduler_service import front_end
 
     return front_end.serve(config)
@@ -101,36 +111,59 @@ def worker(arguments: Sequence[str]) -> int:
     """Runs a worker that a scheduler dials."""
     from worker_service.config import WorkerConfig
 
-    config = _service_config("worker", "Run a worker.", WorkerConfig, arguments)
+    description = "Run a worker: it holds weights and KV cache, and computes what a scheduler that dials it plans."
+    config = _service_config("worker", description, WorkerConfig, arguments, with_weights=True)
     from worker_service import server
 
     return server.serve(config)
 
 
-def _service_config(verb: str, description: str, config_type: type, arguments: Sequence[str]) -> Any:
-    known = options.options_of(config_type, logs.LogConfig)
+def _service_config(
+    verb: str, description: str, config_type: type, arguments: Sequence[str], *, with_weights: bool = False
+) -> Any:
+    known = options.options_of(config_type, ModelSourceConfig, logs.LogConfig)
     parser = _parser(verb, description, known)
     resolved = _resolve(parser, known, arguments)
     config = _build(parser, resolved, config_type)
     _start_logging(known, resolved)
-    return config
+    return _at(config, _locate(resolved, with_weights=with_weights))
 
 
-def _parser(
-    verb: str, description: str, known: Mapping[str, options.Option], positional: str | None = None
-) -> options.Parser:
-    epilog = "Flags win over the environment, over the --config file, over defaults."
-    parser = options.Parser(prog=f"pagewire {verb}", description=description, epilog=epilog)
-    options.add_flags(parser, known, positional=positional)
+def _locate(resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
+    """The checkpoint directory of MODEL, downloaded if need be."""
+    reads_weights = with_weights and resolved.values["load_format"] != "dummy"
+    return locate(resolved.values["model"], resolved.values["revision"], with_weights=reads_weights)
+
+
+def _at(config: Any, found: LocatedModel) -> Any:
+    """A service's config with the directory as its model. Clients know a model of the hub by its id."""
+    changes = {"model": found.directory}
+    names = {field.name for field in dataclasses.fields(config)}
+    if found.hub_id is not None and "served_model_name" in names and config.served_model_name is None:
+        changes["served_model_name"] = found.hub_id
+    return dataclasses.replace(config, **changes)
+
+
+def _parser(verb: str, description: str, known: Mapping[str, options.Option]) -> options.Parser:
+    epilog = (
+        "Each flag can also be set as an environment variable (--max-num-seqs: PAGEWIRE_MAX_NUM_SEQS) or in the "
+        "--config file. Flags override the environment, which overrides the file."
+    )
+    usage = f"pagewire {verb} MODEL [flags]"
+    parser = options.Parser(prog=f"pagewire {verb}", usage=usage, description=description, epilog=epilog)
+    options.add_flags(parser, known, positional="model", groups=GROUPS)
     return parser
 
 
 def _resolve(parser: options.Parser, known: Mapping[str, options.Option], arguments: Sequence[str]) -> options.Resolved:
     parsed: argparse.Namespace = parser.parse_args(arguments)
     try:
-        return options.resolve(known, parsed, os.environ)
+        resolved = options.resolve(known, parsed, os.environ)
     except options.OptionError as error:
         parser.error(str(error))
+    if not resolved.values["model"]:
+        parser.error(MISSING)
+    return resolved
 
 
 def _build(parser: options.Parser, resolved: options.Resolved, config_type: type, **overrides: Any) -> Any:

@@ -27,12 +27,15 @@ LEGEND_LINES = 8  # of the block map, with what stands around it
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="pagewire status", description="Show what a server serves and does now.")
-    parser.add_argument(
-        "--watch", action="store_true", help="show it again each second with a map of the blocks, until Ctrl-C"
+    parser = Parser(
+        prog="pagewire status",
+        description="Show the model, the worker and the load of a server, or what one request is doing.",
     )
-    parser.add_argument("--request", metavar="ID", help="show what this request is doing and why it waits instead")
-    parser.add_argument("--tenant", default="", help="whose request it is")
+    parser.add_argument(
+        "--watch", action="store_true", help="refresh every second, with a map of the KV cache's blocks, until Ctrl-C"
+    )
+    parser.add_argument("--request", metavar="ID", help="instead show what this request is doing, and why it waits")
+    parser.add_argument("--tenant", default="", help="tenant that the request belongs to")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     connection.add_flags(parser)
     parsed = parser.parse_args(arguments)

@@ -13,58 +13,77 @@ def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    model: str = _option("", "checkpoint directory; the scheduler reads its config, tokenizer and generation config")
+    model: str = _option("", "checkpoint directory, or the id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
     worker: str = _option(
         "127.0.0.1:50061",
-        "address of the worker, HOST:PORT; of several ranks all, in their order, separated by commas",
+        "address of the worker, HOST:PORT; for several ranks, all their addresses in order, separated by commas",
     )
-    host: str = _option("127.0.0.1", "address to bind")
-    port: int = _option(50051, "port to bind; 0 takes a free one")
-    served_model_name: str | None = _option(None, "name of the model for clients; the directory's name if unset")
-    max_model_len: int | None = _option(None, "prompt and output tokens of one sequence; the checkpoint's if unset")
-    max_num_seqs: int = _option(256, "sequences that run at the same time")
-    max_num_batched_tokens: int = _option(2048, "tokens of one step")
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(50051, "port to listen on; 0 picks a free one")
+    served_model_name: str | None = _option(
+        None, "model name that clients see (default: the hub id, or the name of the directory)"
+    )
+    max_model_len: int | None = _option(
+        None, "longest sequence, prompt and output together, in tokens (default: the checkpoint's limit)"
+    )
+    max_num_seqs: int = _option(256, "how many sequences can run at the same time")
+    max_num_batched_tokens: int = _option(2048, "how many tokens one step can compute")
     max_decode_slowdown: float | None = _option(
-        None, "times as long as without them that prompts may make a step which also decodes; no limit if unset"
+        None, "how many times longer a decoding step may take because prompts are computed in it (default: no limit)"
     )
-    pipeline_depth: int = _option(2, "steps the worker may have ahead of the scheduler")
-    worker_timeout: float = _option(60.0, "seconds that requests wait for a missing worker")
-    drain_timeout: float = _option(30.0, "seconds that running requests have to finish at shutdown")
-    max_waiting_requests: int = _option(4096, "sequences that may wait")
-    max_waiting_tokens: int = _option(4_194_304, "prompt tokens that may wait")
-    max_tenant_waiting_requests: int | None = _option(None, "sequences of one tenant that may wait; no limit if unset")
-    policy: str = _option("priority", "who is served first among those that wait", POLICIES)
+    pipeline_depth: int = _option(2, "how many steps are sent to the worker before the first of them is done")
+    worker_timeout: float = _option(60.0, "how long requests wait for a lost worker before they fail, in seconds")
+    drain_timeout: float = _option(30.0, "how long running requests get to finish at shutdown, in seconds")
+    max_waiting_requests: int = _option(4096, "how many sequences can wait in the queue")
+    max_waiting_tokens: int = _option(4_194_304, "how many prompt tokens can wait in the queue")
+    max_tenant_waiting_requests: int | None = _option(
+        None, "how many sequences of one tenant can wait (default: no limit)"
+    )
+    policy: str = _option("priority", "which waiting request runs next", POLICIES)
     preemption: str = _option(
         "auto",
-        "what becomes of the KV cache of a victim: moved to host blocks, recomputed, or whichever is cheaper",
+        "how a preempted request's KV cache is handled: swapped, recomputed, or whichever is cheaper (auto)",
         tuple(mode.value for mode in PreemptionMode),
     )
-    watermark: float = _option(0.01, "share of the device blocks that stay free when a request is admitted, below 1")
-    detached_retention: float = _option(600.0, "seconds that a detached request is kept after its end")
-    max_detached_requests: int = _option(4096, "ended detached requests that are kept; the oldest goes first")
-    kv_events_buffer: int = _option(10_000, "batches of KV events that subscribers may fall behind")
-    enable_prefix_caching: bool = _option(True, "reuse the KV cache of equal prefixes")
-    record: str | None = _option(None, "file for all events and plans, for `pagewire replay`; it holds every prompt")
-    log_requests: bool = _option(False, "log a line for every sample that ends, not only for those that fail")
+    watermark: float = _option(0.01, "share of the device blocks to keep free when a request is admitted, below 1")
+    detached_retention: float = _option(
+        600.0, "how long the result of a detached request is kept after it ends, in seconds"
+    )
+    max_detached_requests: int = _option(4096, "how many ended detached requests are kept; the oldest is dropped first")
+    kv_events_buffer: int = _option(10_000, "how many batches of KV events a slow subscriber can fall behind")
+    enable_prefix_caching: bool = _option(True, "reuse the KV cache of prompts that begin alike")
+    record: str | None = _option(
+        None, "record all events and plans to this file, for `pagewire replay`; it contains every prompt"
+    )
+    log_requests: bool = _option(False, "log a line for every finished sample, not only for failed ones")
     otlp_traces_endpoint: str | None = _option(
-        None, "collector of traces, http://HOST:PORT for OTLP over gRPC; needs the extra tracing"
+        None, "where to send traces: http://HOST:PORT of a collector, OTLP over gRPC; needs the extra `tracing`"
     )
-    metrics_host: str = _option("127.0.0.1", "address to bind for /metrics")
+    metrics_host: str = _option("127.0.0.1", "address to serve /metrics on")
     metrics_port: int | None = _option(
-        None, "port of /metrics over HTTP; 0 is off; if unset 9090, or a free one (logged) where that is taken"
+        None,
+        "HTTP port of /metrics; 0 turns it off (default: 9090, or a free one, which is logged, if 9090 is taken)",
     )
-    tls_cert: str | None = _option(None, "certificate chain of the public port, PEM file")
-    tls_key: str | None = _option(None, "private key of the public port, PEM file")
-    tls_client_ca: str | None = _option(None, "clients must present a certificate of this authority, PEM file")
-    tenants: str | None = _option(None, "YAML file of tenants, their API keys, certificates and quotas; see the README")
-    health_host: str = _option("127.0.0.1", "address to bind for --health-port")
+    tls_cert: str | None = _option(None, "PEM file with the server's certificate chain; turns TLS on")
+    tls_key: str | None = _option(None, "PEM file with the server's private key")
+    tls_client_ca: str | None = _option(
+        None, "PEM file of the authority that clients' certificates must come from; turns mutual TLS on"
+    )
+    tenants: str | None = _option(
+        None, "YAML file of tenants with their API keys, certificates and quotas; without it anyone is admitted"
+    )
+    health_host: str = _option("127.0.0.1", "address of --health-port")
     health_port: int = _option(
-        0, "port of a plaintext health service, for probes that know no certificates; 0 is off, --port answers too"
+        0, "plaintext port for health probes that cannot use TLS; 0 turns it off (--port answers probes too)"
     )
-    worker_tls_ca: str | None = _option(None, "the worker must present a certificate of this authority, PEM file")
-    worker_tls_cert: str | None = _option(None, "certificate chain shown to the worker, PEM file")
-    worker_tls_key: str | None = _option(None, "private key of that certificate, PEM file")
-    worker_tls_name: str | None = _option(None, "name in the worker's certificate, where it is not its host")
+    worker_tls_ca: str | None = _option(
+        None, "PEM file of the authority that the worker's certificate must come from; turns TLS on"
+    )
+    worker_tls_cert: str | None = _option(
+        None, "PEM file with the certificate chain to show the worker, for mutual TLS"
+    )
+    worker_tls_key: str | None = _option(None, "PEM file with the private key of that certificate")
+    worker_tls_name: str | None = _option(None, "name in the worker's certificate, if it differs from its host")
 
     @property
     def worker_addresses(self) -> list[str]:
@@ -129,18 +148,24 @@ _TLS_NEEDS = (
 @dataclass(frozen=True)
 class FrontEndConfig:
     scheduler: str = _option("127.0.0.1:50051", "address of the scheduler, HOST:PORT")
-    model: str = _option("", "checkpoint directory, the scheduler's; config, tokenizer and generation config are read")
-    host: str = _option("127.0.0.1", "address to bind")
-    port: int = _option(50052, "port to bind; 0 takes a free one")
-    drain_timeout: float = _option(30.0, "seconds that running requests have to finish at shutdown")
-    max_pending_calls: int = _option(4096, "calls that may be tokenized at the same time")
-    tls_cert: str | None = _option(None, "certificate chain of the public port, PEM file")
-    tls_key: str | None = _option(None, "private key of the public port, PEM file")
-    tls_client_ca: str | None = _option(None, "clients must present a certificate of this authority, PEM file")
-    scheduler_tls_ca: str | None = _option(None, "the scheduler must present a certificate of this authority, PEM file")
-    scheduler_tls_cert: str | None = _option(None, "certificate chain shown to the scheduler, PEM file")
-    scheduler_tls_key: str | None = _option(None, "private key of that certificate, PEM file")
-    scheduler_tls_name: str | None = _option(None, "name in the scheduler's certificate, where it is not its host")
+    model: str = _option("", "the scheduler's model: its checkpoint directory, or its Hugging Face id")
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(50052, "port to listen on; 0 picks a free one")
+    drain_timeout: float = _option(30.0, "how long running requests get to finish at shutdown, in seconds")
+    max_pending_calls: int = _option(4096, "how many calls can be waiting for tokenization")
+    tls_cert: str | None = _option(None, "PEM file with the server's certificate chain; turns TLS on")
+    tls_key: str | None = _option(None, "PEM file with the server's private key")
+    tls_client_ca: str | None = _option(
+        None, "PEM file of the authority that clients' certificates must come from; turns mutual TLS on"
+    )
+    scheduler_tls_ca: str | None = _option(
+        None, "PEM file of the authority that the scheduler's certificate must come from; turns TLS on"
+    )
+    scheduler_tls_cert: str | None = _option(
+        None, "PEM file with the certificate chain to show the scheduler, for mutual TLS"
+    )
+    scheduler_tls_key: str | None = _option(None, "PEM file with the private key of that certificate")
+    scheduler_tls_name: str | None = _option(None, "name in the scheduler's certificate, if it differs from its host")
 
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""

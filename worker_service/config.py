@@ -17,77 +17,83 @@ def _option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> 
 class WorkerConfig:
     """Every field is a flag, an environment variable and a YAML key. None: worked out at start."""
 
-    model: str = _option("", "checkpoint directory: config.json, safetensors, tokenizer.json")
+    model: str = _option("", "checkpoint directory, or the id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(50061, "port to listen on; 0 picks a free one")
-    device: str = _option("auto", "what computes; auto is cuda where there is one", ("auto", "cpu", "cuda"))
+    device: str = _option(
+        "auto", "where to compute; auto: cuda if there is a GPU, otherwise cpu", ("auto", "cpu", "cuda")
+    )
     dtype: str = _option(
         "auto",
-        "what to compute in; auto is the checkpoint's own, or float32 on a CPU that does not compute that natively",
+        "data type to compute in; auto: the checkpoint's, or float32 on a CPU without fast arithmetic for that",
         ("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = _option(
         "auto",
-        "where weights come from: auto is the checkpoint; dummy makes random ones, to measure speed with a config.json",
+        "auto: read the checkpoint's weights; dummy: make random weights, to measure speed with only a config.json",
         ("auto", "dummy"),
     )
-    block_size: int = _option(16, "token positions in a block of the KV cache")
-    num_device_blocks: int | None = _option(None, "usable blocks of the KV cache; by default as many as memory allows")
-    num_host_blocks: int = _option(0, "blocks in host memory to swap to; see also --swap-space")
-    swap_space: str | None = _option(
-        None, "host memory to swap to, such as 2GiB; in place of --num-host-blocks, by default there is none"
+    block_size: int = _option(16, "how many tokens a block of the KV cache holds")
+    num_device_blocks: int | None = _option(
+        None, "number of blocks of the KV cache (default: as many as --kv-cache-memory holds)"
     )
+    num_host_blocks: int = _option(0, "number of blocks in host memory to swap to; an alternative to --swap-space")
+    swap_space: str | None = _option(None, "host memory for swapped KV cache, such as 2GiB (default: none)")
     kv_cache_memory: str | None = _option(
         None,
-        "memory of the KV cache, such as 4GiB; by default the smaller of 4GiB and 30 % of what is available on a CPU, "
-        "and what --gpu-memory-utilization leaves on a GPU",
+        "memory for the KV cache, such as 4GiB (default: on a CPU 30 % of the available memory, at most 4GiB; on a GPU "
+        "whatever --gpu-memory-utilization leaves)",
     )
     kv_cache_dtype: str = _option(
         "auto",
-        "what the KV cache holds: numbers as the model computes in them (auto), or less exact ones, which take less "
-        "memory and time to read: of 16 bits where a CPU computes in float32; of 8 (fp8: e4m3, scale 1) on a GPU",
+        "data type of the KV cache; auto: the one the model computes in. A smaller one saves memory and bandwidth but "
+        "is less exact: 16 bits on a CPU that computes in float32, fp8 (e4m3, scale 1) on a GPU",
         _KV_CACHE_DTYPES,
     )
-    gpu_memory_utilization: float = _option(0.9, "part of the GPU's memory to use, weights and KV cache together")
-    max_model_len: int | None = _option(None, "positions a sequence may hold; by default the checkpoint's")
-    max_num_seqs: int = _option(256, "sequences that run at the same time")
-    max_num_batched_tokens: int = _option(2048, "tokens that one step may compute")
+    gpu_memory_utilization: float = _option(0.9, "share of the GPU's memory to use, for weights and KV cache together")
+    max_model_len: int | None = _option(
+        None, "longest sequence, prompt and output together, in tokens (default: the checkpoint's limit)"
+    )
+    max_num_seqs: int = _option(256, "how many sequences can run at the same time")
+    max_num_batched_tokens: int = _option(2048, "how many tokens one step can compute")
     max_graph_batch_size: int = _option(
         256,
-        "sequences that decode in one step up to which a GPU replays the step as a CUDA graph; with more it launches "
-        "kernel by kernel; 0: always",
+        "largest decoding batch that a GPU replays as a CUDA graph; larger ones launch each kernel; 0 turns graphs off",
     )
     attention_backend: str = _option(
         "auto",
-        "what computes attention: C kernels (cpu), Triton kernels (triton), the package flash-attn (flash_attn; needs "
-        "--block-size 256) or plain torch; auto is cpu or triton, wherever these can compute the model, and else torch",
+        "implementation of attention: C kernels (cpu), Triton kernels (triton), the flash-attn package (flash_attn; "
+        "needs --block-size 256) or plain torch; auto: cpu or triton if it supports the model, otherwise torch",
         _ATTENTION_BACKENDS,
     )
-    tensor_parallel_size: int = _option(1, "ranks that share the model out, each a worker of its own")
-    tensor_parallel_rank: int = _option(0, "which of the ranks this is, from 0")
+    tensor_parallel_size: int = _option(1, "number of ranks to split the model across; each is a process of its own")
+    tensor_parallel_rank: int = _option(0, "which rank this process is, counted from 0")
     tensor_parallel_address: str | None = _option(
-        None, "HOST:PORT where rank 0 lets the ranks find each other; the same for all of them"
+        None, "HOST:PORT on which rank 0 listens for the other ranks; the same for all ranks"
     )
-    num_threads: int | None = _option(None, "CPU threads that compute; by default one per core")
+    num_threads: int | None = _option(None, "number of CPU threads to compute with (default: one per core)")
     profile: int = _option(
         0,
-        "steps to trace with torch's profiler, once, after the first 20; 0 is off. While it writes them the worker is "
-        "silent, and with many hundreds of them so long that the scheduler gives it up",
+        "number of steps to trace with torch's profiler, once, after the first 20; 0 turns it off. Writing many "
+        "hundreds of steps takes so long that the scheduler gives the worker up",
     )
-    profile_dir: str = _option(".", "directory for the trace of --profile, a file named by the time")
-    tls_cert: str | None = _option(None, "file with the server's certificate chain, PEM; turns TLS on")
-    tls_key: str | None = _option(None, "file with the server's private key, PEM")
-    tls_client_ca: str | None = _option(None, "file with the CA that clients' certificates must come from, PEM")
+    profile_dir: str = _option(".", "directory for the trace that --profile writes")
+    tls_cert: str | None = _option(None, "PEM file with the server's certificate chain; turns TLS on")
+    tls_key: str | None = _option(None, "PEM file with the server's private key")
+    tls_client_ca: str | None = _option(
+        None, "PEM file of the authority that clients' certificates must come from; turns mutual TLS on"
+    )
     tls_client_names: str | None = _option(
         None,
-        "names that clients' certificates may bear, separated by commas; by default --tls-client-ca alone decides",
+        "names of the clients to admit, as in their certificates, separated by commas (default: all that "
+        "--tls-client-ca signed)",
     )
     otlp_traces_endpoint: str | None = _option(
-        None, "collector of traces, http://HOST:PORT for OTLP over gRPC; needs the extra tracing"
+        None, "where to send traces: http://HOST:PORT of a collector, OTLP over gRPC; needs the extra `tracing`"
     )
-    health_host: str = _option("127.0.0.1", "address to listen on at --health-port")
+    health_host: str = _option("127.0.0.1", "address of --health-port")
     health_port: int = _option(
-        0, "port of a plaintext health service, for probes that know no certificates; 0 is off, --port answers too"
+        0, "plaintext port for health probes that cannot use TLS; 0 turns it off (--port answers probes too)"
     )
 
     def validate(self) -> None:

@@ -16,7 +16,7 @@ DPI = 120
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
-    text = "draw the figures as a PNG file; needs the extra `bench`"
+    text = "draw the figures to this PNG file; needs the extra `bench`"
     parser.add_argument("--chart", metavar="FILE", type=Path, help=text)
 
 

@@ -9,9 +9,9 @@ from pagewire.options import suggestion
 
 # What a verb does, and the module whose `main` does it.
 VERBS = {
-    "throughput": "many requests that are all there at once: tokens per second",
-    "latency": "one request at a time: seconds, and where they go",
-    "serve": "requests that arrive at a running server: TTFT, TPOT, ITL, goodput",
+    "throughput": "many requests at once: tokens per second",
+    "latency": "one request at a time: how long it takes, and where the time goes",
+    "serve": "requests that arrive over time at a running server: TTFT, TPOT, ITL, goodput",
 }
 
 

@@ -93,7 +93,7 @@ def objectives(parser: Parser, pairs: Sequence[str]) -> dict[str, float]:
 
 
 def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
-    group = parser.add_argument_group("requests", "Prompts of random tokens; the output always has its whole length.")
+    group = parser.add_argument_group("requests", "Prompts of random tokens; every output has its full length.")
     for name, default, text in (("input", input_len, "prompt"), ("output", output_len, "output")):
         group.add_argument(
             f"--{name}-len",
@@ -101,29 +101,31 @@ def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len
             type=count,
             default=default,
             metavar="INT",
-            help=f"{text} tokens of a request (default: {default})",
+            help=f"{text} tokens of each request (default: {default})",
         )
-    group.add_argument("--seed", type=int, default=0, metavar="INT", help="of everything that is drawn (default: 0)")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="INT", help="seed of everything that is drawn at random (default: 0)"
+    )
 
 
 def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
-    text = f"requests to send (default: {num_prompts})"
+    text = f"number of requests (default: {num_prompts})"
     parser.add_argument("--num-prompts", type=count, default=num_prompts, metavar="INT", help=text)
     parser.add_argument(
         "--random-range-ratio",
         type=range_ratio,
         default=RangeRatio(0.0, 0.0),
         metavar="RATIO",
-        help='lengths are drawn from LEN * (1 - RATIO) to LEN * (1 + RATIO); {"input": RATIO, "output": RATIO} for two '
-        "(default: 0)",
+        help='draw lengths from LEN * (1 - RATIO) to LEN * (1 + RATIO); {"input": RATIO, "output": RATIO} for separate '
+        "ratios (default: 0)",
     )
-    text = "tokens that all prompts begin with, before their own (default: 0)"
+    text = "number of tokens that all prompts share at their beginning (default: 0)"
     parser.add_argument("--random-prefix-len", type=count_or_zero, default=0, metavar="INT", help=text)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, temperature: float | None) -> None:
     default = "the server's" if temperature is None else f"{temperature:g}"
-    text = f"0 is greedy (default: {default})"
+    text = f"randomness; 0 always takes the most likely token (default: {default})"
     parser.add_argument("--temperature", type=float, default=temperature, metavar="FLOAT", help=text)
     parser.add_argument("--top-p", type=float, metavar="FLOAT", help="as in `pagewire complete`")
     parser.add_argument("--top-k", type=int, metavar="INT", help="as in `pagewire complete`")

@@ -144,20 +144,20 @@ def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
 
 
 def _parser() -> Parser:
-    description = "Measure how long a request takes that has the server to itself."
+    description = "Measure how long a batch of requests takes on an otherwise idle server."
     parser = Parser(prog="pagewire bench latency", description=description)
     target.add_flags(parser)
     flags.add_length_flags(parser, input_len=32, output_len=128)
     flags.add_sampling_flags(parser, temperature=1.0)
-    text = "requests at the same time (default: 1)"
+    text = "number of requests at the same time (default: 1)"
     parser.add_argument("--batch-size", type=flags.count, default=1, metavar="INT", help=text)
-    text = "iterations that go first and are not measured (default: 10)"
+    text = "number of unmeasured iterations to run first (default: 10)"
     parser.add_argument("--num-iters-warmup", type=flags.count_or_zero, default=10, metavar="INT", help=text)
-    text = "iterations to measure (default: 30)"
+    text = "number of iterations to measure (default: 30)"
     parser.add_argument("--num-iters", type=flags.count, default=30, metavar="INT", help=text)
-    text = "print where the time of a token goes: on the worker, between its steps, on the way to the client"
+    text = "show where the time of a token goes: in the worker, between steps, and on the way to the client"
     parser.add_argument("--profile", action="store_true", help=text)
-    text = "with --profile and --url: the server's metrics, http://HOST:9090/metrics"
+    text = "address of the server's metrics, http://HOST:9090/metrics; needed for --profile with --url"
     parser.add_argument("--metrics-url", metavar="URL", help=text)
     parser.add_argument("--disable-tqdm", action="store_true", help="show no progress")
     chart.add_flag(parser)

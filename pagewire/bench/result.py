@@ -20,10 +20,14 @@ from pagewire.server import ServerInfo
 def add_flags(parser: argparse.ArgumentParser, *, with_output_json: bool) -> None:
     group = parser.add_argument_group("result")
     group.add_argument("--save-result", action="store_true", help="write the figures to a JSON file")
-    group.add_argument("--result-dir", metavar="DIR", default=".", help="where to (default: the current directory)")
-    group.add_argument("--result-filename", metavar="NAME", help="its name (default: of the load and the time)")
-    group.add_argument("--save-detailed", action="store_true", help="with the times of every request")
-    text = "kept in it, for the record"
+    group.add_argument(
+        "--result-dir", metavar="DIR", default=".", help="directory of that file (default: the current one)"
+    )
+    group.add_argument(
+        "--result-filename", metavar="NAME", help="name of that file (default: made of the load and the time)"
+    )
+    group.add_argument("--save-detailed", action="store_true", help="include the times of every request")
+    text = "include this in the file"
     group.add_argument("--metadata", metavar="KEY=VALUE", nargs="+", default=[], type=_pair, help=text)
     if with_output_json:
         group.add_argument("--output-json", metavar="FILE", help="write the figures to this file")

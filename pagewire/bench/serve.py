@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    description = "Send requests to a running server as they would arrive, and measure what their clients see."
+    description = "Send requests to a running server as they would arrive in practice, and measure what clients see."
     parser = Parser(prog="pagewire bench serve", description=description)
     connection.add_flags(parser)
     flags.add_range_flags(parser, num_prompts=1000)
@@ -55,15 +55,17 @@ def _parser() -> Parser:
     group = parser.add_argument_group("arrival")
     text = "requests per second; inf sends all at once (default: inf)"
     group.add_argument("--request-rate", type=flags.positive, default=math.inf, metavar="RATE", help=text)
-    text = "1 is a Poisson process, inf a fixed rate, below 1 burstier (default: 1)"
+    text = "how evenly requests arrive: 1 is a Poisson process, below 1 is burstier, inf is a fixed rate (default: 1)"
     group.add_argument("--burstiness", type=flags.positive, default=1.0, metavar="FLOAT", help=text)
-    text = "requests under way at most; others wait here (default: no limit)"
+    text = "most requests at the same time; others wait on the client (default: no limit)"
     group.add_argument("--max-concurrency", type=flags.count, metavar="INT", help=text)
-    text = "requests that go first and are not measured (default: 0)"
+    text = "number of unmeasured requests to send first (default: 0)"
     group.add_argument("--num-warmups", type=flags.count_or_zero, default=0, metavar="INT", help=text)
-    group.add_argument("--request-id-prefix", metavar="TEXT", help="ids of the requests (default: drawn by the server)")
+    group.add_argument(
+        "--request-id-prefix", metavar="TEXT", help="begin request ids with this (default: the server chooses ids)"
+    )
     group = parser.add_argument_group("figures")
-    text = "times in milliseconds that a good request keeps to: ttft, tpot, e2el"
+    text = "count requests that keep to these times in milliseconds: ttft, tpot, e2el"
     group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help=text)
     text = "latencies to show: ttft, tpot, itl, e2el (default: ttft,tpot,itl)"
     group.add_argument(

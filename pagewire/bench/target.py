@@ -25,9 +25,9 @@ def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    text = "checkpoint directory: both services are started for it, with the flags of `pagewire serve` that follow --"
-    parser.add_argument("--model", metavar="DIR", help=text)
-    connection.add_flags(parser, without_url="both services are started for --model")
+    text = "checkpoint directory or Hugging Face id to start `pagewire serve` for; flags for it can follow after --"
+    parser.add_argument("--model", metavar="MODEL", help=text)
+    connection.add_flags(parser, without_url="a server is started for --model")
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def opened(
 ) -> Iterator[Client]:
     """A client of the server, not yet connected. `extra_flags` are for a server that is started and win."""
     if (parsed.model is None) == (parsed.url is None):
-        parser.error("give either --model DIR, for which both services are started, or --url of a server that runs")
+        parser.error("give either --model MODEL, to start a server for it, or --url of a running server")
     if parsed.url is not None:
         if serve_flags:
             parser.error(f"{serve_flags[0]} stands after --, but no server is started with --url")

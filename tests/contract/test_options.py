@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from pagewire import options
+from pagewire.gateway import GatewayConfig
+from pagewire.logs import LogConfig
+from pagewire.model_source import ModelSourceConfig
+from pagewire.option_groups import GROUPS, MOST_USED
 from pagewire.options import OptionError, Parser, Resolved
+from pagewire.services import LINK_OPTIONS
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from worker_service.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +160,47 @@ def test_misspelt_variables_are_named() -> None:
     ]
 
 
-def test_help_shows_default_and_variable() -> None:
+def test_help_shows_defaults() -> None:
     text = " ".join(parser().format_help().split())
-    assert "how many; at 100 % all (default: 16; env PAGEWIRE_NUM_THINGS)" in text
-    assert "what to serve (required; env PAGEWIRE_MODEL)" in text
-    assert "--enable-magic, --no-enable-magic" in text
+    assert "how many; at 100 % all (default: 16)" in text
+    assert "what to serve (required)" in text
+    assert "--enable-magic, --no-enable-magic whether (default: on)" in text
     assert "--device auto|cpu" in text
+    assert "how long" in text
+    assert "None" not in text
+
+
+def test_help_stands_in_groups() -> None:
+    made = Parser(prog="pagewire test")
+    groups = {"first things": ("device", "ratio"), "unused": ("nothing",), "later things": ("max_len",)}
+    options.add_flags(made, KNOWN, positional="model", groups=groups)
+    text = made.format_help()
+    parts = ["MODEL ", "--config", "--num-things", "first things:", "--device", "--ratio", "later things:", "--max-len"]
+    places = [text.index(part, text.index("positional")) for part in parts]
+    assert places == sorted(places)
+    assert "unused" not in text
+
+
+def test_an_argument_may_be_given_as_a_flag_but_not_as_both(capsys: pytest.CaptureFixture[str]) -> None:
+    made = Parser(prog="pagewire test")
+    options.add_flags(made, KNOWN, positional="model")
+    for given in (["m", "--ratio", "1"], ["--ratio", "1", "m"], ["--model", "m", "--ratio", "1"]):
+        assert options.resolve(KNOWN, made.parse_args(given), {}).build(Config) == Config("m", ratio=1.0)
+    with pytest.raises(SystemExit):
+        made.parse_args(["a", "--model", "b"])
+    assert "MODEL is given twice: 'a' and 'b'" in capsys.readouterr().err
+
+
+def test_every_option_of_the_services_stands_in_one_group() -> None:
+    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig, ModelSourceConfig, LogConfig)
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(options.options_of(*configs))
+
+
+def test_ten_flags_stand_first_in_the_help_of_serve() -> None:
+    known = options.options_of(SchedulerConfig, WorkerConfig, GatewayConfig, without=LINK_OPTIONS)
+    assert next(iter(GROUPS)) == MOST_USED
+    assert len([name for name in GROUPS[MOST_USED] if name in known]) == 10
 
 
 def test_a_union_of_configs_sets_shared_fields_once() -> None:

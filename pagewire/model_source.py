@@ -1,0 +1,256 @@
+"""Where MODEL is: a checkpoint directory, or a model of the Hugging Face hub, which becomes one.
+
+A hub id is looked up in the local cache of huggingface_hub. What is not there is downloaded into it, unless
+HF_HUB_OFFLINE says otherwise. Only the files that are read are taken: never pickled weights, never a second format.
+"""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pagewire.errors import CommandError
+from pagewire.options import suggestion
+
+log = logging.getLogger(__name__)
+
+EXAMPLE = "Qwen/Qwen3-0.6B"
+GIVE = f"give a checkpoint directory, or the id of a Hugging Face model such as {EXAMPLE}"
+MISSING = f"MODEL is missing (also --model): {GIVE}; `pagewire demo` serves the bundled model"
+NO_GGUF = f"GGUF files are not supported yet: {GIVE} with safetensors weights"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# What is read besides the weights, by the scheduler, the worker and gateways.
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    INDEX,
+)
+PICKLED = (".bin", ".pt", ".pth")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class ModelSourceError(CommandError):
+    """MODEL is nothing that can be served. The text says what it is and what to give instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSourceConfig:
+    revision: str | None = field(
+        default=None, metadata={"help": "branch, tag or commit of a Hugging Face model (default: main)"}
+    )
+
+    def validate(self) -> None:
+        """Every text may be a revision; the hub knows which are."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedModel:
+    """A checkpoint directory, and the hub id that it was found by, if it was."""
+
+    directory: str
+    hub_id: str | None = None
+
+
+def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> LocatedModel:
+    """The checkpoint directory of MODEL; downloads it if it has to.
+
+    `with_weights` False asks only for what a scheduler or a front end reads. ModelSourceError for what cannot be
+    served.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if revision is not None:
+            raise ModelSourceError(f"--revision {revision} is for Hugging Face models, but {model} is a directory")
+        check_directory(path, with_weights=with_weights)
+        return LocatedModel(model)
+    if path.exists():
+        raise ModelSourceError(_file_refusal(path))
+    if model.lower().endswith(".gguf"):
+        raise ModelSourceError(f"{model}: {NO_GGUF}")
+    if not _is_hub_id(model):
+        raise ModelSourceError(_path_refusal(path))
+    return LocatedModel(str(_HubModel(model, revision, with_weights=with_weights).directory()), model)
+
+
+def check_directory(path: Path, *, with_weights: bool) -> None:
+    """Raises ModelSourceError if a directory does not hold a checkpoint in the format that is read."""
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise ModelSourceError(f"cannot read the directory {path}: {error.strerror}") from None
+    if not names:
+        raise ModelSourceError(f"{path} is empty: {GIVE}")
+    if "config.json" not in names:
+        if any(name.lower().endswith(".gguf") for name in names):
+            raise ModelSourceError(f"{path} holds GGUF files. {NO_GGUF}")
+        inside = [path / name for name in names if (path / name / "config.json").is_file()]
+        hint = f"; did you mean {inside[0]}?" if inside else f": {GIVE}"
+        raise ModelSourceError(f"{path} has no config.json, so it is no checkpoint directory{hint}")
+    if with_weights and not {SINGLE, INDEX} & set(names):
+        raise ModelSourceError(f"{path} has {_without_safetensors(names)}")
+
+
+def _without_safetensors(names: Iterable[str]) -> str:
+    """What stands where safetensors should be, and what to do."""
+    pickled = [name for name in names if name.endswith(PICKLED)]
+    if pickled:
+        return (
+            f"only pickled weights ({pickled[0]}), which can run any code and are never loaded: convert them to "
+            "safetensors, for instance with save_pretrained of transformers"
+        )
+    if any(name.lower().endswith(".gguf") for name in names):
+        return f"no safetensors weights. {NO_GGUF}"
+    return f"no weights: neither {SINGLE} nor {INDEX} is there"
+
+
+def _file_refusal(path: Path) -> str:
+    if path.suffix.lower() == ".gguf":
+        return f"{path}: {NO_GGUF}"
+    if path.suffix == ".safetensors" or path.name == "config.json":
+        return f"{path} is a file: give the directory that holds it, {path.parent}"
+    return f"{path} is a file, not a checkpoint directory: {GIVE}"
+
+
+def _is_hub_id(model: str) -> bool:
+    """Whether it can be one. What starts at a directory that is there is a path, though one with a mistake."""
+    return bool(_HUB_ID.fullmatch(model)) and not ("/" in model and Path(model).parent.is_dir())
+
+
+def _path_refusal(path: Path) -> str:
+    if path.parent.is_dir():
+        near = suggestion(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()])
+        hint = near.replace("did you mean ", f"did you mean {path.parent}/") if near else f": {GIVE}"
+    else:
+        hint = f": {GIVE}"
+    return f"there is no directory {path}{hint}"
+
+
+def _weight_files(snapshot: Path) -> list[str]:
+    """The names of the safetensors that a snapshot's index speaks of, or of the one file where there is none."""
+    index = snapshot / INDEX
+    if not index.is_file():
+        return [SINGLE]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ModelSourceError(f"{index} is no index of safetensors: {error!r}") from None
+    return sorted(str(name) for name in names)
+
+
+class _HubModel:
+    """One revision of a model of the hub."""
+
+    def __init__(self, hub_id: str, revision: str | None, *, with_weights: bool) -> None:
+        self._id = hub_id
+        self._revision = revision
+        self._with_weights = with_weights
+        self._name = hub_id if revision is None else f"{hub_id} at revision {revision}"
+
+    def directory(self) -> Path:
+        """The snapshot with all its files: from the cache without asking the hub, if they are there."""
+        cached = self._cached()
+        if cached is not None:
+            log.info("%s is in the local cache: %s", self._name, cached)
+            return cached
+        return self._downloaded()
+
+    def _cached(self) -> Path | None:
+        """None if a file is missing."""
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            snapshot = self._fetch(SMALL_FILES, local_files_only=True)
+        except LocalEntryNotFoundError:
+            return None
+        if not (snapshot / "config.json").is_file():
+            return None
+        if self._with_weights and not all((snapshot / name).is_file() for name in _weight_files(snapshot)):
+            return None
+        return snapshot
+
+    def _downloaded(self) -> Path:
+        try:
+            return self._download()
+        except ModelSourceError:
+            raise
+        except Exception as error:  # its HTTP client has errors of its own, by names that change with its version
+            raise ModelSourceError(self._explain(error)) from None
+
+    def _download(self) -> Path:
+        from huggingface_hub import get_cached_repo_tree
+
+        snapshot = self._fetch(SMALL_FILES)
+        # The commit is known now, and its list of files is on the disk: weights come from the same commit.
+        sizes = {file.path: file.size for file in get_cached_repo_tree(self._id, revision=snapshot.name)}
+        if "config.json" not in sizes:
+            kind = NO_GGUF if any(name.lower().endswith(".gguf") for name in sizes) else GIVE
+            raise ModelSourceError(f"the Hugging Face repository {self._name} has no config.json. {kind}")
+        if self._with_weights:
+            self._download_weights(snapshot, sizes)
+        return snapshot
+
+    def _download_weights(self, snapshot: Path, sizes: Mapping[str, int]) -> None:
+        names = _weight_files(snapshot)
+        missing = [name for name in names if name not in sizes]
+        if missing == [SINGLE]:
+            raise ModelSourceError(f"the Hugging Face repository {self._name} has {_without_safetensors(sizes)}")
+        if missing:
+            raise ModelSourceError(f"the Hugging Face repository {self._name} lacks {missing[0]}, which {INDEX} names")
+        gib = sum(sizes[name] for name in names) / (1 << 30)
+        log.info("downloading %s: weights in %d files, %.2f GiB", self._name, len(names), gib)
+        started_at = time.monotonic()
+        self._fetch(names, revision=snapshot.name)
+        log.info("downloaded %s in %.1f s to %s", self._name, time.monotonic() - started_at, snapshot)
+
+    def _fetch(self, names: Iterable[str], *, revision: str | None = None, local_files_only: bool = False) -> Path:
+        """The snapshot's directory with these files, as far as the repository has them."""
+        from huggingface_hub import snapshot_download
+
+        return Path(
+            snapshot_download(
+                self._id,
+                revision=revision or self._revision,
+                allow_patterns=list(names),
+                local_files_only=local_files_only,
+            )
+        )
+
+    def _explain(self, error: Exception) -> str:
+        from huggingface_hub import constants, errors
+
+        either = f"{self._id} is neither a directory here nor "
+        if isinstance(error, errors.GatedRepoError):
+            return (
+                f"the Hugging Face model {self._id} is gated: accept its terms at {constants.ENDPOINT}/{self._id}, "
+                "then log in with `hf auth login` or set HF_TOKEN"
+            )
+        if isinstance(error, errors.RevisionNotFoundError):
+            return f"the Hugging Face model {self._id} has no revision {self._revision}: give a branch, tag or commit"
+        if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
+            return (
+                f"{either}a model that {constants.ENDPOINT} shows you: check the name; for a private model, log in "
+                "with `hf auth login` or set HF_TOKEN"
+            )
+        if isinstance(error, errors.LocalEntryNotFoundError):
+            wholly = "whole " if isinstance(error, errors.IncompleteSnapshotError) else ""
+            return f"{either}{wholly}in the cache {constants.HF_HUB_CACHE}, and {self._why_offline(error)}"
+        reason = " ".join(str(error).split())
+        return f"the Hugging Face model {self._name} cannot be downloaded to {constants.HF_HUB_CACHE}: {reason}"
+
+    def _why_offline(self, error: Exception) -> str:
+        from huggingface_hub import constants
+
+        elsewhere = f"run `hf download {self._id}` where there is a network and copy the cache, or give a directory"
+        if constants.is_offline_mode():
+            return f"HF_HUB_OFFLINE forbids downloading: unset it, {elsewhere}"
+        reason = " ".join(str(error.__cause__ or error).split())
+        return f"{constants.ENDPOINT} cannot be reached ({reason}): {elsewhere}"

@@ -1,0 +1,83 @@
+"""Under which titles `--help` of the services shows their options, and in which order: what matters first stands first.
+
+tests/contract/test_options.py sees that every option stands in one group.
+"""
+
+MOST_USED = "most used"
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    MOST_USED: (
+        "worker",
+        "scheduler",
+        "host",
+        "port",
+        "gateway",
+        "gateway_port",
+        "device",
+        "dtype",
+        "max_model_len",
+        "max_num_seqs",
+        "kv_cache_memory",
+        "swap_space",
+    ),
+    "model": ("model", "revision", "served_model_name", "load_format"),
+    "memory and KV cache": (
+        "gpu_memory_utilization",
+        "kv_cache_dtype",
+        "block_size",
+        "num_device_blocks",
+        "num_host_blocks",
+        "enable_prefix_caching",
+        "preemption",
+        "watermark",
+    ),
+    "scheduling": ("policy", "max_num_batched_tokens", "max_decode_slowdown", "pipeline_depth"),
+    "computing": (
+        "num_threads",
+        "attention_backend",
+        "max_graph_batch_size",
+        "tensor_parallel_size",
+        "tensor_parallel_rank",
+        "tensor_parallel_address",
+    ),
+    "queues and timeouts": (
+        "max_waiting_requests",
+        "max_waiting_tokens",
+        "max_tenant_waiting_requests",
+        "max_pending_calls",
+        "worker_timeout",
+        "drain_timeout",
+        "detached_retention",
+        "max_detached_requests",
+        "kv_events_buffer",
+    ),
+    "gateway": ("gateway_host", "gateway_metrics_port"),
+    "tenants and TLS": (
+        "tenants",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "tls_client_names",
+        "worker_tls_ca",
+        "worker_tls_cert",
+        "worker_tls_key",
+        "worker_tls_name",
+        "scheduler_tls_ca",
+        "scheduler_tls_cert",
+        "scheduler_tls_key",
+        "scheduler_tls_name",
+    ),
+    "logs, metrics, traces and health": (
+        "log_level",
+        "log_format",
+        "log_requests",
+        "metrics_host",
+        "metrics_port",
+        "otlp_traces_endpoint",
+        "health_host",
+        "health_port",
+        "record",
+        "profile",
+        "profile_dir",
+    ),
+}
