@@ -26,7 +26,7 @@ $(READY): pyproject.toml
 setup: $(READY)  ## create .venv with the pinned packages
 
 run: $(READY)  ## serve the bundled model and stream one completion
-	$(BIN)/python -m pagewire demo $(MODEL)
+	$(BIN)/python -m pagewire demo
 
 test: $(READY)  ## every test that needs no GPU
 	@# In two processes, but what starts both services by itself. Exit code 5: ARGS selected none of these.

@@ -1,7 +1,8 @@
-"""`pagewire demo MODEL`: serves a model on loopback, streams one completion, and ends."""
+"""`pagewire demo`: serves the bundled model, or another, on loopback, streams one completion, and ends."""
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pagewire import complete, local_server
 from pagewire.client import Client
@@ -9,16 +10,25 @@ from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
 
 PROMPT = "Once upon a time"
+# A link to models/storyteller of the source tree; an installed package has the files themselves.
+BUNDLED_MODEL = Path(__file__).parent / "storyteller"
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="pagewire demo", description="Serve a model, stream one completion of it, and end.")
-    parser.add_argument("model", metavar="MODEL", help="checkpoint directory")
+    own, serve_flags = local_server.split_serve_flags(arguments)
+    description = (
+        "Serve a model on this machine, stream one completion of it, and end. Flags for `pagewire serve` can follow "
+        "after --."
+    )
+    parser = Parser(prog="pagewire demo", description=description)
+    text = "checkpoint directory or Hugging Face id (default: the bundled model, which tells short stories)"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=str(BUNDLED_MODEL), help=text)
     parser.add_argument("--prompt", default=PROMPT, help=f"the prompt (default: {PROMPT!r})")
-    parser.add_argument("--max-tokens", type=int, default=200, metavar="INT", help="output tokens at most")
-    parsed = parser.parse_args(arguments)
+    text = "how many tokens to generate at most (default: 200)"
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="INT", help=text)
+    parsed = parser.parse_args(own)
     sampling = SamplingParams(temperature=0.0, max_tokens=parsed.max_tokens)
-    with local_server.serving(parsed.model) as url, Client(url) as client:
+    with local_server.serving(parsed.model, serve_flags) as url, Client(url) as client:
         sys.stdout.write(parsed.prompt)
         completion = complete.stream(client, parsed.prompt, sampling, sys.stdout)
         print(complete.statistics(completion), flush=True)

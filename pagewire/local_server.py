@@ -14,6 +14,16 @@ from pagewire.supervisor import READY_PREFIX
 # Ports of its own choice, so that it runs beside anything.
 SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--metrics-port=0", "--log-level=warning")
 STOP_TIMEOUT_S = 45.0
+SEPARATOR = "--"
+
+
+def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before `--` and what after it: the verb's own arguments and the flags of `pagewire serve`."""
+    own = list(arguments)
+    if SEPARATOR not in own:
+        return own, []
+    at = own.index(SEPARATOR)
+    return own[:at], own[at + 1 :]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pagewire import local_server
 from pagewire.bench import chart, flags, result, server_times, target
 from pagewire.bench.load import exit_code, progress_line
 from pagewire.bench.profile import Profile, profile, report
@@ -33,7 +34,7 @@ class Iterations:
 
 
 def main(arguments: Sequence[str]) -> int:
-    own, serve_flags = target.split_serve_flags(arguments)
+    own, serve_flags = local_server.split_serve_flags(arguments)
     parser = _parser()
     parsed = parser.parse_args(own)
     _check(parser, parsed)

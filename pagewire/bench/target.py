@@ -12,17 +12,6 @@ from pagewire.errors import CommandError
 from pagewire.options import Parser
 from pagewire.server import ServerInfo
 
-SEPARATOR = "--"
-
-
-def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before `--` and what after it: the verb's own arguments and the flags of `pagewire serve`."""
-    own = list(arguments)
-    if SEPARATOR not in own:
-        return own, []
-    at = own.index(SEPARATOR)
-    return own[:at], own[at + 1 :]
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "checkpoint directory or Hugging Face id to start `pagewire serve` for; flags for it can follow after --"

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from pagewire import local_server
 from pagewire.bench import chart, flags, result, target
 from pagewire.bench.load import Load, exit_code, put
 from pagewire.bench.run import Run
@@ -18,7 +19,7 @@ MAX_CONCURRENCY = 1024
 
 
 def main(arguments: Sequence[str]) -> int:
-    own, serve_flags = target.split_serve_flags(arguments)
+    own, serve_flags = local_server.split_serve_flags(arguments)
     parser = _parser()
     parsed = parser.parse_args(own)
     path = result.path_of(parser, parsed, "pagewire-throughput")

@@ -189,7 +189,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "a", "--tls-ca", "/nowhere"], "/nowhere"),
         (["complete", "a", "--tls-cert", "/nowhere"], "tls_key"),
         (["status", "--whatch"], "did you mean --watch?"),
-        (["demo"], "MODEL"),
+        (["demo", "m", "n"], "unknown argument n"),
         (["serve", "m", "--block-sise", "8"], "did you mean --block-size?"),
         (["serve", "m", "--port", "high"], "--port: 'high' is not an integer"),
         (["serve", "m", "--worker", "a:1"], "unknown flag --worker"),

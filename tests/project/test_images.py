@@ -39,7 +39,7 @@ def files_of_the_build() -> list[Path]:
     seen = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
     paths = [Path(name) for name in listed.stdout.decode().splitlines()]
-    return [path for path in paths if path.parts[0] in seen and (ROOT / path).exists()]
+    return [path for path in paths if any(path.is_relative_to(name) for name in seen) and (ROOT / path).exists()]
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -76,8 +76,13 @@ def test_images_see_everything_that_the_package_needs() -> None:
     packages = project()["tool"]["setuptools"]["packages"]["find"]["include"]
     seen = {path.parts[0] for path in files_of_the_build()}
     linked = {path.name for path in (ROOT / "pagewire").iterdir() if path.is_symlink()}
-    assert linked == {"kernels", "protos"}
-    assert seen == {"pyproject.toml", "README.md", "LICENSE"} | {name.strip("*") for name in packages} | linked
+    assert linked == {"kernels", "protos", "storyteller"}
+    assert seen == {"pyproject.toml", "README.md", "LICENSE"} | {name.strip("*") for name in packages} | {
+        "kernels",
+        "protos",
+        "models",
+    }
+    assert {path.parent for path in files_of_the_build() if path.parts[0] == "models"} == {Path("models/storyteller")}
 
 
 def closure_of_the_base_install() -> list[metadata.Distribution]:
@@ -127,6 +132,8 @@ def test_files_of_the_image_install(image_python: Path) -> None:
     linked = {path: Path("pagewire", path) if path.parts[0] in ("kernels", "protos") else path for path in code}
     missing = {path for path in linked.values() if not (site_packages / path).exists()}
     assert not missing
+    bundled = {path.name: (site_packages / "pagewire" / "storyteller" / path.name) for path in MODEL.iterdir()}
+    assert all(path.read_bytes() == (MODEL / name).read_bytes() for name, path in bundled.items())
 
 
 def test_scheduler_starts_in_the_image_without_torch(image_python: Path, tmp_path: Path) -> None:
