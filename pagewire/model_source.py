@@ -6,9 +6,14 @@ HF_HUB_OFFLINE says otherwise. Only the files that are read are taken: never pic
 
 import json
 import logging
+import os
 import re
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,9 +95,9 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
     if not names:
         raise ModelSourceError(f"{path} is empty: {GIVE}")
     if "config.json" not in names:
-        if any(name.lower().endswith(".gguf") for name in names):
-            raise ModelSourceError(f"{path} holds GGUF files. {NO_GGUF}")
         inside = [path / name for name in names if (path / name / "config.json").is_file()]
+        if not inside and any(name.lower().endswith(".gguf") for name in names):
+            raise ModelSourceError(f"{path} holds GGUF files. {NO_GGUF}")
         hint = f"; did you mean {inside[0]}?" if inside else f": {GIVE}"
         raise ModelSourceError(f"{path} has no config.json, so it is no checkpoint directory{hint}")
     if with_weights and not {SINGLE, INDEX} & set(names):
@@ -146,6 +151,19 @@ def _weight_files(snapshot: Path) -> list[str]:
     return sorted(str(name) for name in names)
 
 
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end the process inside the block. By itself it would wait for the threads that download."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _HubModel:
     """One revision of a model of the hub."""
 
@@ -157,10 +175,18 @@ class _HubModel:
 
     def directory(self) -> Path:
         """The snapshot with all its files: from the cache without asking the hub, if they are there."""
+        from huggingface_hub import constants
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        logging.getLogger("httpx2").setLevel(logging.WARNING)  # its lines at INFO are one per HTTP request
         cached = self._cached()
         if cached is not None:
             log.info("%s is in the local cache: %s", self._name, cached)
             return cached
+        if constants.is_offline_mode():
+            raise ModelSourceError(self._not_here("HF_HUB_OFFLINE forbids downloading: unset it,"))
+        if not sys.stderr.isatty():
+            disable_progress_bars()
         return self._downloaded()
 
     def _cached(self) -> Path | None:
@@ -179,7 +205,8 @@ class _HubModel:
 
     def _downloaded(self) -> Path:
         try:
-            return self._download()
+            with _ending_at_once():
+                return self._download()
         except ModelSourceError:
             raise
         except Exception as error:  # its HTTP client has errors of its own, by names that change with its version
@@ -227,7 +254,6 @@ class _HubModel:
     def _explain(self, error: Exception) -> str:
         from huggingface_hub import constants, errors
 
-        either = f"{self._id} is neither a directory here nor "
         if isinstance(error, errors.GatedRepoError):
             return (
                 f"the Hugging Face model {self._id} is gated: accept its terms at {constants.ENDPOINT}/{self._id}, "
@@ -237,20 +263,21 @@ class _HubModel:
             return f"the Hugging Face model {self._id} has no revision {self._revision}: give a branch, tag or commit"
         if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
             return (
-                f"{either}a model that {constants.ENDPOINT} shows you: check the name; for a private model, log in "
+                f"{self._id} is neither a directory here nor a model that {constants.ENDPOINT} shows you: "
+                "check the name; for a private model, log in "
                 "with `hf auth login` or set HF_TOKEN"
             )
-        if isinstance(error, errors.LocalEntryNotFoundError):
-            wholly = "whole " if isinstance(error, errors.IncompleteSnapshotError) else ""
-            return f"{either}{wholly}in the cache {constants.HF_HUB_CACHE}, and {self._why_offline(error)}"
+        # Without the hub, a snapshot with files missing is found where nobody has kept a list of them.
+        if isinstance(error, errors.LocalEntryNotFoundError | errors.CachedRepoTreeNotFoundError):
+            cause = f" ({' '.join(str(error.__cause__).split())})" if error.__cause__ else ""
+            return self._not_here(f"{constants.ENDPOINT} cannot be reached{cause}:")
         reason = " ".join(str(error).split())
         return f"the Hugging Face model {self._name} cannot be downloaded to {constants.HF_HUB_CACHE}: {reason}"
 
-    def _why_offline(self, error: Exception) -> str:
+    def _not_here(self, why: str) -> str:
         from huggingface_hub import constants
 
-        elsewhere = f"run `hf download {self._id}` where there is a network and copy the cache, or give a directory"
-        if constants.is_offline_mode():
-            return f"HF_HUB_OFFLINE forbids downloading: unset it, {elsewhere}"
-        reason = " ".join(str(error.__cause__ or error).split())
-        return f"{constants.ENDPOINT} cannot be reached ({reason}): {elsewhere}"
+        return (
+            f"{self._name} is neither a directory here nor complete in the cache {constants.HF_HUB_CACHE}, and {why} "
+            f"run `hf download {self._id}` where there is a network and copy the cache, or give a checkpoint directory"
+        )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pagewire import Client, SamplingParams
+from tests.contract import hub
 from tests.worker.checkpoints import make_checkpoint
 
 READY = "ready on grpc://"
@@ -177,3 +178,31 @@ def test_demo_needs_no_model(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("Once upon a time")
     assert "8 completion tokens" in ended.stdout
+
+
+def test_a_model_of_the_hub(model: Path, tmp_path: Path) -> None:
+    """Downloaded once; then it is served without the hub, under its id, by both services."""
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environ |= {"HF_HOME": str(tmp_path), "PAGEWIRE_REVISION": "main"}
+    made = hub.Hub({"org/tiny": hub.Repository({**files, "pytorch_model.bin": b"pickled"})})
+    command = [sys.executable, "-m", "pagewire", "serve", "org/tiny", "--port=0", "--metrics-port=0"]
+    with hub.serving(made) as url:
+        first = served_once(command, environ | {"HF_ENDPOINT": url})
+    assert set(made.downloaded) == set(files)
+    second = served_once(command, environ | {"HF_ENDPOINT": url})
+    assert first == second == ("org/tiny", 1)
+
+
+def served_once(command: list[str], environ: dict[str, str]) -> tuple[str, int]:
+    """The name of the model and the number of tokens of one completion."""
+    with subprocess.Popen([*command, "--num-threads=1"], stdout=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            with Client(wait_until_ready(process)) as client:
+                completed = client.complete(prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=1))
+                status = [sys.executable, "-m", "pagewire", "status", "--json", "--url", client.url]
+                printed = subprocess.run(status, capture_output=True, text=True, check=True)
+        finally:
+            process.terminate()
+        assert process.wait(30) == 0
+    return json.loads(printed.stdout)["info"]["served_model_name"], len(completed.outputs[0].token_ids)
