@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -10,11 +12,25 @@ from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagewire import complete, connection, sampling_flags
+from pagewire.chat_terminal import ChatTerminal, history_path
 from pagewire.client import Client
-from pagewire.errors import CommandError, PagewireError
-from pagewire.options import Parser
+from pagewire.completion import Completion, CompletionBuilder
+from pagewire.errors import CommandError, InvalidRequest, PagewireError
+from pagewire.options import Parser, suggestion
 from pagewire.sampling import SamplingParams
 from pagewire.server import ServerInfo
+
+COMMANDS = ("/help", "/clear", "/system", "/exit")
+HELP = """\
+/clear        forget the conversation
+/system TEXT  set the system message; without TEXT, remove it
+/exit         end the chat, as Ctrl-D does
+/help         show this
+//TEXT        send /TEXT to the model
+\"\"\"           begin a message of several lines, which ends with \"\"\"; or end each line but the last with \\
+Ctrl-C        stop the answer; what there is of it stays in the conversation"""
+# What the user said, and what the model answered.
+Turn = tuple[str, str]
 
 
 class Conversation:
@@ -27,15 +43,19 @@ class Conversation:
 
     def __init__(self, chat_template: str | None, system: str | None) -> None:
         self._template = None if chat_template is None else _compile(chat_template)
-        self._messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self.system = system
+        self.turns: list[Turn] = []
 
     def ask(self, text: str) -> str:
         """The prompt for what the user says next."""
-        return self._prompt([*self._messages, {"role": "user", "content": text}])
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for said, answer in self.turns:
+            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+        return self._prompt([*messages, {"role": "user", "content": text}])
 
     def add(self, text: str, answer: str) -> None:
         """Keeps a turn."""
-        self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self.turns.append((text, answer))
 
     def _prompt(self, messages: list[dict[str, str]]) -> str:
         if self._template is None:
@@ -65,10 +85,12 @@ def _raise_exception(message: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="pagewire chat", description="Talk with the model. Ctrl-C ends an answer, Ctrl-D the chat.")
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="say this, print the answer, and end")
+    description = "Chat with the model. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists what else there is."
+    parser = Parser(prog="pagewire chat", description=description)
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="send this message, print the answer, and end")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--stats", action="store_true", help="print statistics of each answer on standard error")
+    parser.add_argument("--no-history", action="store_true", help="neither read nor keep the history of typed lines")
     connection.add_flags(parser)
     sampling_flags.add_flags(parser)
     parsed = parser.parse_args(arguments)
@@ -77,9 +99,12 @@ def main(arguments: Sequence[str]) -> int:
     sampling = sampling_flags.sampling(parsed)
     with connection.client(parser, parsed) as client:
         if parsed.quick is not None:
-            _answer(client, conversation, parsed.quick, sampling, parsed.stats)
+            completion = complete.stream(client, conversation.ask(parsed.quick), sampling, sys.stdout)
+            if parsed.stats:
+                tell(complete.statistics(completion))
         else:
-            _converse(client, conversation, sampling, info, parsed.stats)
+            terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
+            Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats).run()
     return 0
 
 
@@ -88,29 +113,121 @@ async def _server_info(client: Client) -> ServerInfo:
         return await client.server_info()
 
 
-def _converse(
-    client: Client, conversation: Conversation, sampling: SamplingParams, info: ServerInfo, stats: bool
-) -> None:
-    """Answers each line until the input ends. An answer that fails or is interrupted leaves the rest as it was."""
-    kind = "chat" if info.chat_template is not None else "no chat template: it continues your text"
-    print(f"{info.served_model_name} ({kind}). Ctrl-D ends.", file=sys.stderr)
-    prompt = "> " if sys.stdin.isatty() else ""
-    while True:
+def tell(text: str) -> None:
+    """A note of the chat's own. Standard output is for answers."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Chat:
+    """Answers messages and carries out commands until the input ends."""
+
+    def __init__(
+        self,
+        client: Client,
+        conversation: Conversation,
+        sampling: SamplingParams,
+        info: ServerInfo,
+        terminal: ChatTerminal,
+        *,
+        with_statistics: bool,
+    ) -> None:
+        self._client = client
+        self._conversation = conversation
+        self._sampling = sampling
+        self._info = info
+        self._terminal = terminal
+        self._with_statistics = with_statistics
+
+    def run(self) -> None:
+        kind = "chat" if self._info.chat_template is not None else "no chat template: it continues your text"
+        tell(f"{self._info.served_model_name} ({kind}). /help lists commands, Ctrl-D ends.")
+        while True:
+            try:
+                message = self._terminal.read_message()
+                is_nothing = not message.strip() and self._info.chat_template is not None
+                if not is_nothing and not self._is_carried_out(message):
+                    self._answer(message[1:] if message.startswith("//") else message)
+            except EOFError:
+                if self._terminal.is_interactive:
+                    print()
+                return
+            except KeyboardInterrupt:
+                tell("\n(Ctrl-D or /exit ends the chat)")
+            except PagewireError as error:
+                tell(f"error: {error}")
+
+    def _is_carried_out(self, message: str) -> bool:
+        """Carries out a command. False for a message to the model; EOFError to end the chat."""
+        word, _, rest = message.strip().partition(" ")
+        if not message.startswith("/") or message.startswith("//") or "\n" in message:
+            return False
+        if word in ("/exit", "/bye", "/quit"):
+            raise EOFError
+        if word == "/help":
+            tell(HELP)
+        elif word == "/clear":
+            self._conversation.turns.clear()
+            tell("forgot the conversation")
+        elif word == "/system":
+            self._conversation.system = rest.strip() or None
+            tell("set the system message" if rest.strip() else "removed the system message")
+        else:
+            tell(f"unknown command {word}{suggestion(word, COMMANDS)} (/help lists them)")
+        return True
+
+    def _answer(self, message: str) -> None:
+        """Answers a message. Where the conversation has outgrown the context, offers to forget its oldest turns.
+
+        If it cannot be answered either way, the conversation stays as it was.
+        """
+        kept = list(self._conversation.turns)
+        while True:
+            try:
+                self._stream(message)
+                return
+            except InvalidRequest as error:
+                turns = self._conversation.turns
+                if not turns or not is_too_long(error):
+                    self._conversation.turns = kept
+                    raise
+                if len(turns) == len(kept):
+                    tell(f"the context is full: {error}")
+                    if not self._terminal.confirms("Forget the oldest turns and go on?"):
+                        tell("the message was not sent; /clear forgets the whole conversation")
+                        return
+                # Half of them, so that there is room for more than the next answer.
+                self._conversation.turns = turns[(len(turns) + 1) // 2 :]
+                num_forgotten = len(kept) - len(self._conversation.turns)
+                tell(f"forgot the {num_forgotten} oldest of {len(kept)} turns")
+
+    def _stream(self, message: str) -> None:
+        """Streams an answer to standard output and keeps the turn; of one that is interrupted, what there is."""
+        builder = CompletionBuilder(1, time.monotonic())
+        printer = complete.SamplePrinter(1, sys.stdout)
+        said: list[str] = []
         try:
-            text = input(prompt)
-        except EOFError:
-            return
-        try:
-            _answer(client, conversation, text, sampling, stats)
-        except PagewireError as error:
-            print(f"error: {error}", file=sys.stderr)
+            for output in self._client.stream(self._conversation.ask(message), self._sampling):
+                builder.add(output, time.monotonic())
+                printer.add(output)
+                said.append(output.text)
         except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
+            tell("\n(stopped)")
+            if any(said):
+                self._conversation.add(message, "".join(said))
+            return
+        completion = builder.finish(time.monotonic())
+        self._conversation.add(message, completion.outputs[0].text)
+        if self._with_statistics:
+            tell(complete.statistics(completion))
+        self._tell_if_full(completion)
+
+    def _tell_if_full(self, completion: Completion) -> None:
+        usage = completion.usage
+        num_tokens = usage.prompt_tokens + usage.completion_tokens
+        if completion.outputs[0].finish_reason == "length" and num_tokens >= self._info.max_sequence_tokens > 0:
+            tell(f"(the context is full, {num_tokens} tokens: the answer was cut off)")
 
 
-def _answer(client: Client, conversation: Conversation, text: str, sampling: SamplingParams, stats: bool) -> None:
-    """Streams the answer to standard output and keeps the turn."""
-    completion = complete.stream(client, conversation.ask(text), sampling, sys.stdout)
-    conversation.add(text, completion.outputs[0].text)
-    if stats:
-        print(complete.statistics(completion), file=sys.stderr)
+def is_too_long(error: InvalidRequest) -> bool:
+    """Whether a request was refused for the length of its text."""
+    return any(violation.field in ("text", "sampling.max_tokens") for violation in error.field_violations)

@@ -1,0 +1,100 @@
+"""Reads what somebody types into a chat: lines with editing and history, and messages of several lines."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PROMPT, CONTINUATION = "> ", ". "
+BLOCK = '"""'
+MAX_HISTORY_LINES = 1000
+
+
+def history_path(environ: Mapping[str, str]) -> Path:
+    """Where the history is kept, as the XDG base directory specification says."""
+    state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "pagewire" / "chat_history"
+
+
+class ChatTerminal:
+    """Standard input. Where it is no terminal, lines come without prompts, editing and history."""
+
+    def __init__(self, history: Path | None) -> None:
+        """`history` is read and kept if it can be; nobody else may read it, since it holds what was said."""
+        self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self._history = history
+        self._readline: Any = None
+        if self.is_interactive:
+            self._start_readline()
+
+    def read_message(self) -> str:
+        """The next message: a line, together with the next one if it ends in a backslash, or a block in triple quotes.
+
+        EOFError at the end of the input; what a block has by then is a message.
+        """
+        line = self._read_line(PROMPT)
+        if line.lstrip().startswith(BLOCK):
+            return self._read_block(line.lstrip().removeprefix(BLOCK))
+        lines = [line]
+        with contextlib.suppress(EOFError):
+            while lines[-1].endswith("\\"):
+                lines[-1] = lines[-1][:-1]
+                lines.append(self._read_line(CONTINUATION))
+        return "\n".join(lines)
+
+    def confirms(self, question: str) -> bool:
+        """Whether the answer is yes, which is the default. Who cannot be asked says yes."""
+        if not self.is_interactive:
+            return True
+        try:
+            answer = input(f"{question} [Y/n] ")
+        except EOFError:
+            print()
+            return False
+        self._forget_last_line()
+        return answer.strip().lower() in ("", "y", "yes")
+
+    def _read_block(self, first: str) -> str:
+        lines = [first]
+        with contextlib.suppress(EOFError):
+            while not lines[-1].rstrip().endswith(BLOCK):
+                lines.append(self._read_line(CONTINUATION))
+            lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
+        return "\n".join(lines).strip("\n")
+
+    def _read_line(self, prompt: str) -> str:
+        line = input(prompt if self.is_interactive else "")
+        self._keep_history()
+        return line
+
+    def _start_readline(self) -> None:
+        try:
+            import readline
+        except ImportError:  # a Python that was built without it
+            return
+        self._readline = readline
+        readline.set_history_length(MAX_HISTORY_LINES)
+        if self._history is None:
+            return
+        try:
+            self._history.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self._history, os.O_CREAT | os.O_RDWR, 0o600))
+            readline.read_history_file(self._history)
+        except OSError:
+            self._history = None
+
+    def _keep_history(self) -> None:
+        """After every line, so that nothing is lost with a terminal that is closed."""
+        if self._readline is None or self._history is None:
+            return
+        try:
+            self._readline.write_history_file(self._history)
+        except OSError:
+            self._history = None
+
+    def _forget_last_line(self) -> None:
+        """An answer to a question is nothing to say again."""
+        if self._readline is not None and self._readline.get_current_history_length():
+            self._readline.remove_history_item(self._readline.get_current_history_length() - 1)

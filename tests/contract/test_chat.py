@@ -1,0 +1,277 @@
+"""`pagewire chat` on a terminal: a real pseudo-terminal, a real process, a scripted server."""
+
+import os
+import pty
+import re
+import select
+import signal
+import stat
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from tests.contract import scripted_scheduler
+from tests.contract.scripted_scheduler import ScriptedScheduler, delta, field_violation, serving
+
+ROOT = Path(__file__).parents[2]
+STORY = "".join(scripted_scheduler.WORDS)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+# The new session's first terminal becomes the one whose Ctrl-C reaches it.
+PROGRAM = """
+import os, sys
+terminal = os.open(sys.argv[1], os.O_RDWR)
+for number in range(3):
+    os.dup2(terminal, number)
+os.execv(sys.executable, [sys.executable, "-m", "pagewire", "chat", *sys.argv[2:]])
+"""
+CTRL_A, CTRL_C, CTRL_D, UP = "\x01", "\x03", "\x04", "\x1b[A"
+TIMEOUT_S = 30.0
+
+
+class Terminal:
+    """What somebody at a terminal does and sees."""
+
+    def __init__(self, leader: int, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+        self._leader = leader
+        self._shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._leader, text.encode())
+
+    def wait_for(self, text: str) -> str:
+        """What is shown up to this text, which later calls do not see again."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while text not in self._shown:
+            ready, _, _ = select.select([self._leader], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{text!r} did not come, but {self._shown!r}"
+            try:
+                self._shown += re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", os.read(self._leader, 4096).decode())
+            except OSError:
+                raise AssertionError(f"{text!r} did not come before the end, but {self._shown!r}") from None
+        before, _, self._shown = self._shown.partition(text)
+        return before
+
+    def say(self, text: str) -> str:
+        """Types a message once it is asked for one; the answer, up to the next prompt."""
+        self.wait_for("> ")
+        self.type(text + "\r")
+        return self.wait_for(STORY)
+
+    def end(self) -> int:
+        self.wait_for("> ")
+        self.type(CTRL_D)
+        return self.process.wait(TIMEOUT_S)
+
+
+@contextmanager
+def chatting(url: str, state: Path, *flags: str) -> Iterator[Terminal]:
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 120))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(state), "TERM": "xterm"}
+    command = [sys.executable, "-c", PROGRAM, os.ttyname(follower), "--url", url, *flags]
+    process = subprocess.Popen(command, env=environ, start_new_session=True)
+    try:
+        yield Terminal(leader, process)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+        os.close(follower)
+
+
+@pytest.fixture
+def scheduler() -> ScriptedScheduler:
+    made = ScriptedScheduler()
+    made.info.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def url(scheduler: ScriptedScheduler) -> Iterator[str]:
+    with serving(scheduler) as address:
+        yield address
+
+
+def texts(scheduler: ScriptedScheduler) -> list[str]:
+    return [request.text for request in scheduler.requests]
+
+
+def asked(*messages: str, system: str | None = None) -> str:
+    """The prompt for the last message, all before having been answered with the story."""
+    head = "" if system is None else f"<system>{system}\n"
+    return head + f"\n<assistant>{STORY}\n".join(f"<user>{message}" for message in messages) + "\n<assistant>"
+
+
+def test_lines_are_edited_and_remembered(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    for number in range(2):
+        with chatting(url, tmp_path) as terminal:
+            terminal.wait_for("/help lists commands, Ctrl-D ends.")
+            if number == 0:
+                terminal.say(f"world{CTRL_A}hello ")
+            else:
+                terminal.say(f"{UP} again")  # of the chat before
+            assert terminal.end() == 0
+    assert texts(scheduler) == [asked("hello world"), asked("hello world again")]
+    history = tmp_path / "pagewire" / "chat_history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-history",)])
+def test_without_a_place_for_the_history(
+    url: str, scheduler: ScriptedScheduler, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    state = tmp_path / "state"
+    if not flags:
+        state.write_text("a file, where a directory is needed")
+    with chatting(url, state, *flags) as terminal:
+        terminal.say("one")
+        terminal.say(f"{UP} more")
+        assert terminal.end() == 0
+    assert texts(scheduler) == [asked("one"), asked("one", "one more")]
+    assert state.is_file() or not state.exists()
+
+
+def test_messages_of_several_lines(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with chatting(url, tmp_path) as terminal:
+        terminal.wait_for("> ")
+        for line in ('"""first', "", '/second"""'):
+            terminal.type(line + "\r")
+        terminal.wait_for(STORY)
+        terminal.wait_for("> ")
+        terminal.type("third\\\r")
+        terminal.wait_for(". ")
+        terminal.type("fourth\r")
+        terminal.wait_for(STORY)
+        assert terminal.end() == 0
+    assert texts(scheduler) == [asked("first\n\n/second"), asked("first\n\n/second", "third\nfourth")]
+
+
+def test_commands(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    with chatting(url, tmp_path, "--system", "be kind") as terminal:
+        terminal.say("one")
+        terminal.wait_for("> ")
+        for command, shown in (
+            ("/help", "/clear        forget the conversation"),
+            ("/hepl", "unknown command /hepl; did you mean /help?"),
+            ("/clear", "forgot the conversation"),
+            ("/system be brief", "set the system message"),
+            ("", "> "),
+        ):
+            terminal.type(command + "\r")
+            terminal.wait_for(shown)
+        terminal.say("two")
+        terminal.say("//etc")
+        terminal.wait_for("> ")
+        terminal.type("/system\r")
+        terminal.wait_for("removed the system message")
+        terminal.say("three")
+        terminal.wait_for("> ")
+        terminal.type("/exit\r")
+        assert terminal.process.wait(TIMEOUT_S) == 0
+    assert texts(scheduler) == [
+        asked("one", system="be kind"),
+        asked("two", system="be brief"),
+        asked("two", "/etc", system="be brief"),
+        asked("two", "/etc", "three"),
+    ]
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if len(scheduler.requests) == 1:
+            return scripted_scheduler.never_end(request, context)
+        return scripted_scheduler.tell_story(request, context)
+
+    scheduler.script = answer
+    with chatting(url, tmp_path) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("one\r")
+        terminal.wait_for(" so so so")
+        terminal.type(CTRL_C)
+        terminal.wait_for("(stopped)")
+        assert scheduler.ended.wait(TIMEOUT_S)
+        terminal.wait_for("> ")
+        terminal.type(f"half a line{CTRL_C}")
+        terminal.wait_for("(Ctrl-D or /exit ends the chat)")
+        terminal.say("two")
+        assert terminal.end() == 0
+    assert re.fullmatch(r"<user>one\n<assistant>( so){3,}\n<user>two\n<assistant>", texts(scheduler)[1])
+
+
+def refuse_long(scheduler: ScriptedScheduler, max_chars: int) -> None:
+    def answer(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        if len(request.text) > max_chars:
+            text = f"the prompt has {len(request.text)} tokens, this server allows {max_chars}"
+            scripted_scheduler.abort(context, grpc.StatusCode.INVALID_ARGUMENT, text, field_violation("text", text))
+        return scripted_scheduler.tell_story(request, context)
+
+    scheduler.script = answer
+
+
+def test_a_full_context_offers_to_go_on(url: str, scheduler: ScriptedScheduler, tmp_path: Path) -> None:
+    refuse_long(scheduler, len(asked("1", "2", "3", "4")))
+    with chatting(url, tmp_path) as terminal:
+        for message in "1234":
+            terminal.say(message)
+        for answer in ("n", "y"):
+            terminal.wait_for("> ")
+            terminal.type("5\r")
+            terminal.wait_for("the context is full: the prompt has")
+            terminal.wait_for("Forget the oldest turns and go on? [Y/n] ")
+            terminal.type(answer + "\r")
+            if answer == "n":
+                terminal.wait_for("the message was not sent")
+        terminal.wait_for("forgot the 2 oldest of 4 turns")
+        terminal.wait_for(STORY)
+        terminal.wait_for("> ")
+        terminal.type(UP)
+        terminal.wait_for("5")  # and not the answer to the question
+        terminal.type(CTRL_C)
+        terminal.wait_for("(Ctrl-D")
+        terminal.wait_for("> ")
+        terminal.type("x" * 1000 + "\r")  # too long by itself
+        terminal.wait_for("Forget the oldest turns and go on? [Y/n] ")
+        terminal.type("\r")
+        terminal.wait_for("error: the prompt has")
+        terminal.say("6")
+        assert terminal.end() == 0
+    assert texts(scheduler)[-1] == asked("3", "4", "5", "6")
+
+
+def test_without_a_terminal_the_oldest_turns_go(url: str, scheduler: ScriptedScheduler) -> None:
+    refuse_long(scheduler, len(asked("1", "2")))
+    command = [sys.executable, "-m", "pagewire", "chat", "--url", url]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environ, input="1\n2\n3\n", capture_output=True, text=True, check=True)
+    assert ended.stdout == f"{STORY}\n" * 3
+    assert "the context is full: the prompt has" in ended.stderr
+    assert "forgot the 1 oldest of 2 turns" in ended.stderr
+    assert texts(scheduler)[-1] == asked("2", "3")
+
+
+def test_an_answer_that_fills_the_context_says_so(url: str, scheduler: ScriptedScheduler) -> None:
+    scheduler.info.max_sequence_tokens = 12  # as many as the usage of the story's last delta
+    command = [sys.executable, "-m", "pagewire", "chat", "--url", url]
+    ended = subprocess.run(command, input="1\n", capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "(the context is full, 12 tokens: the answer was cut off)" in ended.stderr
+    scheduler.script = lambda request, context: iter([delta(0, 0, [1], "short", last=True)])
+    ended = subprocess.run(command, input="1\n", capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "context" not in ended.stderr
+
+
+def test_a_terminal_that_is_closed_keeps_the_history(url: str, tmp_path: Path) -> None:
+    with chatting(url, tmp_path) as terminal:
+        terminal.say("remember me")
+        terminal.wait_for("> ")
+        terminal.process.send_signal(signal.SIGHUP)
+        terminal.process.wait(TIMEOUT_S)
+    assert "remember me" in (tmp_path / "pagewire" / "chat_history").read_text()
