@@ -17,8 +17,7 @@ def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None
     environment says."""
     text = "address of the server: HOST:PORT, or grpcs://HOST:PORT for TLS"
     if without_url is None:
-        url = os.environ.get(URL_VARIABLE) or DEFAULT_URL
-        parser.add_argument("--url", default=url, help=f"{text} (default: ${URL_VARIABLE}, or {DEFAULT_URL})")
+        parser.add_argument("--url", default=default_url(), help=f"{text} (default: ${URL_VARIABLE}, or {DEFAULT_URL})")
     else:
         parser.add_argument("--url", help=f"{text} (default: {without_url})")
     parser.add_argument(
@@ -27,6 +26,10 @@ def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None
     parser.add_argument("--tls-cert", metavar="FILE", help="PEM file with this client's certificate, for mutual TLS")
     parser.add_argument("--tls-key", metavar="FILE", help="PEM file with this client's private key, for mutual TLS")
     parser.epilog = f"If the server asks for an API key, set it in the environment variable {API_KEY_VARIABLE}."
+
+
+def default_url() -> str:
+    return os.environ.get(URL_VARIABLE) or DEFAULT_URL
 
 
 def client(parser: Parser, arguments: argparse.Namespace) -> Client:

@@ -16,7 +16,7 @@ from pagewire.options import Parser
 
 def submit(arguments: Sequence[str]) -> int:
     description = "Queue a request that runs without a connection, and print its id (see attach and result)."
-    parser = Parser(prog="pagewire submit", description=description)
+    parser = Parser(prog="pagewire submit", usage="pagewire submit TEXT [flags]", description=description)
     complete.add_request_flags(parser)
     parsed = parser.parse_args(arguments)
     request = complete.request_arguments(parser, parsed)

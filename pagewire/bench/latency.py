@@ -146,7 +146,7 @@ def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
 
 def _parser() -> Parser:
     description = "Measure how long a batch of requests takes on an otherwise idle server."
-    parser = Parser(prog="pagewire bench latency", description=description)
+    parser = Parser(prog="pagewire bench latency", usage="pagewire bench latency [flags]", description=description)
     target.add_flags(parser)
     flags.add_length_flags(parser, input_len=32, output_len=128)
     flags.add_sampling_flags(parser, temperature=1.0)
@@ -181,7 +181,9 @@ def _check(parser: Parser, parsed: argparse.Namespace) -> None:
 
 
 def _figures(parsed: argparse.Namespace, measured: Iterations, summary: Summary | None) -> dict[str, Any]:
-    figures = result.header("latency", measured.info, parsed.metadata, measured.was_interrupted)
+    figures = result.header(
+        "latency", result.Measured.pagewire(measured.info), parsed.metadata, measured.was_interrupted
+    )
     figures |= {
         "batch_size": parsed.batch_size,
         "input_len": parsed.input_len,

@@ -1,12 +1,13 @@
 """Puts a workload on a server: checks that it fits, warms up, runs it, and says how it ended."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pagewire.bench import target
 from pagewire.bench.progress import NoProgress, ProgressLine
-from pagewire.bench.run import Run, run
-from pagewire.bench.workload import Workload
+from pagewire.bench.run import Run, Server, run
+from pagewire.bench.workload import PlannedRequest, Workload
 from pagewire.client import Client
 from pagewire.command import FAILURE, INTERRUPTED, SUCCESS
 from pagewire.sampling import SamplingParams
@@ -33,33 +34,40 @@ async def put(load: Load, client: Client) -> tuple[ServerInfo, Run]:
     async with client:
         info = await client.server_info()
         target.check_fits(load.workload, info)
-        requests = load.workload.requests(info.vocab_size)
         warm_up = replace(load.workload, num_prompts=load.num_warmups, request_rate=float("inf"))
-        if load.num_warmups:
-            line = progress_line(f"{load.name} (warming up)", load.num_warmups, load.shows_progress)
-            warmed = await run(
-                client,
-                warm_up.requests(info.vocab_size),
-                load.sampling,
-                line,
-                cache_salt=target.new_cache_salt(),
-                max_concurrency=load.max_concurrency,
-            )
-            line.close()
-            if warmed.was_interrupted:
-                return info, Run((), 0.0, was_interrupted=True)
-        line = progress_line(load.name, len(requests), load.shows_progress)
-        measured = await run(
-            client,
-            requests,
+        warm_ups = warm_up.requests(info.vocab_size) if load.num_warmups else []
+        return info, await send(load, client, load.workload.requests(info.vocab_size), warm_ups)
+
+
+async def send(
+    load: Load, server: Server, requests: Sequence[PlannedRequest], warm_ups: Sequence[PlannedRequest]
+) -> Run:
+    """Sends the warm-up requests, and then those that are measured."""
+    if warm_ups:
+        line = progress_line(f"{load.name} (warming up)", len(warm_ups), load.shows_progress)
+        warmed = await run(
+            server,
+            warm_ups,
             load.sampling,
             line,
             cache_salt=target.new_cache_salt(),
-            request_id_prefix=load.request_id_prefix,
             max_concurrency=load.max_concurrency,
         )
         line.close()
-        return info, measured
+        if warmed.was_interrupted:
+            return Run((), 0.0, was_interrupted=True)
+    line = progress_line(load.name, len(requests), load.shows_progress)
+    measured = await run(
+        server,
+        requests,
+        load.sampling,
+        line,
+        cache_salt=target.new_cache_salt(),
+        request_id_prefix=load.request_id_prefix,
+        max_concurrency=load.max_concurrency,
+    )
+    line.close()
+    return measured
 
 
 def progress_line(name: str, num_requests: int, is_shown: bool) -> ProgressLine | NoProgress:

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pagewire.bench.run import Run
 from pagewire.bench.statistics import ServingMetrics
 from pagewire.bench.table import LATENCIES, percent_name
 from pagewire.options import Parser
-from pagewire.server import ServerInfo
+from pagewire.server import ServerInfo, WorkerInfo
 
 
 def add_flags(parser: argparse.ArgumentParser, *, with_output_json: bool) -> None:
@@ -61,15 +61,29 @@ def write(path: Path, figures: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def header(verb: str, info: ServerInfo, metadata: Sequence[tuple[str, str]], was_interrupted: bool) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Whose figures these are. What a server with the OpenAI API does not tell is None."""
+
+    backend: str
+    model: str
+    server_version: str | None = None
+    worker: WorkerInfo | None = None
+
+    @classmethod
+    def pagewire(cls, info: ServerInfo) -> "Measured":
+        return cls("pagewire", info.served_model_name, info.version, info.worker)
+
+
+def header(verb: str, of: Measured, metadata: Sequence[tuple[str, str]], was_interrupted: bool) -> dict[str, Any]:
     """What every result begins with: when, of whom, and by which server."""
     return {
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",
-        "backend": "pagewire",
+        "backend": of.backend,
         "benchmark": verb,
-        "model_id": info.served_model_name,
-        "server_version": info.version,
-        "worker": None if info.worker is None else asdict(info.worker),
+        "model_id": of.model,
+        "server_version": of.server_version,
+        "worker": None if of.worker is None else asdict(of.worker),
         "was_interrupted": was_interrupted,
         **dict(metadata),
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pagewire.bench.workload import PlannedRequest
-from pagewire.completion import Output
+from pagewire.completion import Output, Usage
 from pagewire.errors import PagewireError
 from pagewire.sampling import SamplingParams
 
@@ -42,6 +42,14 @@ class Delta:
 
     at: float
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A message of a server that counts tokens only at the end, in `usage`."""
+
+    has_text: bool
+    usage: Usage | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,22 @@ async def run(
     return Run(records, duration, was_interrupted)
 
 
+def counted(deltas: Sequence[Delta], num_tokens: int, ended_at: float) -> list[Delta]:
+    """The deltas with that many tokens in all, shared out evenly where a message was taken for one token.
+
+    Tokens without any text are known by the end.
+    """
+    if sum(delta.num_tokens for delta in deltas) == num_tokens:
+        return list(deltas)
+    if not deltas:
+        return [Delta(ended_at, num_tokens)]
+    shares = [num_tokens * index // len(deltas) for index in range(len(deltas) + 1)]
+    return [
+        Delta(delta.at, after - before)
+        for delta, (before, after) in zip(deltas, itertools.pairwise(shares), strict=True)
+    ]
+
+
 class _Sender:
     def __init__(
         self,
@@ -152,25 +176,32 @@ class _Sender:
         async with self._slots:
             sent_at = self.now()
             deltas: list[Delta] = []
-            record = RequestRecord(len(request.prompt_token_ids), request.send_at, sent_at, sent_at, (), False)
+            record = RequestRecord(request.num_prompt_tokens, request.send_at, sent_at, sent_at, (), False)
+            usage: Usage | None = None
             try:
                 async for output in self._outputs(index, request):
-                    if output.token_ids:
-                        deltas.append(Delta(self.now(), len(output.token_ids)))
-                        self._progress.tokens_came(len(output.token_ids))
+                    usage = output.usage or usage
+                    num_tokens = int(output.has_text) if isinstance(output, Chunk) else len(output.token_ids)
+                    if num_tokens:
+                        deltas.append(Delta(self.now(), num_tokens))
+                        self._progress.tokens_came(num_tokens)
                 record = replace(record, is_finished=True)
             except PagewireError as error:
                 record = replace(record, error=f"{error.code.name}: {error}")
             finally:
-                self.records[index] = replace(record, ended_at=self.now(), deltas=tuple(deltas))
+                ended_at = self.now()
+                if usage is not None and request.text is not None:
+                    record = replace(record, num_prompt_tokens=usage.prompt_tokens)
+                    deltas = counted(deltas, usage.completion_tokens, ended_at)
+                self.records[index] = replace(record, ended_at=ended_at, deltas=tuple(deltas))
                 self._progress.request_ended()
 
-    async def _outputs(self, index: int, request: PlannedRequest) -> AsyncIterator[Output]:
+    async def _outputs(self, index: int, request: PlannedRequest) -> AsyncIterator[Output | Chunk]:
         prefix = self._request_id_prefix
         stream = self._server.generate(
-            None,
+            request.text,
             replace(self._sampling, max_tokens=request.num_output_tokens, seed=request.seed),
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=request.prompt_token_ids if request.text is None else None,
             request_id=None if prefix is None else f"{prefix}{index}",
             cache_salt=self._cache_salt,
         )

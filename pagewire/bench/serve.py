@@ -4,17 +4,18 @@ import argparse
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pagewire import connection
-from pagewire.bench import chart, flags, result
-from pagewire.bench.load import Load, exit_code, put
+from pagewire.bench import chart, flags, result, serving_target
+from pagewire.bench.load import Load, exit_code
+from pagewire.bench.result import Measured
 from pagewire.bench.run import Run
 from pagewire.bench.statistics import ServingMetrics, measure
 from pagewire.bench.table import serving_table
 from pagewire.bench.workload import Workload
 from pagewire.options import Parser
-from pagewire.server import ServerInfo
 
 DEFAULT_LATENCIES = ["ttft", "tpot", "itl"]
 
@@ -22,11 +23,11 @@ DEFAULT_LATENCIES = ["ttft", "tpot", "itl"]
 def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
+    serving_target.check(parser, parsed)
     objectives = flags.objectives(parser, parsed.goodput)
     path = result.path_of(parser, parsed, _stem(parsed))
     chart.check(parser, parsed.chart)
-    client = connection.client(parser, parsed)
-    info, measured = asyncio.run(put(_load(parsed), client))
+    of, measured = asyncio.run(serving_target.measure(parser, parsed, _load(parsed)))
     metrics = measure(measured, parsed.metric_percentiles, objectives)
     print(
         serving_table(
@@ -39,16 +40,18 @@ def main(arguments: Sequence[str]) -> int:
         flush=True,
     )
     if path is not None:
-        result.write(path, _figures(parsed, info, measured, metrics))
+        result.write(path, _figures(parsed, of, measured, metrics))
     if parsed.chart is not None:
-        chart.draw_run(parsed.chart, f"{info.served_model_name}, {_load_text(parsed)}", measured)
+        chart.draw_run(parsed.chart, f"{of.model}, {_load_text(parsed)}", measured)
     return exit_code(measured)
 
 
 def _parser() -> Parser:
     description = "Send requests to a running server as they would arrive in practice, and measure what clients see."
-    parser = Parser(prog="pagewire bench serve", description=description)
-    connection.add_flags(parser)
+    parser = Parser(prog="pagewire bench serve", usage="pagewire bench serve [flags]", description=description)
+    serving_target.add_flags(parser)
+    connection.add_flags(parser, without_url=f"${connection.URL_VARIABLE}, or {connection.DEFAULT_URL}")
+    serving_target.add_dataset_flags(parser)
     flags.add_range_flags(parser, num_prompts=1000)
     flags.add_length_flags(parser, input_len=1024, output_len=128)
     flags.add_sampling_flags(parser, temperature=None)
@@ -93,7 +96,7 @@ def _load(parsed: argparse.Namespace) -> Load:
     return Load(
         name="serve",
         workload=workload,
-        sampling=flags.sampling(parsed),
+        sampling=replace(flags.sampling(parsed), ignore_eos=parsed.ignore_eos or parsed.dataset_name == "random"),
         max_concurrency=parsed.max_concurrency,
         num_warmups=parsed.num_warmups,
         request_id_prefix=parsed.request_id_prefix,
@@ -101,9 +104,12 @@ def _load(parsed: argparse.Namespace) -> Load:
     )
 
 
-def _figures(parsed: argparse.Namespace, info: ServerInfo, measured: Run, metrics: ServingMetrics) -> dict[str, Any]:
-    figures = result.header("serve", info, parsed.metadata, measured.was_interrupted)
+def _figures(parsed: argparse.Namespace, of: Measured, measured: Run, metrics: ServingMetrics) -> dict[str, Any]:
+    figures = result.header("serve", of, parsed.metadata, measured.was_interrupted)
     figures |= {
+        "tokenizer_id": parsed.tokenizer or parsed.model,
+        "dataset_name": parsed.dataset_name,
+        "dataset_path": parsed.dataset_path,
         "num_prompts": parsed.num_prompts,
         "request_rate": result.rate_text(parsed.request_rate),
         "burstiness": result.rate_text(parsed.burstiness),

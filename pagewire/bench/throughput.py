@@ -47,7 +47,9 @@ def report(metrics: ServingMetrics) -> str:
 
 def _parser() -> Parser:
     description = "Measure the throughput for many requests that are sent at once."
-    parser = Parser(prog="pagewire bench throughput", description=description)
+    parser = Parser(
+        prog="pagewire bench throughput", usage="pagewire bench throughput [flags]", description=description
+    )
     target.add_flags(parser)
     flags.add_range_flags(parser, num_prompts=1000)
     flags.add_length_flags(parser, input_len=1024, output_len=128)
@@ -75,7 +77,7 @@ def _load(parsed: argparse.Namespace) -> Load:
 
 
 def _figures(parsed: argparse.Namespace, info: ServerInfo, measured: Run, metrics: ServingMetrics) -> dict[str, Any]:
-    figures = result.header("throughput", info, parsed.metadata, measured.was_interrupted)
+    figures = result.header("throughput", result.Measured.pagewire(info), parsed.metadata, measured.was_interrupted)
     figures |= {
         "num_prompts": parsed.num_prompts,
         "input_len": parsed.input_len,

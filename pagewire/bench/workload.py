@@ -53,25 +53,39 @@ class Workload:
 
     def requests(self, vocab_size: int) -> list["PlannedRequest"]:
         """The requests, in the order of their times. Lengths, tokens and times are drawn apart from each other."""
-        lengths, tokens, times = (random.Random(f"{self.seed} {name}") for name in ("lengths", "tokens", "times"))
+        lengths, tokens = (random.Random(f"{self.seed} {name}") for name in ("lengths", "tokens"))
         token_ids = range(vocab_size)
         prefix = tuple(tokens.choices(token_ids, k=self.prefix_len))
         planned = []
-        for index, send_at in enumerate(arrival_times(self.num_prompts, self.request_rate, self.burstiness, times)):
+        for index, send_at in enumerate(self.times()):
             num_prompt_tokens, num_output_tokens = self.input_len.draw(lengths), self.output_len.draw(lengths)
             prompt = (*prefix, *tokens.choices(token_ids, k=num_prompt_tokens))
             planned.append(PlannedRequest(prompt, num_output_tokens, send_at, seed=self.seed + index))
         return planned
 
+    def times(self) -> list[float]:
+        """When to send each request, in seconds from the start of the run."""
+        rng = random.Random(f"{self.seed} times")
+        return arrival_times(self.num_prompts, self.request_rate, self.burstiness, rng)
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request. `send_at` is in seconds from the start of the run; `seed` is that of its sampling."""
+    """A request. `send_at` is in seconds from the start of the run; `seed` is that of its sampling.
+
+    The prompt is token ids, or a `text` and its tokens as far as they are known before the server counts them.
+    """
 
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
     send_at: float
     seed: int
+    text: str | None = None
+    num_text_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids) if self.text is None else self.num_text_tokens
 
 
 def arrival_times(num_requests: int, request_rate: float, burstiness: float, rng: random.Random) -> list[float]:

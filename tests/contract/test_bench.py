@@ -509,7 +509,7 @@ def test_charts_need_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch:
         (["serve", "--save-detailed"], "need --save-result"),
         (["serve", "--save-result", "--result-dir", "/proc/none"], "cannot make the folder"),
         (["serve", "--save-result", "--result-dir", "/", "--result-filename", "tmp"], "cannot write /tmp"),
-        (["serve", "--model", "m"], "unknown flag --model"),
+        (["serve", "--modle", "m"], "did you mean --model?"),
         (["serve", "--num-promts", "3"], "did you mean --num-prompts?"),
         (["throughput"], "give either --model MODEL"),
         (["throughput", "--model", "m", "--url", "a:1"], "give either --model MODEL"),

@@ -1,0 +1,135 @@
+"""Prompts that are texts: of random tokens, of a poem's lines, or of a file. What is drawn follows from the seed."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagewire.bench.text_tokenizer import TextTokenizer
+from pagewire.bench.workload import PlannedRequest, Workload
+from pagewire.errors import CommandError
+
+POEM_REQUEST = "Pick as many lines as you can from these poem lines:\n"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """`num_tokens` is 0 where only the server knows."""
+
+    text: str
+    num_output_tokens: int
+    num_tokens: int = 0
+
+
+def plan(workload: Workload, prompts: Sequence[TextPrompt]) -> list[PlannedRequest]:
+    """The requests for these prompts, at the times of the workload."""
+    times = workload.times()
+    return [
+        PlannedRequest((), prompt.num_output_tokens, at, workload.seed + index, prompt.text, prompt.num_tokens)
+        for index, (prompt, at) in enumerate(zip(prompts, times, strict=True))
+    ]
+
+
+def random_prompts(workload: Workload, tokenizer: TextTokenizer) -> list[TextPrompt]:
+    """Texts of random tokens, about as long as the workload says."""
+    rng = random.Random(f"{workload.seed} texts")
+    prompts = []
+    for request in workload.requests(tokenizer.vocab_size):
+        text = tokenizer.text_of(list(request.prompt_token_ids), rng)
+        prompts.append(TextPrompt(text, request.num_output_tokens, tokenizer.count(text)))
+    return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Sonnet:
+    """Prompts of a poem's lines: the first lines for all, then drawn ones. Lengths are in tokens, at most.
+
+    Source: vLLM's sonnet dataset.
+    """
+
+    lines: Sequence[str]
+    input_len: int
+    output_len: int
+    prefix_len: int
+
+    def prompts(
+        self, num_prompts: int, tokenizer: TextTokenizer, formatted: Callable[[str], str], seed: int
+    ) -> list[TextPrompt]:
+        """CommandError if no line fits into the prompt."""
+        rng = random.Random(f"{seed} lines")
+        line_len = sum(map(tokenizer.count, self.lines)) / len(self.lines)
+        base_len = tokenizer.count(formatted(POEM_REQUEST))
+        num_lines = round((self.input_len - base_len) / line_len)
+        num_shared = max(0, round((self.prefix_len - base_len) / line_len))
+        if num_lines < 1 or num_shared > num_lines:
+            raise CommandError(
+                f"--sonnet-input-len {self.input_len} is too short: the request alone has {base_len} tokens, a line "
+                f"of the poem about {line_len:.0f}, and --sonnet-prefix-len asks for {self.prefix_len}"
+            )
+        return [self._prompt(num_lines, num_shared, tokenizer, formatted, rng) for _ in range(num_prompts)]
+
+    def _prompt(
+        self,
+        num_lines: int,
+        num_shared: int,
+        tokenizer: TextTokenizer,
+        formatted: Callable[[str], str],
+        rng: random.Random,
+    ) -> TextPrompt:
+        drawn = rng.choices(self.lines, k=num_lines - num_shared)
+        while True:
+            text = POEM_REQUEST + "".join([*self.lines[:num_shared], *drawn])
+            num_tokens = tokenizer.count(formatted(text))
+            if num_tokens <= self.input_len:
+                return TextPrompt(text, self.output_len, num_tokens)
+            if not drawn:
+                raise CommandError(
+                    f"--sonnet-prefix-len {self.prefix_len} takes {num_tokens} tokens, more than --sonnet-input-len "
+                    f"{self.input_len}: lower it"
+                )
+            drawn.pop()
+
+
+def read_poem(path: str) -> list[str]:
+    """CommandError for a file without lines."""
+    lines = [line for line in _read(path).splitlines(keepends=True) if line.strip()]
+    if not lines:
+        raise CommandError(f"--dataset-path {path} has no lines")
+    return lines
+
+
+def custom_prompts(
+    path: str, num_prompts: int, output_len: int, seed: int, *, shuffles: bool, repeats: bool
+) -> list[TextPrompt]:
+    """Of a file with a JSON object {"prompt": TEXT} on each line. CommandError for any other.
+
+    `repeats` uses prompts more than once where there are too few.
+    """
+    texts = []
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["prompt"]
+        except (ValueError, LookupError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise CommandError(f'--dataset-path {path}, line {number}: expected a JSON object {{"prompt": TEXT}}')
+        texts.append(text)
+    if not texts:
+        raise CommandError(f"--dataset-path {path} has no prompts")
+    rng = random.Random(f"{seed} prompts")
+    if shuffles:
+        rng.shuffle(texts)
+    if len(texts) < num_prompts and not repeats:
+        raise CommandError(f"--dataset-path {path} has {len(texts)} prompts, but {num_prompts} are to be sent")
+    chosen = [texts[index % len(texts)] for index in range(num_prompts)]
+    return [TextPrompt(text, output_len) for text in chosen]
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"cannot read --dataset-path {path}: {error}") from None

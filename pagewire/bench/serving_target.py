@@ -1,0 +1,207 @@
+"""What `pagewire bench serve` measures, and with which prompts: its flags, and how they become requests."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pagewire import connection
+from pagewire.bench import dataset
+from pagewire.bench.dataset import TextPrompt
+from pagewire.bench.flags import count, count_or_zero
+from pagewire.bench.load import Load, put, send
+from pagewire.bench.openai_server import CHAT_COMPLETIONS, COMPLETIONS, OpenAIServer
+from pagewire.bench.result import Measured
+from pagewire.bench.run import Run
+from pagewire.bench.text_tokenizer import TextTokenizer
+from pagewire.bench.workload import PlannedRequest
+from pagewire.errors import CommandError
+from pagewire.options import Parser
+
+# vllm is OpenAI's completions under the name that vLLM gives them.
+BACKENDS = ("grpc", "openai", "openai-chat", "vllm")
+DATASETS = ("random", "sonnet", "custom")
+OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+# Flags of one kind of server, that mean nothing to the other.
+_OPENAI_FLAGS = ("base_url", "endpoint", "extra_body")
+_GRPC_FLAGS = ("url", "tls_ca", "tls_cert", "tls_key")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    text = "how to send requests: grpc to a Pagewire scheduler, or openai or openai-chat to any server (default: grpc)"
+    group.add_argument("--backend", choices=BACKENDS, default="grpc", help=text)
+    text = f"with openai: address of the server (default: http://{DEFAULT_HOST}:{DEFAULT_PORT})"
+    group.add_argument("--base-url", metavar="URL", help=text)
+    group.add_argument("--host", metavar="HOST", help=f"in place of --base-url or --url (default: {DEFAULT_HOST})")
+    group.add_argument("--port", type=count, metavar="INT", help="in place of --base-url or --url")
+    group.add_argument("--endpoint", metavar="PATH", help=f"with openai: path of the API (default: {COMPLETIONS})")
+    text = "the model: its name for requests, its tokenizer if --tokenizer is not given (default: the server's first)"
+    group.add_argument("--model", metavar="MODEL", help=text)
+    group.add_argument("--served-model-name", metavar="NAME", help="name for requests, if it differs from --model")
+    text = "checkpoint directory or Hugging Face id with the model's tokenizer (default: --model)"
+    group.add_argument("--tokenizer", metavar="MODEL", help=text)
+    text = "with openai: a JSON object of further fields for every request"
+    group.add_argument("--extra-body", type=_json_object, metavar="JSON", help=text)
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("dataset")
+    text = "where prompts come from: random tokens, lines of a poem, or a file of your own (default: random)"
+    group.add_argument("--dataset-name", choices=DATASETS, default="random", help=text)
+    text = 'sonnet: the poem, a text file; custom: a file with {"prompt": TEXT} on each line (.jsonl)'
+    group.add_argument("--dataset-path", metavar="FILE", help=text)
+    for name, default, text in (
+        ("input", 550, "most tokens of a prompt"),
+        ("output", 150, "output tokens"),
+        ("prefix", 200, "tokens that all prompts share at their beginning"),
+    ):
+        text = f"sonnet: {text} (default: {default})"
+        group.add_argument(f"--sonnet-{name}-len", type=count_or_zero, default=default, metavar="INT", help=text)
+    text = "custom: output tokens (default: 256)"
+    group.add_argument("--custom-output-len", type=count, default=256, metavar="INT", help=text)
+    text = "custom and sonnet: send prompts as they are, without the model's chat template"
+    group.add_argument("--skip-chat-template", action="store_true", help=text)
+    group.add_argument("--disable-shuffle", action="store_true", help="custom: keep the order of the file")
+    text = "custom: fail if the file has too few prompts, instead of using them again"
+    group.add_argument("--no-oversample", action="store_true", help=text)
+    text = "custom and sonnet: make outputs of the full length, as random does"
+    group.add_argument("--ignore-eos", action="store_true", help=text)
+
+
+def check(parser: Parser, parsed: argparse.Namespace) -> None:
+    """Ends the command for flags that do not go together."""
+    unfit = _OPENAI_FLAGS if parsed.backend == "grpc" else _GRPC_FLAGS
+    for name in unfit:
+        if getattr(parsed, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            hint = "--url or --host and --port" if parsed.backend == "grpc" else "--base-url"
+            parser.error(f"{flag} means nothing to --backend {parsed.backend}, whose server is given by {hint}")
+    address = parsed.url or parsed.base_url
+    if address is not None and (parsed.host is not None or parsed.port is not None):
+        parser.error(f"{address} is given as well as --host or --port: give only one")
+    if (parsed.dataset_name == "random") != (parsed.dataset_path is None):
+        needs = "takes no" if parsed.dataset_name == "random" else "needs"
+        parser.error(f"--dataset-name {parsed.dataset_name} {needs} --dataset-path")
+    if parsed.backend == "grpc" and parsed.dataset_name == "sonnet" and not _tokenizer_name(parsed):
+        parser.error("--dataset-name sonnet needs --tokenizer, to count the tokens of its lines")
+
+
+async def measure(parser: Parser, parsed: argparse.Namespace, load: Load) -> tuple[Measured, Run]:
+    """Whose figures these are, and what was measured."""
+    if parsed.backend != "grpc":
+        return await _measure_openai(parser, parsed, load)
+    if parsed.url is None:
+        is_given = parsed.host is not None or parsed.port is not None
+        address = f"{parsed.host or DEFAULT_HOST}:{parsed.port or connection.DEFAULT_URL.rpartition(':')[2]}"
+        parsed.url = address if is_given else connection.default_url()
+    client = connection.client(parser, parsed)
+    if parsed.dataset_name == "random":
+        info, measured = await put(load, client)
+        return Measured.pagewire(info), measured
+    async with client:
+        info = await client.server_info()
+        tokenizer = TextTokenizer(_tokenizer_name(parsed)) if parsed.dataset_name == "sonnet" else None
+        template = None if parsed.skip_chat_template else info.chat_template
+        requests, warm_ups = _texts(parsed, load, tokenizer, _formatter(template), is_raw=False)
+        return Measured.pagewire(info), await send(load, client, requests, warm_ups)
+
+
+async def _measure_openai(parser: Parser, parsed: argparse.Namespace, load: Load) -> tuple[Measured, Run]:
+    is_chat = parsed.backend == "openai-chat" or (parsed.endpoint or "").rstrip("/").endswith("chat/completions")
+    url = parsed.base_url or f"http://{parsed.host or DEFAULT_HOST}:{parsed.port or DEFAULT_PORT}"
+    try:
+        server = OpenAIServer(
+            url,
+            parsed.endpoint or (CHAT_COMPLETIONS if is_chat else COMPLETIONS),
+            api_key=os.environ.get(OPENAI_KEY_VARIABLE) or None,
+            extra_body=parsed.extra_body,
+        )
+    except ValueError as error:
+        parser.error(f"--base-url: {error}")
+    served = await server.models()  # also to see, before anything is measured, that somebody answers
+    server.model = parsed.served_model_name or parsed.model or next(iter(served), "")
+    if not server.model:
+        raise CommandError(f"{server.url} does not say which models it serves: give --model")
+    tokenizer = _openai_tokenizer(parsed, server.model)
+    template = None if parsed.skip_chat_template or tokenizer is None else tokenizer.chat_template
+    requests, warm_ups = _texts(parsed, load, tokenizer, _formatter(template), is_raw=is_chat)
+    backend = "openai-chat" if is_chat else "openai"
+    return Measured(backend, server.model), await send(load, server, requests, warm_ups)
+
+
+def _openai_tokenizer(parsed: argparse.Namespace, model: str) -> TextTokenizer | None:
+    """CommandError where one is needed and there is none. A chat server formats prompts of a file by itself."""
+    name = _tokenizer_name(parsed)
+    if parsed.dataset_name == "custom" and not name:
+        return None
+    try:
+        return TextTokenizer(name or model)
+    except CommandError as error:
+        if parsed.dataset_name == "custom" and parsed.tokenizer is None:
+            return None
+        raise CommandError(
+            f"{parsed.dataset_name} prompts need the model's tokenizer, to count tokens: give --tokenizer ({error})"
+        ) from None
+
+
+def _tokenizer_name(parsed: argparse.Namespace) -> str:
+    """Empty if none is given."""
+    return parsed.tokenizer or parsed.model or ""
+
+
+def _formatter(template: str | None) -> Callable[[str], str]:
+    """What a chat template makes of a message; without one, the message."""
+    from pagewire.chat import Conversation
+
+    return Conversation(template, None).ask
+
+
+def _texts(
+    parsed: argparse.Namespace,
+    load: Load,
+    tokenizer: TextTokenizer | None,
+    formatted: Callable[[str], str],
+    *,
+    is_raw: bool,
+) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+    """The requests to measure, and others to warm up with. `is_raw` leaves formatting to the server."""
+    total = replace(load.workload, num_prompts=load.workload.num_prompts + load.num_warmups)
+    prompts = _prompts(parsed, total.num_prompts, replace(load, workload=total), tokenizer, formatted)
+    if parsed.dataset_name != "random" and not is_raw:
+        prompts = [replace(prompt, text=formatted(prompt.text)) for prompt in prompts]
+    warm_up = replace(load.workload, num_prompts=load.num_warmups, request_rate=float("inf"))
+    measured, rest = prompts[: load.workload.num_prompts], prompts[load.workload.num_prompts :]
+    return dataset.plan(load.workload, measured), dataset.plan(warm_up, rest)
+
+
+def _prompts(
+    parsed: argparse.Namespace,
+    num_prompts: int,
+    load: Load,
+    tokenizer: TextTokenizer | None,
+    formatted: Callable[[str], str],
+) -> list[TextPrompt]:
+    if parsed.dataset_name == "custom":
+        flags: dict[str, Any] = {"shuffles": not parsed.disable_shuffle, "repeats": not parsed.no_oversample}
+        output_len = parsed.custom_output_len
+        return dataset.custom_prompts(parsed.dataset_path, num_prompts, output_len, parsed.seed, **flags)
+    assert tokenizer is not None, "only prompts of a file do without"
+    if parsed.dataset_name == "random":
+        return dataset.random_prompts(load.workload, tokenizer)
+    lengths = (parsed.sonnet_input_len, parsed.sonnet_output_len, parsed.sonnet_prefix_len)
+    sonnet = dataset.Sonnet(dataset.read_poem(parsed.dataset_path), *lengths)
+    return sonnet.prompts(num_prompts, tokenizer, formatted, parsed.seed)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return value

@@ -1,0 +1,48 @@
+"""A model's tokenizer, to make texts of given lengths in tokens. It loads the `tokenizers` package."""
+
+import random
+from pathlib import Path
+
+from pagewire.errors import CommandError
+from pagewire.model_source import locate
+
+MAX_ADJUSTMENTS = 10
+
+
+class TextTokenizer:
+    """`chat_template` is the model's, or None."""
+
+    def __init__(self, model: str) -> None:
+        """`model` is a checkpoint directory or a hub id. CommandError if it has no tokenizer."""
+        from tokenizers import Tokenizer
+
+        from scheduler_service.model_info import read_model_info
+
+        try:
+            info = read_model_info(locate(model, with_weights=False).directory)
+        except ValueError as error:
+            raise CommandError(f"--tokenizer: {error}") from None
+        if info.tokenizer_path is None:
+            raise CommandError(f"--tokenizer: {Path(info.directory) / 'tokenizer.json'} is missing")
+        self._tokenizer = Tokenizer.from_file(str(info.tokenizer_path))
+        self.chat_template = info.chat_template
+        self.vocab_size = self._tokenizer.get_vocab_size()
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, as a server would add special ones."""
+        return len(self._tokenizer.encode(text))
+
+    def text_of(self, token_ids: list[int], rng: random.Random) -> str:
+        """A text of about as many tokens as these. It begins with theirs; texts are not made of any tokens one likes.
+
+        Source: vLLM's random dataset, which encodes and cuts or fills up again, too.
+        """
+        length, ids = len(token_ids), token_ids
+        text = ""
+        for _ in range(MAX_ADJUSTMENTS):
+            text = self._tokenizer.decode(ids)
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            if len(ids) == length:
+                break
+            ids = [*ids[:length], *(rng.randrange(self.vocab_size) for _ in range(length - len(ids)))]
+        return text
