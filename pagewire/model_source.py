@@ -233,10 +233,11 @@ class _HubModel:
         if missing:
             raise ModelSourceError(f"the Hugging Face repository {self._name} lacks {missing[0]}, which {INDEX} names")
         gib = sum(sizes[name] for name in names) / (1 << 30)
-        log.info("downloading %s: weights in %d files, %.2f GiB", self._name, len(names), gib)
+        # Whatever the log level is: it may take long, and only a terminal has a progress bar.
+        log.warning("downloading %s: weights in %d files, %.2f GiB", self._name, len(names), gib)
         started_at = time.monotonic()
         self._fetch(names, revision=snapshot.name)
-        log.info("downloaded %s in %.1f s to %s", self._name, time.monotonic() - started_at, snapshot)
+        log.warning("downloaded %s in %.1f s to %s", self._name, time.monotonic() - started_at, snapshot)
 
     def _fetch(self, names: Iterable[str], *, revision: str | None = None, local_files_only: bool = False) -> Path:
         """The snapshot's directory with these files, as far as the repository has them."""

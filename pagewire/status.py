@@ -140,6 +140,9 @@ def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
         described = "none connected"
     else:
         described = f"{worker.device} {worker.dtype}, {worker.attention_backend} attention, epoch {worker.epoch}"
+        host, _, process = worker.worker_id.partition(":")
+        if process:
+            described += f", process {process.partition(':')[0]} on {host}"
     return [
         ("model", f"{info.served_model_name}, {info.max_model_len} positions, {info.vocab_size} tokens"),
         ("server", f"pagewire {info.version}, {info.instance_id}"),

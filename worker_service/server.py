@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Callable, MutableMapping
@@ -131,7 +132,7 @@ class _Server:
         from worker_service.loader import load_worker
 
         try:
-            loaded = load_worker(self._config, worker_id=uuid.uuid4().hex, report=self._progress())
+            loaded = load_worker(self._config, worker_id=_worker_id(), report=self._progress())
         except CheckpointError as error:
             raise ValueError(f"--model {self._config.model}: {error}") from error
         return self._profiled(loaded) if self._config.profile else loaded
@@ -269,6 +270,11 @@ def _listen(
     if bound == 0:
         raise OSError(f"cannot listen on {address}: the port is taken or the address is not this machine's; see {flag}")
     return bound
+
+
+def _worker_id() -> str:
+    """Which process this is, for people: HOST:PID:RANDOM. Process ids come back, so there is something random in it."""
+    return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
 
 
 def _names(text: str | None) -> frozenset[str] | None:

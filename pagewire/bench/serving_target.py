@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -126,22 +127,24 @@ async def _measure_openai(parser: Parser, parsed: argparse.Namespace, load: Load
     server.model = parsed.served_model_name or parsed.model or next(iter(served), "")
     if not server.model:
         raise CommandError(f"{server.url} does not say which models it serves: give --model")
-    tokenizer = _openai_tokenizer(parsed, server.model)
+    tokenizer = _openai_tokenizer(parsed, server.model, is_chat=is_chat)
     template = None if parsed.skip_chat_template or tokenizer is None else tokenizer.chat_template
     requests, warm_ups = _texts(parsed, load, tokenizer, _formatter(template), is_raw=is_chat)
     backend = "openai-chat" if is_chat else "openai"
     return Measured(backend, server.model), await send(load, server, requests, warm_ups)
 
 
-def _openai_tokenizer(parsed: argparse.Namespace, model: str) -> TextTokenizer | None:
-    """CommandError where one is needed and there is none. A chat server formats prompts of a file by itself."""
-    name = _tokenizer_name(parsed)
-    if parsed.dataset_name == "custom" and not name:
+def _openai_tokenizer(parsed: argparse.Namespace, model: str, *, is_chat: bool) -> TextTokenizer | None:
+    """CommandError where one is needed and there is none. Prompts of a file need it for the chat template alone."""
+    is_optional = parsed.dataset_name == "custom" and not parsed.tokenizer
+    if is_optional and (is_chat or parsed.skip_chat_template):
         return None
     try:
-        return TextTokenizer(name or model)
+        return TextTokenizer(_tokenizer_name(parsed) or model)
     except CommandError as error:
-        if parsed.dataset_name == "custom" and parsed.tokenizer is None:
+        if is_optional:
+            note = "prompts are sent as they are, without the model's chat template; --tokenizer says where it is"
+            print(f"{note} ({error})", file=sys.stderr)
             return None
         raise CommandError(
             f"{parsed.dataset_name} prompts need the model's tokenizer, to count tokens: give --tokenizer ({error})"

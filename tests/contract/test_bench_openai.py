@@ -68,7 +68,18 @@ def test_random_prompts_through_completions(
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     flags = ["--backend", "openai", "--base-url", url, "--model", STORYTELLER, "--served-model-name", "fox"]
     lengths = ["--random-input-len", 30, "--random-output-len", 7, "--random-range-ratio", 0.5, "--num-prompts", 6]
-    more = ["--num-warmups", 2, "--temperature", 0, "--request-id-prefix", "r", "--extra-body", '{"user": "me"}']
+    more = [
+        "--num-warmups",
+        2,
+        "--max-concurrency",
+        1,
+        "--temperature",
+        0,
+        "--request-id-prefix",
+        "r",
+        "--extra-body",
+        '{"user": "me"}',
+    ]
     figures = measured(tmp_path / "r.json", *flags, *lengths, *more)
     assert (figures["backend"], figures["model_id"]) == ("openai", "fox")
     assert (figures["completed"], figures["failed"], figures["worker"]) == (6, 0, None)

@@ -203,7 +203,11 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "a", "--early-stopping", "soon"], "--early-stopping"),
         (["attach"], "ID"),
         (["attach", "x", "--from-token", "-1"], "--from-token is -1"),
-        (["serve"], "--model"),
+        (["serve"], "MODEL is missing (also --model): give a checkpoint directory, or the id of a Hugging Face model"),
+        (["serve"], "`pagewire demo` serves the bundled model"),
+        (["serve", "a", "--model", "b"], "MODEL is given twice: 'a' and 'b'"),
+        (["serve", "--modle", "b"], "unknown flag --modle; did you mean --model?"),
+        (["serve", "--host", "a", "b", "c"], "unknown argument c"),
         (["worker", "--model", "m", "--max-num-seqs", "0"], "--max-num-seqs"),
         (["worker"], "--model"),
         (["scheduler", "--model", "m", "--worker", "nowhere"], "--worker"),
@@ -252,9 +256,10 @@ def test_status(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler
     assert "none connected" in captured.out
     assert "25.0 % held of 200 blocks" in captured.out
     assert "\033" not in captured.out
-    scheduler.info.worker.MergeFrom(pb.WorkerInfo(device="cpu", dtype="float32", attention_backend="torch", epoch=9))
+    worker = pb.WorkerInfo(device="cpu", dtype="float32", attention_backend="torch", epoch=9, worker_id="box:4711:ab12")
+    scheduler.info.worker.MergeFrom(worker)
     assert main(["status"]) == 0
-    assert "cpu float32, torch attention, epoch 9" in capsys.readouterr().out
+    assert "cpu float32, torch attention, epoch 9, process 4711 on box\n" in capsys.readouterr().out
 
 
 def test_status_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,12 @@ def worker_of(process: "subprocess.Popen[str]") -> int:
     raise AssertionError("no worker was started within 30 s")
 
 
+def status(url: str) -> str:
+    """What `pagewire status` prints."""
+    command = [sys.executable, "-m", "pagewire", "status", "--url", url]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
 
@@ -79,6 +85,7 @@ def test_a_stream_outlives_its_worker_and_a_signal_ends_both(model: Path) -> Non
     sampling = SamplingParams(temperature=0, max_tokens=300)
     with serving(model) as process:
         url = wait_until_ready(process)
+        assert f", process {worker_of(process)} on " in status(url)
         with Client(url) as client:
             undisturbed = client.complete(prompt_token_ids=PROMPT, sampling=sampling)
             token_ids: list[int] = []
