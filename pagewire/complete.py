@@ -31,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="pagewire complete",
+        usage="pagewire complete TEXT [flags]",
         description="Complete a text: it is streamed to standard output, statistics to standard error.",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of the text")

@@ -15,16 +15,17 @@ API_KEY_VARIABLE = "PAGEWIRE_API_KEY"
 def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None) -> None:
     """Adds the flags. `without_url` says what a verb does that needs none; then `--url` has no default, whatever the
     environment says."""
+    group = parser.add_argument_group("connection")
     text = "address of the server: HOST:PORT, or grpcs://HOST:PORT for TLS"
     if without_url is None:
-        parser.add_argument("--url", default=default_url(), help=f"{text} (default: ${URL_VARIABLE}, or {DEFAULT_URL})")
+        group.add_argument("--url", default=default_url(), help=f"{text} (default: ${URL_VARIABLE}, or {DEFAULT_URL})")
     else:
-        parser.add_argument("--url", help=f"{text} (default: {without_url})")
-    parser.add_argument(
+        group.add_argument("--url", help=f"{text} (default: {without_url})")
+    group.add_argument(
         "--tls-ca", metavar="FILE", help="PEM file of the authority that signed the server's certificate; turns TLS on"
     )
-    parser.add_argument("--tls-cert", metavar="FILE", help="PEM file with this client's certificate, for mutual TLS")
-    parser.add_argument("--tls-key", metavar="FILE", help="PEM file with this client's private key, for mutual TLS")
+    group.add_argument("--tls-cert", metavar="FILE", help="PEM file with this client's certificate, for mutual TLS")
+    group.add_argument("--tls-key", metavar="FILE", help="PEM file with this client's private key, for mutual TLS")
     parser.epilog = f"If the server asks for an API key, set it in the environment variable {API_KEY_VARIABLE}."
 
 

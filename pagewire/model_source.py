@@ -26,6 +26,7 @@ EXAMPLE = "Qwen/Qwen3-0.6B"
 GIVE = f"give a checkpoint directory, or the id of a Hugging Face model such as {EXAMPLE}"
 MISSING = f"MODEL is missing (also --model): {GIVE}; `pagewire demo` serves the bundled model"
 NO_GGUF = f"GGUF files are not supported yet: {GIVE} with safetensors weights"
+REQUIREMENT = "huggingface_hub>=2.4"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What is read besides the weights, by the scheduler, the worker and gateways.
@@ -71,12 +72,12 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
     `with_weights` False asks only for what a scheduler or a front end reads. ModelSourceError for what cannot be
     served.
     """
-    path = Path(model)
+    path = Path(model).expanduser()
     if path.is_dir():
         if revision is not None:
             raise ModelSourceError(f"--revision {revision} is for Hugging Face models, but {model} is a directory")
         check_directory(path, with_weights=with_weights)
-        return LocatedModel(model)
+        return LocatedModel(str(path))
     if path.exists():
         raise ModelSourceError(_file_refusal(path))
     if model.lower().endswith(".gguf"):
@@ -175,9 +176,14 @@ class _HubModel:
 
     def directory(self) -> Path:
         """The snapshot with all its files: from the cache without asking the hub, if they are there."""
-        from huggingface_hub import constants
-        from huggingface_hub.utils.tqdm import disable_progress_bars
-
+        try:
+            from huggingface_hub import constants, get_cached_repo_tree, snapshot_download  # noqa: F401
+            from huggingface_hub.utils.tqdm import disable_progress_bars
+        except ImportError as error:
+            raise ModelSourceError(
+                f"{self._id} is not a directory here, and finding it on Hugging Face needs {REQUIREMENT} ({error}): "
+                f"{sys.executable} -m pip install '{REQUIREMENT}'"
+            ) from None
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # its lines at INFO are one per HTTP request
         cached = self._cached()
         if cached is not None:

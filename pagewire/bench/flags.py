@@ -93,7 +93,7 @@ def objectives(parser: Parser, pairs: Sequence[str]) -> dict[str, float]:
 
 
 def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
-    group = parser.add_argument_group("requests", "Prompts of random tokens; every output has its full length.")
+    group = parser.add_argument_group("requests", "Of random prompts, whose outputs always have their full length.")
     for name, default, text in (("input", input_len, "prompt"), ("output", output_len, "output")):
         group.add_argument(
             f"--{name}-len",

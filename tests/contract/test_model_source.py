@@ -217,6 +217,16 @@ def test_a_terminal_shows_a_progress_bar(served: tuple[Hub, str], tmp_path: Path
     assert b"200kB" in shown or b"200k" in shown
 
 
+def test_without_a_huggingface_hub_that_can(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "huggingface_hub.py").write_text("snapshot_download = None\n")
+    variables = environ(tmp_path / "hf", "http://127.0.0.1:1", PYTHONPATH=f"{tmp_path / 'old'}:{ROOT}")
+    ended = run(locating("org/whole"), variables, tmp_path)
+    assert ended.stderr.startswith("org/whole is not a directory here, and finding it on Hugging Face needs")
+    assert "-m pip install 'huggingface_hub>=2.4'" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
 def make(directory: Path, *names: str) -> Path:
     directory.mkdir()
     for name in names:
@@ -253,4 +263,6 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
     with pytest.raises(ModelSourceError, match="--revision v1 is for Hugging Face models, but good is a directory"):
         locate("good", "v1")
     assert locate("good").directory == "good"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locate("~/good").directory == str(tmp_path / "good")
     assert locate("bare", with_weights=False).hub_id is None
