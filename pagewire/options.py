@@ -104,15 +104,21 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that knows no abbreviations and answers an unknown flag with the nearest known one."""
+    """An argument parser that knows no abbreviations and answers an unknown flag with the nearest known one.
 
-    def __init__(self, **settings: Any) -> None:
+    `explained` says of flags that other verbs have why this one has not.
+    """
+
+    def __init__(self, *, explained: Mapping[str, str] = types.MappingProxyType({}), **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
+        self._explained = explained
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
+            if name in self._explained:
+                self.error(f"unknown flag {name}: {self._explained[name]}")
             kind = "flag" if name.startswith("-") else "argument"
             self.error(f"unknown {kind} {name}{suggestion(name, self._option_string_actions)}")
         return parsed

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,9 @@ def serve(arguments: Sequence[str]) -> int:
     description = "Serve a model: a scheduler and its worker on this machine."
     configs = (SchedulerConfig, WorkerConfig, GatewayConfig, ModelSourceConfig, logs.LogConfig)
     known = options.options_of(*configs, without=LINK_OPTIONS)
-    parser = _parser("serve", description, known)
+    own = "`pagewire serve` connects the scheduler and the worker that it starts by itself"
+    explained = {"--" + name.replace("_", "-"): own for name in LINK_OPTIONS}
+    parser = _parser("serve", description, known, explained)
     resolved = _resolve(parser, known, arguments)
     link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0, "host": LOOPBACK}
     ranks = [_build(parser, resolved, WorkerConfig, **link, **rank) for rank in _ranks(resolved)]
@@ -144,13 +147,20 @@ def _at(config: Any, found: LocatedModel) -> Any:
     return dataclasses.replace(config, **changes)
 
 
-def _parser(verb: str, description: str, known: Mapping[str, options.Option]) -> options.Parser:
+def _parser(
+    verb: str,
+    description: str,
+    known: Mapping[str, options.Option],
+    explained: Mapping[str, str] = types.MappingProxyType({}),
+) -> options.Parser:
     epilog = (
         "Each flag can also be set as an environment variable (--max-num-seqs: PAGEWIRE_MAX_NUM_SEQS) or in the "
         "--config file. Flags override the environment, which overrides the file."
     )
     usage = f"pagewire {verb} MODEL [flags]"
-    parser = options.Parser(prog=f"pagewire {verb}", usage=usage, description=description, epilog=epilog)
+    parser = options.Parser(
+        prog=f"pagewire {verb}", usage=usage, description=description, epilog=epilog, explained=explained
+    )
     options.add_flags(parser, known, positional="model", groups=GROUPS)
     return parser
 

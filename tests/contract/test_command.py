@@ -192,7 +192,11 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "m", "n"], "unknown argument n"),
         (["serve", "m", "--block-sise", "8"], "did you mean --block-size?"),
         (["serve", "m", "--port", "high"], "--port: 'high' is not an integer"),
-        (["serve", "m", "--worker", "a:1"], "unknown flag --worker"),
+        (
+            ["serve", "m", "--worker", "a:1"],
+            "unknown flag --worker: `pagewire serve` connects the scheduler and the worker",
+        ),
+        (["serve", "m", "--tensor-parallel-rank=1"], "unknown flag --tensor-parallel-rank: `pagewire serve` connects"),
         (["serve", "m", "--device", "tpu"], "--device: 'tpu' is none of auto, cpu, cuda"),
         (["serve", "m", "--num-host-blocks", "5", "--swap-space", "1GiB"], "--swap-space"),
         (["serve", "m", "--policy", "fairly"], "--policy: 'fairly' is none of"),
