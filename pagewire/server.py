@@ -1,5 +1,6 @@
 """What a server says of itself. The fields are those of the public proto; its comments give units."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -25,7 +26,7 @@ class ServerInfo:
     """What is served, and its limits. `worker` is None while none is connected.
 
     `model_digest` is hexadecimal, `max_sequence_tokens` what a request may have now, `unavailable_reason` why requests
-    are refused now, or nothing.
+    are refused now, or nothing. `special_tokens` holds texts by the names that a chat template uses, such as eos_token.
     """
 
     version: str
@@ -43,6 +44,7 @@ class ServerInfo:
     model_digest: str
     max_sequence_tokens: int
     unavailable_reason: str
+    special_tokens: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,7 @@ def decode_server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         model_digest=response.model_digest.hex(),
         max_sequence_tokens=response.max_sequence_tokens,
         unavailable_reason=response.unavailable_reason,
+        special_tokens=dict(response.special_tokens),
     )
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class ModelInfo:
     pad_token_id: int | None
     sampling_defaults: SamplingDefaults
     chat_template: str | None
+    special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None
 
     @property
@@ -69,6 +71,7 @@ def read_model_info(directory: str) -> ModelInfo:
         pad_token_id=_token_id(config, "pad_token_id"),
         sampling_defaults=_sampling_defaults(generation, path),
         chat_template=_chat_template(path),
+        special_tokens=_special_tokens(path),
         tokenizer_path=tokenizer_path if has_tokenizer else None,
     )
 
@@ -136,3 +139,13 @@ def _chat_template(path: Path) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    """The texts that tokenizer_config.json gives as `bos_token`, `eos_token` and so on."""
+    texts = {}
+    for name, value in _read_json(path / "tokenizer_config.json").items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            texts[name] = text
+    return texts

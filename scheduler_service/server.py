@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
+from pagewire import __version__
 from scheduler_service.activity import Activity
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.request import Request, SequenceEnd
@@ -339,7 +339,7 @@ def _interceptors(tenants: TenantFile | None, tracing: "Tracing | None") -> list
 
 def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> ServerInfo:
     return ServerInfo(
-        version=version(),
+        version=__version__,
         served_model_name=config.served_model_name or model.name,
         instance_id=secrets.token_hex(8),
         chat_template=model.chat_template,
@@ -349,14 +349,8 @@ def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) 
         pipeline_depth=config.pipeline_depth,
         max_pending_calls=config.max_waiting_requests,
         model_digest=model.digest,
+        special_tokens=model.special_tokens,
     )
-
-
-def version() -> str:
-    try:
-        return metadata.version("pagewire")
-    except metadata.PackageNotFoundError:
-        return "source"
 
 
 def bind(server: grpc.aio.Server, config: SchedulerConfig | FrontEndConfig) -> int:

@@ -6,6 +6,7 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +38,15 @@ class Tokenizer:
         self._has_pieces = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, special tokens included."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._encode, text)
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with the special tokens that belong around one or without."""
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return (await asyncio.get_running_loop().run_in_executor(self._threads, encode)).ids
+
+    async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """What `decode` returns, off the event loop."""
+        decode = partial(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -69,9 +76,6 @@ class Tokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=True).ids
 
 
 class IncrementalDecoder:

@@ -13,6 +13,7 @@ from scheduler_service.rpc.intake import Intake, Tokenizer
 from scheduler_service.rpc.scheduler_link import SchedulerLink
 from scheduler_service.rpc.shared_call import OutletFactory, SharedCalls
 from scheduler_service.rpc.status import RpcError, abort
+from scheduler_service.rpc.tokenization import Tokenization
 
 
 class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -38,6 +39,7 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_pending_calls=max_pending_calls,
             is_taken=lambda tenant, request_id: False,  # the scheduler knows
         )
+        self._tokenization = Tokenization(tokenizer, model)
         self._shared_calls = SharedCalls(self.intake, link, make_outlet, link.server_info, None)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -83,6 +85,22 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if not info.version:
             await abort(context, RpcError(grpc.StatusCode.UNAVAILABLE, self._link.unavailable_reason))
         return info
+
+    async def Tokenize(
+        self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.TokenizeResponse:
+        try:
+            return await self._tokenization.tokenize(request)
+        except RpcError as error:
+            await abort(context, error)
+
+    async def Detokenize(
+        self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.DetokenizeResponse:
+        try:
+            return await self._tokenization.detokenize(request)
+        except RpcError as error:
+            await abort(context, error)
 
     # What only the scheduler serves
 

@@ -42,7 +42,9 @@ Submit = Callable[[Request, Callable[[Delta], None], Callable[[RpcError], None],
 
 
 class Tokenizer(Protocol):
-    async def encode(self, text: str) -> list[int]: ...
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
     def text_decoder(
         self,

@@ -1,7 +1,7 @@
 """The public service. Checks come before the first message; a client that goes away takes its request with it, unless
 that is detached."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from scheduler_service.rpc.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.quota import Quotas
 from scheduler_service.rpc.shared_call import OutletFactory, SharedCalls
 from scheduler_service.rpc.status import RpcError, abort
+from scheduler_service.rpc.tokenization import Tokenization
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
@@ -72,6 +73,7 @@ class ServerInfo:
     pipeline_depth: int
     max_pending_calls: int
     model_digest: bytes
+    special_tokens: Mapping[str, str]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -90,6 +92,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._step_loop = step_loop
         self._model = model
         self._info = info
+        self._tokenization = Tokenization(tokenizer, model)
         self._detached = detached
         self._generation_throughput = generation_throughput
         self._intake = intake.Intake(
@@ -188,6 +191,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         except RpcError as error:
             await abort(context, error)
 
+    async def Tokenize(
+        self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.TokenizeResponse:
+        try:
+            return await self._tokenization.tokenize(request)
+        except RpcError as error:
+            await abort(context, error)
+
+    async def Detokenize(
+        self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.DetokenizeResponse:
+        try:
+            return await self._tokenization.detokenize(request)
+        except RpcError as error:
+            await abort(context, error)
+
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetServerInfoResponse:
@@ -218,6 +237,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             model_digest=info.model_digest,
             max_sequence_tokens=self._step_loop.max_sequence_tokens,
             unavailable_reason=self._step_loop.unavailable_reason,
+            special_tokens=info.special_tokens,
         )
         if capacity is not None and self._step_loop.is_connected:
             response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.epoch))

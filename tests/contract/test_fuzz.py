@@ -55,6 +55,8 @@ GOOD: list[tuple[str, bool, Message]] = [
     (OURS + "GetRequest", False, pb.GetRequestRequest(request_id="r", tenant="t")),
     (OURS + "GetBlocks", False, pb.GetBlocksRequest()),
     (OURS + "SubscribeKvEvents", True, pb.SubscribeKvEventsRequest(start_sequence_number=1)),
+    (OURS + "Tokenize", False, pb.TokenizeRequest(texts=["once", "é😀"], add_special_tokens=False)),
+    (OURS + "Detokenize", False, pb.DetokenizeRequest(prompts=[{"ids": PROMPT}], skip_special_tokens=False)),
     (OURS + "GetServerInfo", False, pb.GetServerInfoRequest()),
     (OURS + "GetLoads", False, pb.GetLoadsRequest()),
     (

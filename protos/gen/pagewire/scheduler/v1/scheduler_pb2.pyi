@@ -471,12 +471,47 @@ class KvCacheCleared(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class TokenizeRequest(_message.Message):
+    __slots__ = ("texts", "add_special_tokens")
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    add_special_tokens: bool
+    def __init__(self, texts: _Optional[_Iterable[str]] = ..., add_special_tokens: bool = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("prompts",)
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, prompts: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
+
+class DetokenizeRequest(_message.Message):
+    __slots__ = ("prompts", "skip_special_tokens")
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    skip_special_tokens: bool
+    def __init__(self, prompts: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., skip_special_tokens: bool = ...) -> None: ...
+
+class DetokenizeResponse(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "served_model_name", "instance_id", "max_model_len", "vocab_size", "eos_token_ids", "has_tokenizer", "chat_template", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "worker", "model_digest", "max_sequence_tokens", "unavailable_reason")
+    __slots__ = ("version", "served_model_name", "instance_id", "max_model_len", "vocab_size", "eos_token_ids", "has_tokenizer", "chat_template", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "worker", "model_digest", "max_sequence_tokens", "unavailable_reason", "special_tokens")
+    class SpecialTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -492,6 +527,7 @@ class GetServerInfoResponse(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNAVAILABLE_REASON_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     version: str
     served_model_name: str
     instance_id: str
@@ -507,7 +543,8 @@ class GetServerInfoResponse(_message.Message):
     model_digest: bytes
     max_sequence_tokens: int
     unavailable_reason: str
-    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ...) -> None: ...
+    special_tokens: _containers.ScalarMap[str, str]
+    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes", "num_host_blocks", "swap_bandwidth", "sliding_window")

@@ -79,6 +79,16 @@ class SchedulerServiceStub(object):
                 request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.SerializeToString,
                 response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/pagewire.scheduler.v1.SchedulerService/Tokenize',
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/pagewire.scheduler.v1.SchedulerService/Detokenize',
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/GetServerInfo',
                 request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GetServerInfoRequest.SerializeToString,
@@ -170,6 +180,21 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Token ids of texts, made by the served checkpoint's tokenizer as those of a prompt are. INVALID_ARGUMENT if the
+        checkpoint has none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Texts of token ids. INVALID_ARGUMENT if the checkpoint has no tokenizer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """What is served, and its limits.
         """
@@ -231,6 +256,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.SubscribeKvEvents,
                     request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.FromString,
                     response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.TokenizeRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DetokenizeRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -486,6 +521,60 @@ class SchedulerService(object):
             '/pagewire.scheduler.v1.SchedulerService/SubscribeKvEvents',
             pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsRequest.SerializeToString,
             pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.SubscribeKvEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/Tokenize',
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.TokenizeRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/Detokenize',
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DetokenizeRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
