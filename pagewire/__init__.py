@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from pagewire.client import Client
     from pagewire.completion import Completion, CompletionOutput, Output, Result, TokenLogprobs, Usage
@@ -48,6 +50,7 @@ __all__ = [
     "Unavailable",
     "Usage",
     "WorkerInfo",
+    "__version__",
 ]
 
 _MODULES = ("client", "completion", "errors", "sampling", "server")
@@ -62,3 +65,7 @@ def __getattr__(name: str) -> Any:
                 globals()[name] = found
                 return found
     raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
+
+from pagewire import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SUCCESS if arguments else USAGE
     name, *rest = arguments
     if name == "--version":
-        print(f"pagewire {_version()}")
+        print(f"pagewire {__version__}")
         return SUCCESS
     if name not in VERBS:
         from pagewire.options import suggestion
@@ -98,10 +99,3 @@ def usage() -> str:
     width = max(map(len, VERBS))
     lines = [f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items()]
     return "\n".join(["usage: pagewire VERB ... (pagewire VERB --help tells more)", "", *lines])
-
-
-def _version() -> str:
-    try:
-        return metadata.version("pagewire")
-    except metadata.PackageNotFoundError:
-        return "(source tree)"

@@ -15,13 +15,13 @@ import sys
 import uuid
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
+from pagewire import __version__
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
 from worker_service.rpc.credentials import server_credentials
@@ -202,7 +202,7 @@ def _tracing(config: WorkerConfig) -> "StepTracing | None":
         raise ValueError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}); pip install 'pagewire[tracing]'"
         ) from error
-    return StepTracing(config.otlp_traces_endpoint, version=metadata.version("pagewire"))
+    return StepTracing(config.otlp_traces_endpoint, version=__version__)
 
 
 class _Health:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import pagewire
 from tests.project.manifests import DEPLOY, ROOT, find, pod_templates, rendered
 
 MODEL = ROOT / "models" / "storyteller"
@@ -56,7 +57,7 @@ def test_image_runs_the_command_as_an_unprivileged_user(image: str) -> None:
             (container,) = template["spec"]["containers"]
             assert container["command"][: len(entry)] == entry
             assert container["image"].partition(":")[0] == f"pagewire-{image}"
-    assert f"-t pagewire-{image}:{project()['project']['version']}" in (DEPLOY / f"Dockerfile.{image}").read_text()
+    assert f"-t pagewire-{image}:{pagewire.__version__}" in (DEPLOY / f"Dockerfile.{image}").read_text()
 
 
 @pytest.mark.parametrize(("image", "installed"), [("scheduler", "/src"), ("worker", "/src[worker]")])
@@ -128,7 +129,7 @@ def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files_of_the_image_install(image_python: Path) -> None:
     (site_packages,) = image_python.parents[1].glob("lib/python*/site-packages")
-    code = {path for path in files_of_the_build() if path.suffix in (".py", ".c", ".h", ".proto")}
+    code = {path for path in files_of_the_build() if path.suffix in (".py", ".c", ".h", ".proto", ".typed")}
     linked = {path: Path("pagewire", path) if path.parts[0] in ("kernels", "protos") else path for path in code}
     missing = {path for path in linked.values() if not (site_packages / path).exists()}
     assert not missing

@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 # none may import anything. A service's `server` composes it: it may import all of its own service.
 ALLOWED_IMPORTS = {
     "pagewire.kernels": ("pagewire.kernels",),
-    "scheduler_service": ("scheduler_service",),
+    "scheduler_service": ("scheduler_service", "pagewire.__version__"),
     "scheduler_service.core": ("scheduler_service.core",),
     "scheduler_service.rpc": ("scheduler_service.core", "scheduler_service.rpc", "pagewire.protos.gen.pagewire"),
     "scheduler_service.step_loop": (
@@ -32,7 +32,7 @@ ALLOWED_IMPORTS = {
     ),
     "scheduler_service.kv_event_log": ("scheduler_service.core",),
     "scheduler_service.stream": ("scheduler_service.core",),
-    "worker_service": ("worker_service",),
+    "worker_service": ("worker_service", "pagewire.__version__"),
     "worker_service.rpc": (
         "worker_service.step",
         "worker_service.session",
