@@ -1,17 +1,12 @@
-"""`pagewire chat`: a conversation. The model's chat template is rendered here, in a sandbox."""
+"""`pagewire chat`: a conversation."""
 
 import asyncio
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime
 
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from pagewire import complete, connection, sampling_flags
+from pagewire import chat_template, complete, connection, sampling_flags
 from pagewire.chat_terminal import ChatTerminal, history_path
 from pagewire.client import Client
 from pagewire.completion import Completion, CompletionBuilder
@@ -41,8 +36,8 @@ class Conversation:
     tokenizer adds its own. CommandError for a template that fails.
     """
 
-    def __init__(self, chat_template: str | None, system: str | None) -> None:
-        self._template = None if chat_template is None else _compile(chat_template)
+    def __init__(self, template: str | None, system: str | None) -> None:
+        self._template = template
         self.system = system
         self.turns: list[Turn] = []
 
@@ -61,27 +56,9 @@ class Conversation:
         if self._template is None:
             return "".join(message["content"] for message in messages)
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True)
-        except TemplateError as error:
-            raise CommandError(f"the model's chat template fails: {error}") from None
-
-
-def _compile(chat_template: str) -> Template:
-    """A template with the names that templates of the hub rely on."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(chat_template)
-    except TemplateError as error:
-        raise CommandError(f"the model's chat template fails: {error}") from None
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+            return chat_template.render(self._template, messages, special_tokens={})
+        except chat_template.ChatTemplateError as error:
+            raise CommandError(str(error)) from None
 
 
 def main(arguments: Sequence[str]) -> int:

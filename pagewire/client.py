@@ -1,40 +1,39 @@
-"""The client of a scheduler: one class, asynchronous inside `async with`, synchronous inside `with`."""
+"""The client of a scheduler: one class, asynchronous and synchronous."""
 
 import asyncio
 import contextlib
-import re
+import secrets
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, overload
 
 import grpc
 import grpc.aio
 
 from pagewire import wire
 from pagewire.attachment import Attachment
-from pagewire.authorized_channel import AuthorizedChannel
+from pagewire.batch import Batch
+from pagewire.channels import Channels
 from pagewire.completion import Completion, CompletionBuilder, Output, Result
+from pagewire.errors import AlreadyExists, InvalidRequest, PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from pagewire.sampling import SamplingParams
+from pagewire.retry import DELAYS_S, Attempts
+from pagewire.sampling import UNSET, SamplingFields, SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
-from pagewire.shared_stream import NotShared, SharedStream
+from pagewire.shared_stream import NotShared
 
-CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # A long prefill sends no data for a while; pings go on.
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", 64 << 20),
-)
 UNARY_TIMEOUT_S = 10.0
-# Before the second, third ... attempt to connect in a row; the last goes on.
-RECONNECT_DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 # Requests in flight, the new one included, from which on new ones share a call: fewer messages, for the server and for
 # this process. A message that a request has to itself costs as much as a message for all.
 MIN_SHARED = 2
-LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):")
+# Of one message of Tokenize and of Detokenize, far below what a server accepts.
+MAX_TOKENIZED_CHARS = 500_000
+MAX_DETOKENIZED_TOKENS = 200_000
+
+# A message is a mapping with a role and a content, as a model's chat template takes it.
+Message = Mapping[str, Any]
 
 
 class Client:
@@ -45,10 +44,16 @@ class Client:
     `tls_cert` and `tls_key` (this client, for mutual TLS). `api_key` says whose requests these are, where the server
     has tenants; without TLS others can read it. ValueError for a url, a key or a set of files that cannot be.
 
-    Asynchronous, inside `async with`: `generate`, `acomplete`, `submit`, `attach`, `result`, `abort`, `get_request`,
-    `blocks`, `server_info`, `loads`.
-    Synchronous, inside `with`: `complete`, `stream`. Requests of `generate` and `acomplete` that begin while others are
-    in flight share a call: same results, same errors. The client may be used by any number of tasks or threads.
+    `retry` is for how many seconds after its begin a call is made again that the server could not take: nobody answers
+    at the url yet, it restarts, has no worker, or its queue is full. Output that has begun is never begun again.
+
+    Synchronous: `complete`, `stream`, `chat`, `tokenize`, `detokenize`.
+    Asynchronous: `acomplete`, `generate`, `achat`, `atokenize`, `adetokenize`, `submit`, `attach`, `result`, `abort`,
+    `get_request`, `blocks`, `server_info`, `loads`. Requests of `generate` and `acomplete` that begin while others are
+    in flight share a call: same results, same errors.
+
+    The connection is opened at its first use and closed by `close` or `aclose`, at the end of `with` or `async with`,
+    or with the process; used again, it is opened again. The client may be used by any number of tasks and threads.
     Calls fail with a `PagewireError`. A lost worker is no error: the stream goes on where it was.
     """
 
@@ -60,6 +65,7 @@ class Client:
         tls_cert: str | None = None,
         tls_key: str | None = None,
         api_key: str | None = None,
+        retry: float = 0.0,
     ) -> None:
         if (tls_cert is None) != (tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both or neither")
@@ -67,38 +73,36 @@ class Client:
             api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
         ):
             raise ValueError("api_key must be printable ASCII without spaces around it, and not empty")
+        if not retry >= 0:
+            raise ValueError(f"retry is {retry}, but must be a number of seconds from 0")
         self.url = url
-        self._api_key = api_key
-        self._target = _target(url)
-        self._credentials: grpc.ChannelCredentials | None = None
+        self._retry_s = retry
+        credentials: grpc.ChannelCredentials | None = None
         if url.startswith("grpcs://") or tls_ca or tls_cert:
-            self._credentials = grpc.ssl_channel_credentials(_read(tls_ca), _read(tls_key), _read(tls_cert))
-        self._channel: Any = None
-        self._async_channel: Any = None
-        self._shared: SharedStream | None = None  # None too if the server knows no such thing
-        self._num_in_flight = 0
+            credentials = grpc.ssl_channel_credentials(_read(tls_ca), _read(tls_key), _read(tls_cert))
+        self._channels = Channels(url, credentials, api_key)
 
     async def __aenter__(self) -> "Client":
-        self._async_channel = self._open(grpc.aio.insecure_channel, grpc.aio.secure_channel)
-        self._shared = SharedStream(pb_grpc.SchedulerServiceStub(self._async_channel).GenerateMany, self.url)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        channel, self._async_channel = self._async_channel, None
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            await shared.close()
-        await channel.close()
+        await self.aclose()
 
     def __enter__(self) -> "Client":
-        self._channel = self._open(grpc.insecure_channel, grpc.secure_channel)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        channel, self._channel = self._channel, None
-        channel.close()
+        self.close()
 
-    async def generate(
+    def close(self) -> None:
+        """Closes what synchronous calls have opened; those that run fail."""
+        self._channels.close()
+
+    async def aclose(self) -> None:
+        """Closes what calls of this event loop, and synchronous ones, have opened; those that run fail."""
+        await self._channels.aclose()
+
+    def generate(
         self,
         prompt: str | None = None,
         sampling: SamplingParams | None = None,
@@ -106,43 +110,29 @@ class Client:
         prompt_token_ids: Sequence[int] | None = None,
         request_id: str | None = None,
         priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
+        timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        **fields: Unpack[SamplingFields],
     ) -> AsyncGenerator[Output, None]:
         """Yields the deltas of 1 to n samples of a prompt as they come.
 
-        Give either `prompt` or `prompt_token_ids`. `sampling` None leaves every parameter to the server. A lower
-        `priority` runs first. `timeout` in seconds covers the whole request, time in the queue included. Closing the
-        generator or cancelling its task aborts the request; leave the loop early inside `contextlib.aclosing`, so
-        that this happens at once.
+        Give either `prompt` or `prompt_token_ids`. `sampling` and more keyword arguments, the fields of
+        `SamplingParams`, say how tokens are chosen; what neither names is left to the server. A lower `priority` runs
+        first. `timeout` in seconds covers the whole request, time in the queue included. Closing the generator or
+        cancelling its task aborts the request; leave the loop early inside `contextlib.aclosing`, so that this happens
+        at once.
         """
         request = wire.encode_request(
             prompt,
-            sampling,
+            _merged(sampling, fields),
             prompt_token_ids=prompt_token_ids,
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
         )
-        builder = CompletionBuilder(_num_samples(sampling), time.monotonic())
-        async with contextlib.aclosing(self._responses(request, timeout)) as responses:
-            async for response in responses:
-                output = wire.decode_output(response)
-                builder.add(output, time.monotonic())
-                yield output
-        builder.finish(time.monotonic())
-
-    async def acomplete(
-        self, prompt: str | None = None, sampling: SamplingParams | None = None, **options: Any
-    ) -> Completion:
-        """The whole of a request, with the same arguments as `generate`."""
-        builder = CompletionBuilder(_num_samples(sampling), time.monotonic())
-        async with contextlib.aclosing(self.generate(prompt, sampling, **options)) as outputs:
-            async for output in outputs:
-                builder.add(output, time.monotonic())
-        return builder.finish(time.monotonic())
+        return self._generate(request, Attempts(self._retry_s, timeout))
 
     def stream(
         self,
@@ -155,36 +145,338 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        **fields: Unpack[SamplingFields],
     ) -> Generator[Output, None, None]:
         """The synchronous twin of `generate`. Closing the generator aborts the request."""
         request = wire.encode_request(
             prompt,
-            sampling,
+            _merged(sampling, fields),
             prompt_token_ids=prompt_token_ids,
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
         )
-        builder = CompletionBuilder(_num_samples(sampling), time.monotonic())
-        call = self._stub().Generate(request, timeout=timeout)
-        try:
-            for response in call:
-                output = wire.decode_output(response)
-                builder.add(output, time.monotonic())
-                yield output
-            builder.finish(time.monotonic())
-        except grpc.RpcError as error:
-            raise wire.decode_error(error, self.url) from None
-        finally:
-            call.cancel()
+        return self._stream(request, Attempts(self._retry_s, timeout))
 
-    def complete(self, prompt: str | None = None, sampling: SamplingParams | None = None, **options: Any) -> Completion:
-        """The whole of a request, with the same arguments as `stream`."""
-        builder = CompletionBuilder(_num_samples(sampling), time.monotonic())
-        for output in self.stream(prompt, sampling, **options):
+    @overload
+    def complete(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion: ...
+
+    @overload
+    def complete(
+        self,
+        prompt: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion]: ...
+
+    def complete(
+        self,
+        prompt: str | Sequence[str | Sequence[int]] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion | list[Completion]:
+        """The whole of a request, with the same arguments as `stream`.
+
+        A list of prompts, each a text or token ids, gives a list of results in the same order; `sampling` may then be a
+        list of as many. They run at the same time, as many as the server takes; one that fails ends all.
+        """
+        requests = self._requests(prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant)
+        attempts = Attempts(self._retry_s, timeout)
+        if isinstance(requests, list):
+            return Batch(requests, self._channels.stub, self.url, attempts).run()
+        builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
+        for output in self._stream(requests, attempts):
             builder.add(output, time.monotonic())
         return builder.finish(time.monotonic())
+
+    @overload
+    async def acomplete(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self,
+        prompt: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion: ...
+
+    @overload
+    async def acomplete(
+        self,
+        prompt: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion]: ...
+
+    async def acomplete(
+        self,
+        prompt: str | Sequence[str | Sequence[int]] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion | list[Completion]:
+        """The asynchronous twin of `complete`."""
+        requests = self._requests(prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant)
+        attempts = Attempts(self._retry_s, timeout)
+        if isinstance(requests, list):
+            return await self._run_in_thread(Batch(requests, self._channels.stub, self.url, attempts))
+        builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
+        async with contextlib.aclosing(self._generate(requests, attempts)) as outputs:
+            async for output in outputs:
+                builder.add(output, time.monotonic())
+        return builder.finish(time.monotonic())
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion | list[Completion]:
+        """The model's answer to a conversation, or a list of answers to a list of them.
+
+        A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The prompt is what the
+        model's chat template makes of it, or `chat_template` in its place; `template_variables` are passed to it.
+        Everything else is as in `complete`. InvalidRequest for a model without a template, and a template that fails.
+        """
+        info = self._server_info()
+        is_one = _is_conversation(messages)
+        texts = _render(
+            info, [messages] if is_one else messages, chat_template, add_generation_prompt, template_variables
+        )
+        prompts = self.tokenize(texts, add_special_tokens=False)
+        completions = self.complete(
+            prompts,
+            sampling,
+            request_id=request_id,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            **fields,
+        )
+        return completions[0] if is_one else completions
+
+    @overload
+    async def achat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion: ...
+
+    @overload
+    async def achat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> list[Completion]: ...
+
+    async def achat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
+        cache_salt: str = "",
+        tenant: str = "",
+        **fields: Unpack[SamplingFields],
+    ) -> Completion | list[Completion]:
+        """The asynchronous twin of `chat`."""
+        info = await self.server_info()
+        is_one = _is_conversation(messages)
+        texts = _render(
+            info, [messages] if is_one else messages, chat_template, add_generation_prompt, template_variables
+        )
+        prompts = await self.atokenize(texts, add_special_tokens=False)
+        completions = await self.acomplete(
+            prompts,
+            sampling,
+            request_id=request_id,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            **fields,
+        )
+        return completions[0] if is_one else completions
+
+    @overload
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def tokenize(self, text: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
+
+    def tokenize(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> list[int] | list[list[int]]:
+        """The token ids of a text, or of each text of a list, as the server makes them of a prompt.
+
+        Without `add_special_tokens` only those special tokens are there that the text itself names.
+        """
+        token_ids: list[list[int]] = []
+        for part in _parts([text] if isinstance(text, str) else text, MAX_TOKENIZED_CHARS):
+            request = pb.TokenizeRequest(texts=part, add_special_tokens=add_special_tokens)
+            token_ids += wire.decode_prompts(self._call_synchronously(self._channels.stub.Tokenize, request))
+        return token_ids[0] if isinstance(text, str) else token_ids
+
+    @overload
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    @overload
+    def detokenize(self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]: ...
+
+    def detokenize(
+        self, token_ids: Sequence[int] | Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> str | list[str]:
+        """The text of token ids, or of each list of a list of them."""
+        prompts, is_one = wire.as_prompts(token_ids)
+        texts: list[str] = []
+        for part in _parts(prompts, MAX_DETOKENIZED_TOKENS):
+            request = wire.encode_detokenize(part, skip_special_tokens)
+            texts += (self._call_synchronously(self._channels.stub.Detokenize, request)).texts
+        return texts[0] if is_one else texts
+
+    @overload
+    async def atokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...  # type: ignore[overload-overlap]
+
+    @overload
+    async def atokenize(self, text: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
+
+    async def atokenize(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[int] | list[list[int]]:
+        """The asynchronous twin of `tokenize`."""
+        token_ids: list[list[int]] = []
+        for part in _parts([text] if isinstance(text, str) else text, MAX_TOKENIZED_CHARS):
+            request = pb.TokenizeRequest(texts=part, add_special_tokens=add_special_tokens)
+            token_ids += wire.decode_prompts(await self._call(self._channels.of_loop.stub.Tokenize, request))
+        return token_ids[0] if isinstance(text, str) else token_ids
+
+    @overload
+    async def adetokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    @overload
+    async def adetokenize(
+        self, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> list[str]: ...
+
+    async def adetokenize(
+        self, token_ids: Sequence[int] | Sequence[Sequence[int]], *, skip_special_tokens: bool = True
+    ) -> str | list[str]:
+        """The asynchronous twin of `detokenize`."""
+        prompts, is_one = wire.as_prompts(token_ids)
+        texts: list[str] = []
+        for part in _parts(prompts, MAX_DETOKENIZED_TOKENS):
+            request = wire.encode_detokenize(part, skip_special_tokens)
+            texts += (await self._call(self._channels.of_loop.stub.Detokenize, request)).texts
+        return texts[0] if is_one else texts
 
     async def submit(
         self,
@@ -196,23 +488,31 @@ class Client:
         priority: int = 0,
         cache_salt: str = "",
         tenant: str = "",
+        **fields: Unpack[SamplingFields],
     ) -> str:
         """Queues a detached request and returns its id: it runs whatever becomes of this client.
 
-        The arguments are those of `generate`.
+        The arguments are those of `generate`. Where the client retries, it draws the id, so that a request whose
+        answer was lost is not queued twice.
         """
+        drawn_id = f"req-{secrets.token_hex(8)}" if self._retry_s and request_id is None else None
         request = wire.encode_request(
             prompt,
-            sampling,
+            _merged(sampling, fields),
             prompt_token_ids=prompt_token_ids,
-            request_id=request_id,
+            request_id=request_id or drawn_id,
             priority=priority,
             cache_salt=cache_salt,
             tenant=tenant,
         )
-        # No timeout: until its first worker is there, a server that has just started lets requests wait.
-        response = await self._call(self._async_stub().Submit, pb.SubmitRequest(request=request), timeout=None)
-        return response.request_id
+        try:
+            # No timeout: until its first worker is there, a server that has just started lets requests wait.
+            submit = self._channels.of_loop.stub.Submit
+            return (await self._call(submit, pb.SubmitRequest(request=request), timeout=None)).request_id
+        except AlreadyExists:
+            if drawn_id is None:
+                raise
+            return drawn_id
 
     async def attach(
         self, request_id: str, *, tenant: str = "", from_token: int = 0, max_reconnects: int = 5
@@ -227,7 +527,7 @@ class Client:
         attachment = Attachment(from_token)
         num_failures = 0
         while True:
-            call = self._async_stub().Attach(
+            call = self._channels.of_loop.stub.Attach(
                 pb.AttachRequest(
                     request_id=request_id,
                     tenant=tenant,
@@ -251,34 +551,103 @@ class Client:
                     raise failure from None
             finally:
                 call.cancel()
-            await asyncio.sleep(RECONNECT_DELAYS_S[min(num_failures, len(RECONNECT_DELAYS_S) - 1)])
+            await asyncio.sleep(DELAYS_S[min(num_failures, len(DELAYS_S) - 1)])
             num_failures += 1
 
     async def result(self, request_id: str, *, tenant: str = "") -> Result:
         """The state of a detached request and all of its output so far. NotFound for an unknown id."""
         request = pb.GetResultRequest(request_id=request_id, tenant=tenant)
-        return wire.decode_result(await self._call(self._async_stub().GetResult, request))
+        return wire.decode_result(await self._call(self._channels.of_loop.stub.GetResult, request))
 
     async def get_request(self, request_id: str, *, tenant: str = "") -> RequestReport:
         """What an unfinished request is doing and why it waits. NotFound if none of this id runs."""
         request = pb.GetRequestRequest(request_id=request_id, tenant=tenant)
-        return wire.decode_report(await self._call(self._async_stub().GetRequest, request))
+        return wire.decode_report(await self._call(self._channels.of_loop.stub.GetRequest, request))
 
     async def blocks(self) -> BlockMap:
         """What every block of the KV cache is used for."""
-        return wire.decode_block_map(await self._call(self._async_stub().GetBlocks, pb.GetBlocksRequest()))
+        return wire.decode_block_map(await self._call(self._channels.of_loop.stub.GetBlocks, pb.GetBlocksRequest()))
 
     async def abort(self, request_id: str, *, tenant: str = "") -> None:
         """Ends a running request of the tenant; its stream ends with finish_reason "abort". NotFound if none runs."""
-        await self._call(self._async_stub().Abort, pb.AbortRequest(request_id=request_id, tenant=tenant))
+        await self._call(self._channels.of_loop.stub.Abort, pb.AbortRequest(request_id=request_id, tenant=tenant))
 
     async def server_info(self) -> ServerInfo:
         """What is served, and its limits."""
-        return wire.decode_server_info(await self._call(self._async_stub().GetServerInfo, pb.GetServerInfoRequest()))
+        return wire.decode_server_info(
+            await self._call(self._channels.of_loop.stub.GetServerInfo, pb.GetServerInfoRequest())
+        )
 
     async def loads(self) -> Loads:
         """What the server is doing now."""
-        return wire.decode_loads(await self._call(self._async_stub().GetLoads, pb.GetLoadsRequest()))
+        return wire.decode_loads(await self._call(self._channels.of_loop.stub.GetLoads, pb.GetLoadsRequest()))
+
+    def _requests(
+        self,
+        prompt: str | Sequence[str | Sequence[int]] | None,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None,
+        fields: SamplingFields,
+        prompt_token_ids: Sequence[int] | None,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str,
+        tenant: str,
+    ) -> pb.GenerateRequest | list[pb.GenerateRequest]:
+        """One for one prompt, a list for a list."""
+        encode = partial(wire.encode_request, priority=priority, cache_salt=cache_salt, tenant=tenant)
+        if prompt is None or isinstance(prompt, str):
+            if isinstance(sampling, Sequence):
+                raise TypeError("a list of sampling parameters needs a list of prompts")
+            merged = _merged(sampling, fields)
+            return encode(prompt, merged, prompt_token_ids=prompt_token_ids, request_id=request_id)
+        if prompt_token_ids is not None or request_id is not None:
+            raise TypeError("prompt_token_ids and request_id belong to one prompt; a list holds texts and token ids")
+        prompts = wire.split_prompts(prompt)
+        return [
+            encode(text, _merged(chosen, fields), prompt_token_ids=token_ids, request_id=None)
+            for (text, token_ids), chosen in zip(prompts, _one_each(sampling, len(prompts)), strict=True)
+        ]
+
+    def _stream(self, request: pb.GenerateRequest, attempts: Attempts) -> Generator[Output, None, None]:
+        builder = CompletionBuilder(_num_samples(request), attempts.started_at)
+        has_begun = False
+        while True:
+            call = self._channels.stub.Generate(request, timeout=attempts.timeout_s)
+            try:
+                for response in call:
+                    has_begun = True
+                    output = wire.decode_output(response)
+                    builder.add(output, time.monotonic())
+                    yield output
+                builder.finish(time.monotonic())
+                return
+            except grpc.RpcError as error:
+                failure = wire.decode_error(error, self.url)
+                delay_s = None if has_begun else attempts.delay_after(failure)
+                if delay_s is None:
+                    raise failure from None
+            finally:
+                call.cancel()
+            time.sleep(delay_s)
+
+    async def _generate(self, request: pb.GenerateRequest, attempts: Attempts) -> AsyncGenerator[Output, None]:
+        builder = CompletionBuilder(_num_samples(request), attempts.started_at)
+        has_begun = False
+        while True:
+            try:
+                async with contextlib.aclosing(self._responses(request, attempts.timeout_s)) as responses:
+                    async for response in responses:
+                        has_begun = True
+                        output = wire.decode_output(response)
+                        builder.add(output, time.monotonic())
+                        yield output
+                builder.finish(time.monotonic())
+                return
+            except PagewireError as failure:
+                delay_s = None if has_begun else attempts.delay_after(failure)
+                if delay_s is None:
+                    raise
+            await asyncio.sleep(delay_s)
 
     async def _responses(
         self,
@@ -286,18 +655,18 @@ class Client:
         timeout: float | None,  # noqa: ASYNC109 - sent to the server too
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Of one request, on a call of its own, or with others in flight on the one that they share."""
-        stub = self._async_stub()
-        self._num_in_flight += 1
+        connection = self._channels.of_loop
+        connection.num_in_flight += 1
         try:
-            if self._shared is not None and self._num_in_flight >= MIN_SHARED:
+            if connection.shared is not None and connection.num_in_flight >= MIN_SHARED:
                 try:
-                    async with contextlib.aclosing(self._shared.responses(request, timeout)) as responses:
+                    async with contextlib.aclosing(connection.shared.responses(request, timeout)) as responses:
                         async for response in responses:
                             yield response
                     return
                 except NotShared:
-                    self._shared = None
-            call = stub.Generate(request, timeout=timeout)
+                    connection.shared = None
+            call = connection.stub.Generate(request, timeout=timeout)
             try:
                 async for response in call:
                     yield response
@@ -306,46 +675,116 @@ class Client:
             finally:
                 call.cancel()
         finally:
-            self._num_in_flight -= 1
+            connection.num_in_flight -= 1
+
+    async def _run_in_thread(self, batch: Batch) -> list[Completion]:
+        running = asyncio.ensure_future(asyncio.to_thread(batch.run))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            batch.cancel()
+            await asyncio.wait({running})
+            raise
 
     async def _call(self, method: Any, request: Any, timeout: float | None = UNARY_TIMEOUT_S) -> Any:  # noqa: ASYNC109
-        try:
-            return await method(request, timeout=timeout)
-        except grpc.RpcError as error:
-            raise wire.decode_error(error, self.url) from None
+        attempts = Attempts(self._retry_s)
+        while True:
+            try:
+                return await method(request, timeout=timeout)
+            except grpc.RpcError as error:
+                failure = wire.decode_error(error, self.url)
+            delay_s = attempts.delay_after(failure)
+            if delay_s is None:
+                raise failure
+            await asyncio.sleep(delay_s)
 
-    def _open(self, insecure_channel: Any, secure_channel: Any) -> Any:
-        options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0 if LOOPBACK.match(self._target) else 1)]
-        if self._credentials is None:
-            channel = insecure_channel(self._target, options=options)
-        else:
-            channel = secure_channel(self._target, self._credentials, options=options)
-        return channel if self._api_key is None else AuthorizedChannel(channel, self._api_key)
+    def _call_synchronously(self, method: Any, request: Any) -> Any:
+        attempts = Attempts(self._retry_s)
+        while True:
+            try:
+                return method(request, timeout=UNARY_TIMEOUT_S)
+            except grpc.RpcError as error:
+                failure = wire.decode_error(error, self.url)
+            delay_s = attempts.delay_after(failure)
+            if delay_s is None:
+                raise failure
+            time.sleep(delay_s)
 
-    def _async_stub(self) -> pb_grpc.SchedulerServiceStub:
-        if self._async_channel is None:
-            raise RuntimeError("open the client with `async with` for everything but complete and stream")
-        return pb_grpc.SchedulerServiceStub(self._async_channel)
-
-    def _stub(self) -> pb_grpc.SchedulerServiceStub:
-        if self._channel is None:
-            raise RuntimeError("open the client with `with` for complete and stream")
-        return pb_grpc.SchedulerServiceStub(self._channel)
+    def _server_info(self) -> ServerInfo:
+        method = self._channels.stub.GetServerInfo
+        return wire.decode_server_info(self._call_synchronously(method, pb.GetServerInfoRequest()))
 
 
-def _num_samples(sampling: SamplingParams | None) -> int:
-    return 1 if sampling is None or sampling.n is None else sampling.n
+def _merged(sampling: SamplingParams | None, fields: SamplingFields) -> SamplingParams | None:
+    """Sampling parameters with fields that were given one by one."""
+    return (sampling or UNSET).updated(**fields) if fields else sampling
+
+
+def _one_each(
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None, num_prompts: int
+) -> Sequence[SamplingParams | None]:
+    """Sampling parameters for each of some prompts."""
+    if not isinstance(sampling, Sequence):
+        return [sampling] * num_prompts
+    if len(sampling) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts and {len(sampling)} sampling parameters; give one for each")
+    return sampling
+
+
+def _num_samples(request: pb.GenerateRequest) -> int:
+    return max(1, request.sampling.n)
+
+
+def _is_conversation(messages: Sequence[Any]) -> bool:
+    """Whether it is one, or a list of them."""
+    return not messages or isinstance(messages[0], Mapping)
+
+
+def _render(
+    info: ServerInfo,
+    conversations: Sequence[Any],
+    template: str | None,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any] | None,
+) -> list[str]:
+    """The prompts that continue some conversations. Raises InvalidRequest."""
+    from pagewire import chat_template  # with Jinja2, which nobody else needs
+
+    template = info.chat_template if template is None else template
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    if template is None:
+        text = f"{info.served_model_name} has no chat template: give chat_template, or a prompt to complete"
+        raise InvalidRequest(text, code=code)
+    if not all(conversations):
+        raise InvalidRequest("a conversation has no messages", code=code)
+    try:
+        return [
+            chat_template.render(
+                template,
+                messages,
+                special_tokens=info.special_tokens,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+            )
+            for messages in conversations
+        ]
+    except chat_template.ChatTemplateError as error:
+        raise InvalidRequest(str(error), code=code) from None
+
+
+def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:
+    """The items in groups whose lengths add up to about the size at most."""
+    part: list[Any] = []
+    size = 0
+    for item in items:
+        if part and size + len(item) > max_size:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += len(item)
+    if part:
+        yield part
 
 
 def _read(path: str | None) -> bytes | None:
     return None if path is None else Path(path).read_bytes()
-
-
-def _target(url: str) -> str:
-    """The gRPC target of a url. Raises ValueError for one without a port."""
-    target = re.sub("^grpcs?://", "", url).rstrip("/")
-    if re.match("(dns|unix|unix-abstract|ipv4|ipv6|vsock|xds):", target):
-        return target
-    if not re.fullmatch(r"(\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):[0-9]+", target):
-        raise ValueError(f"{url!r} is not a server's address: give HOST:PORT, such as 127.0.0.1:50051")
-    return target

@@ -1,8 +1,10 @@
 """How tokens are chosen: vLLM's names and defaults."""
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
+from typing import TypedDict, Unpack
 
 INTEGER_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "beam_width")
 REAL_FIELDS = (
@@ -75,6 +77,15 @@ class SamplingParams:
         is_known = isinstance(self.early_stopping, str | bool) and self.early_stopping in EARLY_STOPPING
         self._require("early_stopping", is_known, f"one of {', '.join(map(repr, EARLY_STOPPING))}")
 
+    def updated(self, **changes: Unpack["SamplingFields"]) -> "SamplingParams":
+        """The same with other values of some fields. TypeError for a name that is none."""
+        for name in changes:
+            if name not in SamplingFields.__annotations__:
+                near = difflib.get_close_matches(name, SamplingFields.__annotations__, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise TypeError(f"{name!r} is no sampling parameter and no other argument{hint}")
+        return replace(self, **changes)
+
     def _require(self, name: str, holds: bool, kind: str) -> None:
         value = getattr(self, name)
         if value is not None and not holds:
@@ -91,3 +102,34 @@ def is_real(value: object) -> bool:
 
 def is_list(value: object, is_element: Callable[[object], bool]) -> bool:
     return isinstance(value, list | tuple) and all(map(is_element, value))
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments of a request."""
+
+    n: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    max_tokens: int | None
+    min_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
+    logit_bias: Mapping[int, float] | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: str | bool | None
+
+
+# What a request without sampling parameters asks for: the server's own choices.
+UNSET = SamplingParams(**{field.name: None for field in fields(SamplingParams)})

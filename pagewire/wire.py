@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import grpc
 
@@ -21,7 +21,7 @@ from pagewire.errors import (
     Unavailable,
 )
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams
+from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams, is_integer
 from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
 
 try:
@@ -70,10 +70,10 @@ ERRORS: dict[grpc.StatusCode, type[PagewireError]] = {
 
 
 def encode_request(
-    prompt: str | None,
-    sampling: SamplingParams | None,
+    prompt: object,
+    sampling: object,
     *,
-    prompt_token_ids: Sequence[int] | None,
+    prompt_token_ids: object,
     request_id: str | None,
     priority: int,
     cache_salt: str,
@@ -82,6 +82,13 @@ def encode_request(
     """Raises InvalidRequest for a number that the wire cannot hold, TypeError unless there is exactly one prompt."""
     if (prompt is None) == (prompt_token_ids is None):
         raise TypeError("give either prompt or prompt_token_ids")
+    if prompt is not None and not isinstance(prompt, str):
+        kind = "a text; token ids go into prompt_token_ids, and only complete, acomplete, chat and achat take lists"
+        raise TypeError(f"prompt must be {kind}; got {prompt!r:.80}")
+    if prompt_token_ids is not None and not _are_token_ids(prompt_token_ids):
+        raise TypeError(f"prompt_token_ids must be a list of integers, of one prompt; got {prompt_token_ids!r:.80}")
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling must be SamplingParams, such as SamplingParams(max_tokens=4); got {sampling!r:.80}")
     request = pb.GenerateRequest(tenant=tenant, cache_salt=cache_salt)
     if request_id is not None:
         request.request_id = request_id
@@ -94,6 +101,46 @@ def encode_request(
     if sampling is not None:
         _encode_sampling(sampling, request.sampling)
     return request
+
+
+def split_prompts(prompts: Iterable[Any]) -> list[tuple[str | None, Sequence[int] | None]]:
+    """The text or the token ids of each prompt of a list. Raises TypeError."""
+    split: list[tuple[str | None, Sequence[int] | None]] = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            split.append((prompt, None))
+        elif _are_token_ids(prompt):
+            split.append((None, prompt))
+        else:
+            hint = "; the token ids of one prompt go into prompt_token_ids" if is_integer(prompt) else ""
+            raise TypeError(f"prompt {index} of the list is {prompt!r:.80}, but must be a text or token ids{hint}")
+    return split
+
+
+def as_prompts(token_ids: Iterable[Any]) -> tuple[list[Sequence[int]], bool]:
+    """Lists of token ids, and whether there was only one, not in a list. Raises TypeError."""
+    given = list(token_ids)
+    if all(map(is_integer, given)):
+        return [given], True
+    if not all(map(_are_token_ids, given)):
+        raise TypeError("token_ids must be a list of integers, or a list of such lists")
+    return given, False
+
+
+def encode_detokenize(prompts: Iterable[Sequence[int]], skip_special_tokens: bool) -> pb.DetokenizeRequest:
+    """Raises InvalidRequest for an id that the wire cannot hold."""
+    request = pb.DetokenizeRequest(skip_special_tokens=skip_special_tokens)
+    for prompt in prompts:
+        _assign("prompts.ids", partial(request.prompts.add().ids.extend, prompt))
+    return request
+
+
+def decode_prompts(response: pb.TokenizeResponse) -> list[list[int]]:
+    return [list(prompt.ids) for prompt in response.prompts]
+
+
+def _are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
+    return not isinstance(value, str | bytes) and isinstance(value, Iterable) and all(map(is_integer, value))
 
 
 def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> None:

@@ -99,7 +99,7 @@ async def test_nothing_is_lost_or_repeated_when_connections_break(checkpoint: Pa
 
 
 async def test_attempts_are_bounded(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "RECONNECT_DELAYS_S", (0.01, 0.02))
+    monkeypatch.setattr(client_module, "DELAYS_S", (0.01, 0.02))
     async with proxied(checkpoint) as (stack, proxy), Client(stack.url) as direct, Client(proxy.url) as client:
         stack.worker.step_seconds = 0.01
         request_id = await direct.submit(None, SamplingParams(max_tokens=200), prompt_token_ids=PROMPT)

@@ -5,8 +5,9 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import pagewire
 from pagewire import Client, Output, SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.sampling import SamplingFields
 from tests.contract import scripted_scheduler
 from tests.contract.certificates import self_signed
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
@@ -313,12 +315,97 @@ def test_server_data_has_every_field_of_the_proto() -> None:
         assert [field.name for field in fields(data_type)] == list(message.DESCRIPTOR.fields_by_name)
 
 
-async def test_the_wrong_mode_says_so(url: str) -> None:
+async def test_it_opens_at_its_first_use_and_again_after_it_was_closed(url: str) -> None:
     client = Client(url)
-    with pytest.raises(RuntimeError, match="`with`"):
-        client.complete("Once")
-    with pytest.raises(RuntimeError, match="`async with`"):
-        await client.loads()
+    for _ in range(2):
+        assert (await asyncio.to_thread(client.complete, "Once")).outputs[0].text == STORY
+        assert (await client.acomplete("Once")).outputs[0].text == STORY
+        assert (await client.loads()).num_running == 3
+        client.close()
+        await client.aclose()
+
+
+def test_each_event_loop_has_a_connection_of_its_own(url: str) -> None:
+    client = Client(url)
+    texts = [asyncio.run(client.acomplete("Once")).outputs[0].text for _ in range(3)]
+    assert texts == [STORY] * 3
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "client.complete('Once')",
+        "asyncio.run(client.acomplete('Once'))",
+        "asyncio.run(client.acomplete('Once')), client.complete('Once')",
+        "next(client.stream('Once'))",
+    ],
+)
+def test_a_process_ends_quietly_without_closing(url: str, use: str) -> None:
+    program = f"import asyncio; from pagewire import Client; client = Client({url!r}); {use}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingParams(max_tokens=16, top_p=0.5, seed=1)])
+async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, sampling: SamplingParams | None) -> None:
+    """They change the parameters that are given; what is not given at all stays with the server."""
+    client = Client(url)
+    await collect(url, "Once", sampling, max_tokens=4, stop=["x"])
+    await asyncio.to_thread(client.complete, "Once", sampling, max_tokens=4, stop=["x"])
+    await client.acomplete("Once", sampling, max_tokens=4, stop=["x"])
+    expected = (
+        SamplingParams(**dict.fromkeys(pb.SamplingParams.DESCRIPTOR.fields_by_name)) if sampling is None else sampling
+    )
+    assert len(scheduler.requests) == 3
+    await collect(url, "Once", replace(expected, max_tokens=4, stop=["x"]))
+    assert all(request == scheduler.requests[3] for request in scheduler.requests)
+    await client.aclose()
+
+
+def test_sampling_fields_are_those_of_sampling_params() -> None:
+    assert get_type_hints(SamplingFields) == get_type_hints(SamplingParams)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        (("Once",), {"max_token": 4}, "did you mean max_tokens"),
+        (("Once",), {"colour": 4}, "'colour' is no sampling parameter and no other argument"),
+        (("Once",), {"max_tokens": "four"}, "max_tokens must be an integer"),
+        (("Once", {"max_tokens": 4}), {}, r"sampling must be SamplingParams, such as SamplingParams\(max_tokens=4\)"),
+        ((7,), {}, "prompt must be a text; token ids go into prompt_token_ids"),
+        (([1, 2, 3],), {}, "prompt must be a text; token ids go into prompt_token_ids"),
+        ((["a", "b"],), {}, "only complete, acomplete, chat and achat take lists"),
+        ((), {"prompt_token_ids": [[1, 2]]}, "must be a list of integers, of one prompt"),
+        ((), {"prompt_token_ids": "12"}, "must be a list of integers, of one prompt"),
+    ],
+)
+def test_wrong_arguments_say_what_to_do(arguments: tuple[object, ...], options: dict[str, object], text: str) -> None:
+    """At the call, not when the first output is asked for."""
+    client = Client("127.0.0.1:1")
+    for call in (client.stream, client.generate):
+        with pytest.raises(TypeError, match=text):
+            call(*arguments, **options)
+    with pytest.raises(TypeError, match=text):
+        asyncio.run(client.submit(*arguments, **options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        (([1, 2, 3],), {}, "prompt 0 of the list is 1, but .* the token ids of one prompt go into prompt_token_ids"),
+        ((["a", None],), {}, "prompt 1 of the list is None, but must be a text or token ids"),
+        ((["a"],), {"request_id": "x"}, "belong to one prompt"),
+        ((["a"],), {"prompt_token_ids": [1]}, "belong to one prompt"),
+        (("a", [SamplingParams()]), {}, "needs a list of prompts"),
+    ],
+)
+def test_wrong_lists_say_what_to_do(arguments: tuple[object, ...], options: dict[str, object], text: str) -> None:
+    client = Client("127.0.0.1:1")
+    with pytest.raises(TypeError, match=text):
+        client.complete(*arguments, **options)
+    with pytest.raises(TypeError, match=text):
+        asyncio.run(client.acomplete(*arguments, **options))
 
 
 @pytest.mark.parametrize("form", ["{}", "grpc://{}", "grpc://{}/", "dns:///{}", "ipv4:{}"])

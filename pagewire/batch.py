@@ -1,0 +1,190 @@
+"""A list of requests on one call of GenerateMany: as many at a time as the server takes, results in order."""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import grpc
+
+from pagewire import wire
+from pagewire.completion import Completion, CompletionBuilder
+from pagewire.errors import Cancelled, PagewireError, ResourceExhausted, Unavailable
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from pagewire.retry import Attempts
+
+# Samples in flight at most: enough for the server to have some waiting, few enough to leave room in its queue.
+MAX_IN_FLIGHT = 1024
+
+
+class Batch:
+    """Some requests of one caller.
+
+    A server whose queue is full gets fewer at a time. A request that the server refuses otherwise, with an error that
+    names its place in the list, ends them all.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[pb.GenerateRequest],
+        stub: pb_grpc.SchedulerServiceStub,
+        url: str,
+        attempts: Attempts,
+        on_done: Callable[[Completion], None] = lambda completion: None,
+    ) -> None:
+        """`on_done` hears of every request that has ended, in the thread that runs this."""
+        self._requests = requests
+        self._stub = stub
+        self._url = url
+        self._attempts = attempts
+        self._on_done = on_done
+        self._completions: dict[int, Completion] = {}
+        self._waiting = deque(range(len(requests)))
+        self._cancelled = threading.Event()
+        self._call: _Call | None = None
+
+    def run(self) -> list[Completion]:
+        """All results, in the requests' order. Raises PagewireError. An exception leaves nothing running."""
+        while len(self._completions) < len(self._requests):
+            self._call = _Call(self._stub, self._url, self._attempts)
+            try:
+                self._read(self._call)
+            except Unavailable as failure:
+                self._wait(failure)
+                self._waiting.extendleft(sorted(self._call.indices, reverse=True))
+            finally:
+                self._call.close()
+        return [self._completions[index] for index in range(len(self._requests))]
+
+    def cancel(self) -> None:
+        """Ends `run` in another thread with an error, soon."""
+        self._cancelled.set()
+        if self._call is not None:
+            self._call.close()
+
+    def _read(self, call: "_Call") -> None:
+        """Until all requests have ended. Raises PagewireError for one that is refused, and for a call that breaks."""
+        self._submit(call)
+        for message in call.messages():
+            for entry in message.deltas:
+                self._take(call, entry)
+            refused = {call.drop(failure.stream_id): wire.decode_failure(failure) for failure in message.failures}
+            if refused:
+                self._put_back(call, refused)
+            self._submit(call)
+            if len(self._completions) == len(self._requests):
+                return
+        raise Unavailable(f"the server at {self._url} has shut down", code=grpc.StatusCode.UNAVAILABLE)
+
+    def _submit(self, call: "_Call") -> None:
+        if self._cancelled.is_set():
+            raise Cancelled("the requests were cancelled", code=grpc.StatusCode.CANCELLED)
+        while self._waiting and call.has_room_for(self._requests[self._waiting[0]]):
+            index = self._waiting.popleft()
+            call.submit(index, self._requests[index])
+
+    def _take(self, call: "_Call", entry: pb.StreamDelta) -> None:
+        running = call.running(entry.stream_id - entry.delta.index)
+        running.builder.add(wire.decode_output(entry.delta), time.monotonic())
+        running.num_open -= entry.delta.HasField("usage")
+        if running.num_open == 0:
+            call.drop(running.stream_id)
+            call.widen()
+            self._completions[running.index] = running.builder.finish(time.monotonic())
+            self._on_done(self._completions[running.index])
+
+    def _put_back(self, call: "_Call", refused: Mapping[int, PagewireError]) -> None:
+        """What the server cannot take now waits for others of the list to end, or else for the server's own time.
+        Raises what no waiting helps against."""
+        self._waiting.extendleft(sorted(refused, reverse=True))
+        index, failure = min(refused.items(), key=lambda item: isinstance(item[1], ResourceExhausted))
+        if isinstance(failure, ResourceExhausted) and call.indices:
+            call.narrow()
+        else:
+            self._wait(failure, f"prompt {index}: " if len(self._requests) > 1 else "")
+
+    def _wait(self, failure: PagewireError, prefix: str = "") -> None:
+        """Until the next attempt. Raises the failure if there is none."""
+        delay_s = self._attempts.delay_after(failure)
+        if delay_s is None:
+            raise type(failure)(
+                f"{prefix}{failure}",
+                code=failure.code,
+                field_violations=failure.field_violations,
+                retry_delay=failure.retry_delay,
+            )
+        self._cancelled.wait(delay_s)
+
+
+class _Running:
+    """A request in flight: its place in the list, its first stream, and what has come of it."""
+
+    def __init__(self, index: int, stream_id: int, num_samples: int, started_at: float) -> None:
+        self.index = index
+        self.stream_id = stream_id
+        self.num_samples = num_samples
+        self.num_open = num_samples
+        self.builder = CompletionBuilder(num_samples, started_at)
+
+
+class _Call:
+    """One GenerateMany call, while it lasts."""
+
+    def __init__(self, stub: pb_grpc.SchedulerServiceStub, url: str, attempts: Attempts) -> None:
+        self._url = url
+        self._running: dict[int, _Running] = {}
+        self._next_stream_id = 0
+        self._num_samples = 0  # in flight
+        self._max_samples = MAX_IN_FLIGHT
+        self._outbox: queue.SimpleQueue[pb.GenerateManyRequest | None] = queue.SimpleQueue()
+        self._call = stub.GenerateMany(iter(self._outbox.get, None), timeout=attempts.timeout_s)
+
+    @property
+    def indices(self) -> list[int]:
+        """The places of what is in flight."""
+        return [running.index for running in self._running.values()]
+
+    def messages(self) -> Iterator[pb.GenerateManyResponse]:
+        """Raises PagewireError."""
+        try:
+            yield from self._call
+        except grpc.RpcError as error:
+            raise wire.decode_error(error, self._url) from None
+
+    def has_room_for(self, request: pb.GenerateRequest) -> bool:
+        return self._num_samples == 0 or self._num_samples + _num_samples(request) <= self._max_samples
+
+    def submit(self, index: int, request: pb.GenerateRequest) -> None:
+        running = _Running(index, self._next_stream_id, _num_samples(request), time.monotonic())
+        self._running[running.stream_id] = running
+        self._next_stream_id += running.num_samples
+        self._num_samples += running.num_samples
+        submission = pb.Submission(stream_id=running.stream_id, request=request)
+        self._outbox.put(pb.GenerateManyRequest(submit=submission))
+
+    def running(self, stream_id: int) -> _Running:
+        return self._running[stream_id]
+
+    def drop(self, stream_id: int) -> int:
+        """Forgets a request that has ended; its place in the list."""
+        running = self._running.pop(stream_id)
+        self._num_samples -= running.num_samples
+        return running.index
+
+    def narrow(self) -> None:
+        """No more at a time than there are now."""
+        self._max_samples = max(1, self._num_samples)
+
+    def widen(self) -> None:
+        self._max_samples = min(self._max_samples + 1, MAX_IN_FLIGHT)
+
+    def close(self) -> None:
+        """Whatever is in flight is aborted."""
+        self._outbox.put(None)
+        self._call.cancel()
+
+
+def _num_samples(request: pb.GenerateRequest) -> int:
+    return max(1, request.sampling.n)

@@ -1,0 +1,38 @@
+"""When a call that the server could not take is made again."""
+
+import random
+import time
+
+from pagewire.errors import PagewireError, ResourceExhausted, Unavailable
+
+# Before the second, third ... attempt in a row, where the server suggests nothing; the last goes on. Each is spread by
+# JITTER in both directions, so that clients which failed together do not come back together.
+DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+JITTER = 0.2
+
+
+class Attempts:
+    """The attempts of one call. `retry_s` is how many seconds after its begin it may still be made again, `timeout_s`
+    how many it may take in all, or None."""
+
+    def __init__(self, retry_s: float, timeout_s: float | None = None) -> None:
+        self.started_at = time.monotonic()
+        self._retry_until = self.started_at + retry_s
+        self._timeout_at = None if timeout_s is None else self.started_at + timeout_s
+        self._num_failures = 0
+
+    @property
+    def timeout_s(self) -> float | None:
+        """What is left for the next attempt."""
+        return None if self._timeout_at is None else max(0.0, self._timeout_at - time.monotonic())
+
+    def delay_after(self, failure: PagewireError) -> float | None:
+        """Seconds to wait before the next attempt; None if there is none: this failure is the caller's."""
+        remaining_s = self._retry_until - time.monotonic()
+        if not isinstance(failure, Unavailable | ResourceExhausted) or remaining_s <= 0:
+            return None
+        delay_s = failure.retry_delay
+        if delay_s is None:
+            delay_s = DELAYS_S[min(self._num_failures, len(DELAYS_S) - 1)]
+        self._num_failures += 1
+        return min(delay_s * random.uniform(1 - JITTER, 1 + JITTER), remaining_s)

@@ -1,0 +1,148 @@
+"""Lists of prompts: results in order, as many at a time as the server takes, one failure ends all."""
+
+import asyncio
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+import pagewire
+from pagewire import Client, SamplingParams
+from tests.contract.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
+from tests.contract.test_attachment import proxied
+
+SAMPLING = SamplingParams(temperature=0, seed=0, max_tokens=20, ignore_eos=True)
+
+
+def prompts_of(rng: random.Random, num_prompts: int) -> list[list[int]]:
+    return [[rng.randrange(VOCAB_SIZE - 2) for _ in range(rng.randrange(1, 20))] for _ in range(num_prompts)]
+
+
+def tokens_of(completions: list[pagewire.Completion]) -> list[list[int]]:
+    return [list(completion.outputs[0].token_ids) for completion in completions]
+
+
+def described(completions: list[pagewire.Completion]) -> list[list[tuple[object, ...]]]:
+    return [[(each.token_ids, each.text, each.finish_reason) for each in whole.outputs] for whole in completions]
+
+
+async def test_results_come_in_order(checkpoint: Path) -> None:
+    prompts = prompts_of(random.Random(1), 50)
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        completions = await asyncio.to_thread(client.complete, prompts, SAMPLING)
+        assert tokens_of(completions) == [expected_tokens(prompt, 20) for prompt in prompts]
+        assert [completion.usage.prompt_tokens for completion in completions] == list(map(len, prompts))
+        assert tokens_of(await client.acomplete(prompts, SAMPLING)) == tokens_of(completions)
+        assert await client.acomplete([]) == []
+        await stack.until_idle()
+
+
+async def test_texts_and_tokens_each_with_parameters_of_its_own(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        samplings = [SamplingParams(n=3, seed=0, max_tokens=5), SamplingParams(seed=4, max_tokens=9), None]
+        prompts = ["once upon", [1, 2, 3], "a"]
+        together = await asyncio.to_thread(client.complete, prompts, samplings, ignore_eos=True, seed=7)
+        alone = [
+            await client.acomplete("once upon", samplings[0], ignore_eos=True, seed=7),
+            await client.acomplete(None, samplings[1], prompt_token_ids=[1, 2, 3], ignore_eos=True, seed=7),
+            await client.acomplete("a", ignore_eos=True, seed=7),
+        ]
+        assert described(together) == described(alone)
+        with pytest.raises(ValueError, match="there are 3 prompts and 2 sampling parameters"):
+            await client.acomplete(prompts, samplings[:2])
+
+
+async def test_a_full_queue_gets_fewer_at_a_time(checkpoint: Path) -> None:
+    prompts = prompts_of(random.Random(2), 80)
+    async with serve(checkpoint, max_num_seqs=2, max_waiting_requests=3) as stack, Client(stack.url) as client:
+        completions = await asyncio.to_thread(client.complete, prompts, SAMPLING)
+        assert tokens_of(completions) == [expected_tokens(prompt, 20) for prompt in prompts]
+        await stack.until_idle()
+
+
+async def test_a_queue_that_others_fill_is_the_servers_word(checkpoint: Path) -> None:
+    """Without `retry`; with it, the list waits until there is room."""
+    async with serve(checkpoint, max_num_seqs=1, max_waiting_requests=1) as stack, Client(stack.url) as client:
+        stack.worker.step_seconds = 0.01
+        others = [
+            asyncio.create_task(client.acomplete(prompt_token_ids=[7], max_tokens=100, ignore_eos=True))
+            for _ in range(2)
+        ]
+        await stack.until(lambda loads: loads.num_running + loads.num_waiting == 2)
+        with pytest.raises(pagewire.ResourceExhausted):
+            await client.acomplete([[1], [2]], SAMPLING)
+        patient = Client(stack.url, retry=60)
+        waiting = asyncio.create_task(patient.acomplete([[1], [2]], SAMPLING))
+        assert tokens_of(await waiting) == [expected_tokens([1], 20), expected_tokens([2], 20)]
+        await asyncio.gather(*others)
+        await patient.aclose()
+
+
+async def test_a_refused_prompt_is_named_and_ends_all(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        stack.worker.step_seconds = 0.01
+        prompts = [[1, 2], [3, VOCAB_SIZE], [4]]
+        long = SamplingParams(max_tokens=200, ignore_eos=True)
+        with pytest.raises(pagewire.InvalidRequest, match=rf"^prompt 1: .*{VOCAB_SIZE}"):
+            await asyncio.to_thread(client.complete, prompts, long)
+        await stack.until_idle()
+
+
+async def test_cancelling_ends_all(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        stack.worker.step_seconds = 0.01
+        running = asyncio.create_task(client.acomplete([[1], [2]], SamplingParams(max_tokens=200, ignore_eos=True)))
+        await stack.until(lambda loads: loads.num_running == 2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await stack.until_idle()
+
+
+async def test_the_timeout_covers_the_whole_list(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        stack.worker.step_seconds = 0.01
+        with pytest.raises(pagewire.DeadlineExceeded, match="the timeout passed"):
+            await asyncio.to_thread(client.complete, [[1], [2]], max_tokens=200, ignore_eos=True, timeout=0.3)
+        await stack.until_idle()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_connection_that_breaks_is_made_again(checkpoint: Path, seed: int) -> None:
+    """What had come stays, what had not is asked for again."""
+    rng = random.Random(seed)
+    prompts = prompts_of(rng, 30)
+    async with proxied(checkpoint, max_num_seqs=4) as (stack, proxy):
+        stack.worker.step_seconds = 0.002
+        with Client(proxy.url, retry=30) as client:
+            running = asyncio.create_task(asyncio.to_thread(client.complete, prompts, SAMPLING))
+            for _ in range(3):
+                before = (await stack.loads()).num_generation_tokens
+                num_more = rng.randrange(20, 150)
+                goal = before + num_more
+                await stack.until(lambda loads, goal=goal: loads.num_generation_tokens > goal or running.done())
+                proxy.cut()
+            assert tokens_of(await running) == [expected_tokens(prompt, 20) for prompt in prompts]
+        assert proxy.num_connections > 1
+        impatient = Client(proxy.url)
+        failing = asyncio.create_task(asyncio.to_thread(impatient.complete, prompts, SAMPLING))
+        await stack.until(lambda loads: loads.num_running > 0)
+        proxy.cut()
+        with pytest.raises(pagewire.Unavailable):
+            await failing
+        impatient.close()
+
+
+async def test_threads_share_a_client(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        lists = [prompts_of(random.Random(seed), 20) for seed in range(4)]
+        begin = threading.Barrier(len(lists))
+
+        def complete(prompts: list[list[int]]) -> list[pagewire.Completion]:
+            begin.wait()
+            return client.complete(prompts, SAMPLING)
+
+        results = await asyncio.gather(*(asyncio.to_thread(complete, prompts) for prompts in lists))
+        for prompts, completions in zip(lists, results, strict=True):
+            assert tokens_of(completions) == [expected_tokens(prompt, 20) for prompt in prompts]
