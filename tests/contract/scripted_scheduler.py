@@ -52,14 +52,16 @@ class ScriptedScheduler(pb_grpc.SchedulerServiceServicer):
 
 
 @contextmanager
-def serving(scheduler: ScriptedScheduler, credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
+def serving(
+    scheduler: ScriptedScheduler, credentials: grpc.ServerCredentials | None = None, *, port: int = 0
+) -> Iterator[str]:
     """The address of the server while it runs."""
     server = grpc.server(ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)])
     pb_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
     if credentials is None:
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
     else:
-        port = server.add_secure_port("127.0.0.1:0", credentials)
+        port = server.add_secure_port(f"127.0.0.1:{port}", credentials)
     server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -1,0 +1,123 @@
+"""Chats and tokens through the client, and what a model's chat template may do."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+import pagewire
+from pagewire import Client, SamplingParams
+from pagewire.chat_template import MAX_ITERATIONS, ChatTemplateError, render
+from tests.contract.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
+from tests.contract.test_tokenization import checkpoint  # noqa: F401 - a fixture
+
+HELLO = {"role": "user", "content": "hello"}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}{{ mood }}"
+)
+TEXT = "<end>[user]hello<end>[assistant]"
+
+
+@pytest.fixture(scope="module")
+def chatty(checkpoint: Path) -> Path:  # noqa: F811
+    """A checkpoint whose tokenizer and whose chat template both put a special token before a prompt."""
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return checkpoint
+
+
+def answer_of(completion: pagewire.Completion) -> tuple[object, ...]:
+    return completion.usage.prompt_tokens, completion.outputs[0].token_ids, completion.outputs[0].text
+
+
+async def test_a_chat_is_its_rendered_prompt_with_special_tokens_once(chatty: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(chatty / "tokenizer.json"))
+    sampling = SamplingParams(seed=0, max_tokens=9, ignore_eos=True)
+    async with serve(chatty) as stack, Client(stack.url) as client:
+        token_ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
+        expected = answer_of(await client.acomplete(None, sampling, prompt_token_ids=token_ids))
+        assert answer_of(await client.achat([HELLO], sampling)) == expected
+        assert answer_of(await asyncio.to_thread(client.chat, [HELLO], sampling)) == expected
+        parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+        both = await asyncio.to_thread(client.chat, [[HELLO], parts], [sampling, sampling], cache_salt="other")
+        assert [answer_of(each) for each in both] == [expected, expected]
+        bare = await client.achat([HELLO], sampling, add_generation_prompt=False, template_variables={"mood": "!"})
+        token_ids = tokenizer.encode("<end>[user]hello<end>!", add_special_tokens=False).ids
+        assert bare.usage.prompt_tokens == len(token_ids)
+        own = await client.achat([HELLO], sampling, chat_template="{{ messages[0].content }}")
+        assert own.usage.prompt_tokens == len(tokenizer.encode("hello", add_special_tokens=False).ids)
+
+
+async def test_tokens_of_texts_and_texts_of_tokens(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewire.client.MAX_TOKENIZED_CHARS", 30)
+    monkeypatch.setattr("pagewire.client.MAX_DETOKENIZED_TOKENS", 30)
+    tokenizer = Tokenizer.from_file(str(chatty / "tokenizer.json"))
+    texts = [f"hello {'world ' * (i % 7)}é" for i in range(20)]
+    async with serve(chatty) as stack, Client(stack.url) as client:
+        for adds in (True, False):
+            expected = [tokenizer.encode(text, add_special_tokens=adds).ids for text in texts]
+            assert await client.atokenize(texts, add_special_tokens=adds) == expected
+            assert await asyncio.to_thread(client.tokenize, texts, add_special_tokens=adds) == expected
+            assert await client.atokenize(texts[3], add_special_tokens=adds) == expected[3]
+        with_special = await client.atokenize(texts)
+        assert await client.adetokenize(with_special) == texts
+        assert await asyncio.to_thread(client.detokenize, with_special[3]) == texts[3]
+        assert await client.adetokenize(with_special[3], skip_special_tokens=False) == "<end>" + texts[3]
+        assert await client.atokenize([]) == []
+        assert await client.adetokenize([]) == ""
+        for wrong in (["hello"], [[1], 2], [[1], None]):
+            with pytest.raises(TypeError, match="a list of integers"):
+                await client.adetokenize(wrong)
+        for outside in (VOCAB_SIZE, 2**32):
+            with pytest.raises(pagewire.InvalidRequest, match=str(outside)):
+                await client.adetokenize([outside])
+
+
+async def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
+    async with serve(make_checkpoint(tmp_path / "plain")) as stack, Client(stack.url) as client:
+        with pytest.raises(
+            pagewire.InvalidRequest, match="plain has no chat template: give chat_template, or a prompt"
+        ):
+            await client.achat([HELLO])
+        for wrong, text in (
+            ([], "has no messages"),
+            ("hello", "'h' is not a message"),
+            ([{"content": "hello"}], "is not a message; one is a mapping such as"),
+            ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url', but only texts"),
+            ([{"role": "user", "content": 5}], "holds 5, but only texts"),
+        ):
+            with pytest.raises(pagewire.InvalidRequest, match=text):
+                await client.achat(wrong, chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            f"its loops have taken more than {MAX_ITERATIONS} turns",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 'a' * 10**15 }}", "MemoryError"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[9].content }}", "no element 9"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_a_template_that_fails_or_does_not_end_is_a_clear_error(template: str, reason: str) -> None:
+    with pytest.raises(ChatTemplateError, match=f"the model's chat template fails: .*{reason}"):
+        render(template, [HELLO], special_tokens={})
+
+
+def test_counted_loops_are_still_loops() -> None:
+    template = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }} {% else %}none{% endfor %}"
+        "{% for m in messages[::-1] if m.role == 'user' %}{{ m.content }}{% if loop.first %}{% break %}{% endif %}"
+        "{% endfor %}{% for x in missing %}x{% else %} empty{% endfor %}"
+    )
+    assert render(template, [HELLO, HELLO], special_tokens={}) == "1/2False 2/2True hello empty"
