@@ -19,12 +19,16 @@ if TYPE_CHECKING:
         OutOfRange,
         PagewireError,
         ResourceExhausted,
+        StartError,
         Unavailable,
     )
+    from pagewire.llm import LLM, TextPrompt, TokensPrompt
+    from pagewire.request_output import Logprob, RequestOutput, SampleOutput
     from pagewire.sampling import SamplingParams
     from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
 
 __all__ = [
+    "LLM",
     "AlreadyExists",
     "BlockHolder",
     "BlockMap",
@@ -37,23 +41,30 @@ __all__ = [
     "InternalError",
     "InvalidRequest",
     "Loads",
+    "Logprob",
     "NotFound",
     "OutOfRange",
     "Output",
     "PagewireError",
+    "RequestOutput",
     "RequestReport",
     "ResourceExhausted",
     "Result",
+    "SampleOutput",
     "SamplingParams",
     "ServerInfo",
+    "StartError",
+    "TextPrompt",
     "TokenLogprobs",
+    "TokensPrompt",
     "Unavailable",
     "Usage",
     "WorkerInfo",
     "__version__",
 ]
 
-_MODULES = ("client", "completion", "errors", "sampling", "server")
+# Where each name is. Looking for one in a module loads it, so the lightest ones come first.
+_MODULES = ("errors", "sampling", "server", "completion", "client", "request_output", "llm")
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,7 @@ class Client:
     `retry` is for how many seconds after its begin a call is made again that the server could not take: nobody answers
     at the url yet, it restarts, has no worker, or its queue is full. Output that has begun is never begun again.
 
-    Synchronous: `complete`, `stream`, `chat`, `tokenize`, `detokenize`.
+    Synchronous: `complete`, `stream`, `chat`, `tokenize`, `detokenize`, `info`.
     Asynchronous: `acomplete`, `generate`, `achat`, `atokenize`, `adetokenize`, `submit`, `attach`, `result`, `abort`,
     `get_request`, `blocks`, `server_info`, `loads`. Requests of `generate` and `acomplete` that begin while others are
     in flight share a call: same results, same errors.
@@ -323,9 +323,9 @@ class Client:
         model's chat template makes of it, or `chat_template` in its place; `template_variables` are passed to it.
         Everything else is as in `complete`. InvalidRequest for a model without a template, and a template that fails.
         """
-        info = self._server_info()
-        is_one = _is_conversation(messages)
-        texts = _render(
+        info = self.info()
+        is_one = is_conversation(messages)
+        texts = render(
             info, [messages] if is_one else messages, chat_template, add_generation_prompt, template_variables
         )
         prompts = self.tokenize(texts, add_special_tokens=False)
@@ -392,8 +392,8 @@ class Client:
     ) -> Completion | list[Completion]:
         """The asynchronous twin of `chat`."""
         info = await self.server_info()
-        is_one = _is_conversation(messages)
-        texts = _render(
+        is_one = is_conversation(messages)
+        texts = render(
             info, [messages] if is_one else messages, chat_template, add_generation_prompt, template_variables
         )
         prompts = await self.atokenize(texts, add_special_tokens=False)
@@ -578,6 +578,11 @@ class Client:
             await self._call(self._channels.of_loop.stub.GetServerInfo, pb.GetServerInfoRequest())
         )
 
+    def info(self) -> ServerInfo:
+        """The synchronous twin of `server_info`."""
+        method = self._channels.stub.GetServerInfo
+        return wire.decode_server_info(self._call_synchronously(method, pb.GetServerInfoRequest()))
+
     async def loads(self) -> Loads:
         """What the server is doing now."""
         return wire.decode_loads(await self._call(self._channels.of_loop.stub.GetLoads, pb.GetLoadsRequest()))
@@ -605,7 +610,7 @@ class Client:
         prompts = wire.split_prompts(prompt)
         return [
             encode(text, _merged(chosen, fields), prompt_token_ids=token_ids, request_id=None)
-            for (text, token_ids), chosen in zip(prompts, _one_each(sampling, len(prompts)), strict=True)
+            for (text, token_ids), chosen in zip(prompts, one_each(sampling, len(prompts)), strict=True)
         ]
 
     def _stream(self, request: pb.GenerateRequest, attempts: Attempts) -> Generator[Output, None, None]:
@@ -710,17 +715,13 @@ class Client:
                 raise failure
             time.sleep(delay_s)
 
-    def _server_info(self) -> ServerInfo:
-        method = self._channels.stub.GetServerInfo
-        return wire.decode_server_info(self._call_synchronously(method, pb.GetServerInfoRequest()))
-
 
 def _merged(sampling: SamplingParams | None, fields: SamplingFields) -> SamplingParams | None:
     """Sampling parameters with fields that were given one by one."""
     return (sampling or UNSET).updated(**fields) if fields else sampling
 
 
-def _one_each(
+def one_each(
     sampling: SamplingParams | Sequence[SamplingParams | None] | None, num_prompts: int
 ) -> Sequence[SamplingParams | None]:
     """Sampling parameters for each of some prompts."""
@@ -735,12 +736,12 @@ def _num_samples(request: pb.GenerateRequest) -> int:
     return max(1, request.sampling.n)
 
 
-def _is_conversation(messages: Sequence[Any]) -> bool:
+def is_conversation(messages: Sequence[Any]) -> bool:
     """Whether it is one, or a list of them."""
     return not messages or isinstance(messages[0], Mapping)
 
 
-def _render(
+def render(
     info: ServerInfo,
     conversations: Sequence[Any],
     template: str | None,

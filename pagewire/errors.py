@@ -70,5 +70,9 @@ class InternalError(PagewireError):
     """INTERNAL: a fault of the server, or a stream that lost or repeated a token."""
 
 
+class StartError(PagewireError):
+    """The services that this process started for itself did not come up, for the reason that they gave."""
+
+
 class CommandError(Exception):
     """Why a verb of the command cannot go on, in a line for its user."""

@@ -55,8 +55,13 @@ def advice(error: BaseException) -> str | None:
     found = list(BASE)
     if isinstance(error, ModuleNotFoundError):
         found += [package for package in WORKER if package.module == error.name]
-    phrases = lacking(found)
-    return _line(phrases, found) if phrases else None
+    return complaint(found)
+
+
+def complaint(packages: Sequence[Package]) -> str | None:
+    """A line on what to install, if some of these packages are missing or too old."""
+    phrases = lacking(packages)
+    return _line(phrases, packages) if phrases else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(names) != 1 or names[0] not in SETS:
         print(f"usage: python -m pagewire.installation {'|'.join(SETS)}", file=sys.stderr)
         return 2
-    phrases = lacking(SETS[names[0]])
-    if phrases:
-        print(f"pagewire: error: {_line(phrases, SETS[names[0]])}", file=sys.stderr)
-    return 1 if phrases else 0
+    line = complaint(SETS[names[0]])
+    if line is not None:
+        print(f"pagewire: error: {line}", file=sys.stderr)
+    return 0 if line is None else 1
 
 
 def _line(phrases: Sequence[str], packages: Iterable[Package]) -> str:

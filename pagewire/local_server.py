@@ -1,20 +1,32 @@
-"""A `pagewire serve` of one's own: both services on loopback, for as long as a block of code runs."""
+"""A `pagewire serve` of one's own: both services on loopback, for as long as a block of code or this process runs."""
 
+import codecs
+import os
+import re
+import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
+from typing import IO
 
-from pagewire.errors import CommandError
+from pagewire.errors import CommandError, StartError
 from pagewire.supervisor import READY_PREFIX
 
 # Ports of its own choice, so that it runs beside anything.
 SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--metrics-port=0", "--log-level=warning")
 STOP_TIMEOUT_S = 45.0
 SEPARATOR = "--"
+# Of what the server has written on standard error, to say why it ended.
+MAX_TAIL_CHARS = 4096
+# What stands before the message in a log line, and in an error of the command.
+_LINE_PREFIX = re.compile(r"^(\S+ \S+ (WARNING|ERROR|CRITICAL) [\w.]+: |pagewire( \w+)?: error: )")
 
 
 def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -24,6 +36,117 @@ def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         return own, []
     at = own.index(SEPARATOR)
     return own[:at], own[at + 1 :]
+
+
+class LocalServer:
+    """The process of a `pagewire serve`. It ends with this process, however that ends.
+
+    What it writes on standard error goes to this process's. Any thread may start and stop it.
+    """
+
+    def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
+        """`flags` are those of `pagewire serve`."""
+        self._command = [sys.executable, "-m", "pagewire", "serve", model, *SERVE_FLAGS, *flags]
+        self._owner = os.getpid()
+        self._url: Future[str] = Future()
+        self._tail: deque[str] = deque(maxlen=MAX_TAIL_CHARS)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._launched = threading.Event()
+        # The kernel kills the server when the thread ends that has started it (PAGEWIRE_EXIT_WITH_PARENT). This one
+        # lives as long as the server; whichever called `start` may not.
+        self._watching = threading.Thread(target=self._watch, name="pagewire serve", daemon=True)
+
+    def start(self) -> str:
+        """The server's url, once it serves. StartError if it does not come up; whatever is raised, nothing runs on."""
+        self._watching.start()
+        try:
+            return self._url.result()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._watching.is_alive()
+
+    @property
+    def reason(self) -> str:
+        """The last thing that it said on standard error, without what stands before the message."""
+        lines = "".join(self._tail).strip().splitlines()
+        return _LINE_PREFIX.sub("", lines[-1].strip()) if lines else ""
+
+    @property
+    def exit(self) -> str:
+        """How it ended."""
+        code = None if self._process is None else self._process.returncode
+        if code is None:
+            return "not started"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def stop(self) -> None:
+        """Returns when it has ended. In a process that was forked from the one that started it, nothing happens."""
+        if os.getpid() != self._owner or not self._watching.is_alive():
+            return
+        self._launched.wait()
+        if self._process is not None:
+            self._process.terminate()
+        self._watching.join(STOP_TIMEOUT_S)
+        if self._watching.is_alive() and self._process is not None:
+            self._process.kill()
+            self._watching.join()
+
+    def _watch(self) -> None:
+        environ = {**os.environ, "PAGEWIRE_EXIT_WITH_PARENT": str(self._owner)}
+        try:
+            # A group of its own: Ctrl-C on the terminal is for this process, which then ends the server.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environ,
+                process_group=0,
+            )
+        except BaseException as error:
+            self._url.set_exception(error)
+            return
+        finally:
+            self._launched.set()
+        with self._process as process:
+            said = self._read(process)
+            process.wait()
+        if not self._url.done():
+            reason = said or self.reason
+            self._url.set_exception(StartError(reason or f"pagewire serve ended with {self.exit} and gave no reason"))
+
+    def _read(self, process: "subprocess.Popen[bytes]") -> str:
+        """Until both ends are closed. What it said on standard output instead of its url."""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out = ""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            selector.register(process.stderr, selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    data = os.read(key.fd, 65536)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    elif key.fileobj is process.stderr:
+                        self._tell(decoder.decode(data), sys.stderr)
+                    elif not self._url.done():
+                        out += data.decode(errors="replace")
+                        line, end, _ = out.partition("\n")
+                        if end and line.startswith(READY_PREFIX):
+                            self._url.set_result(line.removeprefix(READY_PREFIX).strip())
+        return "" if self._url.done() else out.strip().removeprefix("cannot start: ")
+
+    def _tell(self, text: str, file: IO[str] | None) -> None:
+        self._tail.extend(text)
+        if file is not None:
+            file.write(text)
+            file.flush()
 
 
 @contextmanager
@@ -44,23 +167,17 @@ def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
         handler(signal.SIGINT, frame)
 
     signal.signal(signal.SIGTERM, interrupt)
-    command = [sys.executable, "-m", "pagewire", "serve", model, *SERVE_FLAGS, *flags]
     print(f"starting pagewire serve {model}", file=sys.stderr)
     started_at = time.monotonic()
-    # A group of its own: Ctrl-C on the terminal is for this process, which then ends the server.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+    server = LocalServer(model, flags)
+    try:
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline().strip()
-            if not line.startswith(READY_PREFIX):
-                raise CommandError(f"pagewire serve {model} ended with exit code {process.wait()}")
-            print(f"{line} after {time.monotonic() - started_at:.1f} s", file=sys.stderr)
-            yield line.removeprefix(READY_PREFIX)
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            if terminations:
-                sys.exit(128 + terminations[0])
+            url = server.start()
+        except StartError as error:
+            raise CommandError(f"pagewire serve {model} ended with {server.exit}: {error}") from None
+        print(f"{READY_PREFIX}{url} after {time.monotonic() - started_at:.1f} s", file=sys.stderr)
+        yield url
+    finally:
+        server.stop()
+        if terminations:
+            sys.exit(128 + terminations[0])

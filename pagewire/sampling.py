@@ -2,9 +2,11 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from numbers import Integral, Real
 from typing import TypedDict, Unpack
+
+from pagewire.compatibility import SAMPLING_FIELDS, judge
 
 INTEGER_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "beam_width")
 REAL_FIELDS = (
@@ -37,6 +39,9 @@ class SamplingParams:
     its `cumulative_logprob`. A hypothesis scores cumulative_logprob / tokens ** `length_penalty`. `early_stopping` is
     "heuristic" (or False), "first" (or True) or "never", as in transformers. A temperature that was chosen and is not
     0 is refused.
+
+    Of vLLM's fields those that Pagewire does not have are taken too: ignored with a warning or refused (ValueError),
+    as `pagewire.compatibility` lists them.
     """
 
     n: int | None = 1
@@ -61,8 +66,23 @@ class SamplingParams:
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: str | bool | None = None
+    detokenize: InitVar[object] = None
+    spaces_between_special_tokens: InitVar[object] = None
+    output_kind: InitVar[object] = None
+    skip_reading_prefix_cache: InitVar[object] = None
+    best_of: InitVar[object] = None
+    use_beam_search: InitVar[object] = None
+    bad_words: InitVar[object] = None
+    allowed_token_ids: InitVar[object] = None
+    logits_processors: InitVar[object] = None
+    guided_decoding: InitVar[object] = None
+    structured_outputs: InitVar[object] = None
+    truncate_prompt_tokens: InitVar[object] = None
+    extra_args: InitVar[object] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *foreign: object) -> None:
+        for name, value in zip(SAMPLING_FIELDS, foreign, strict=True):
+            judge(SAMPLING_FIELDS, name, value, stacklevel=3)
         for name in INTEGER_FIELDS:
             self._require(name, is_integer(getattr(self, name)), "an integer")
         for name in REAL_FIELDS:

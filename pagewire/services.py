@@ -38,6 +38,7 @@ LINK_OPTIONS = (
 
 def serve(arguments: Sequence[str]) -> int:
     """Runs a scheduler in this process and its worker, each rank of it, as a child."""
+    _exit_with_parent()
     from scheduler_service.config import SchedulerConfig
     from worker_service.config import WorkerConfig
 
@@ -73,6 +74,15 @@ def serve(arguments: Sequence[str]) -> int:
         return Supervisor(command, environ, name="gateway", on_ready=_announce)
 
     return asyncio.run(_run(scheduler_config, workers, gateway_of if gateway_config.gateway else None))
+
+
+def _exit_with_parent() -> None:
+    """Where this process was started by another one for itself alone, it does not outlive that."""
+    parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
+    if parent:
+        from worker_service.server import exit_with_parent
+
+        exit_with_parent(int(parent))
 
 
 def _ranks(resolved: options.Resolved) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ def encode_request(
     if prompt is not None and not isinstance(prompt, str):
         kind = "a text; token ids go into prompt_token_ids, and only complete, acomplete, chat and achat take lists"
         raise TypeError(f"prompt must be {kind}; got {prompt!r:.80}")
-    if prompt_token_ids is not None and not _are_token_ids(prompt_token_ids):
+    if prompt_token_ids is not None and not are_token_ids(prompt_token_ids):
         raise TypeError(f"prompt_token_ids must be a list of integers, of one prompt; got {prompt_token_ids!r:.80}")
     if sampling is not None and not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling must be SamplingParams, such as SamplingParams(max_tokens=4); got {sampling!r:.80}")
@@ -109,7 +109,7 @@ def split_prompts(prompts: Iterable[Any]) -> list[tuple[str | None, Sequence[int
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             split.append((prompt, None))
-        elif _are_token_ids(prompt):
+        elif are_token_ids(prompt):
             split.append((None, prompt))
         else:
             hint = "; the token ids of one prompt go into prompt_token_ids" if is_integer(prompt) else ""
@@ -122,7 +122,7 @@ def as_prompts(token_ids: Iterable[Any]) -> tuple[list[Sequence[int]], bool]:
     given = list(token_ids)
     if all(map(is_integer, given)):
         return [given], True
-    if not all(map(_are_token_ids, given)):
+    if not all(map(are_token_ids, given)):
         raise TypeError("token_ids must be a list of integers, or a list of such lists")
     return given, False
 
@@ -139,7 +139,7 @@ def decode_prompts(response: pb.TokenizeResponse) -> list[list[int]]:
     return [list(prompt.ids) for prompt in response.prompts]
 
 
-def _are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
+def are_token_ids(value: object) -> TypeGuard[Sequence[int]]:
     return not isinstance(value, str | bytes) and isinstance(value, Iterable) and all(map(is_integer, value))
 
 

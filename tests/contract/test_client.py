@@ -363,7 +363,8 @@ async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, s
 
 
 def test_sampling_fields_are_those_of_sampling_params() -> None:
-    assert get_type_hints(SamplingFields) == get_type_hints(SamplingParams)
+    hints = get_type_hints(SamplingParams)
+    assert get_type_hints(SamplingFields) == {field.name: hints[field.name] for field in fields(SamplingParams)}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Of all its threads."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def is_alive(pid: int) -> bool:

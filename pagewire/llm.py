@@ -1,0 +1,247 @@
+"""`LLM`: a model for programs that complete lists of prompts, as vLLM's and nano-vllm's users know it."""
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NotRequired, TypedDict
+
+from pagewire import installation, wire
+from pagewire.batch import Batch
+from pagewire.channels import Channels
+from pagewire.client import Client, Message, is_conversation, one_each, render
+from pagewire.completion import Completion
+from pagewire.errors import StartError, Unavailable
+from pagewire.llm_options import serve_flags
+from pagewire.local_server import LocalServer
+from pagewire.progress import ForeignProgress, Progress
+from pagewire.request_output import RequestOutput, request_output, token_ids_of
+from pagewire.retry import Attempts
+from pagewire.sampling import UNSET, SamplingParams
+
+# Where `generate` is given no sampling parameters, vLLM's number of tokens and the checkpoint's own choices.
+DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
+# A run that is ended by the program's end waits for nobody.
+FLAGS = ("--drain-timeout=0",)
+_SEEDS = 1 << 64
+
+
+class TextPrompt(TypedDict):
+    """A prompt as a mapping, as vLLM has it."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """The same with token ids; `prompt` is only told back."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+
+
+class LLM:
+    """A model, with both services in the background on this machine: they start here, and end with `close`, at the end
+    of `with`, or with the process, however it ends.
+
+    `model` is what `pagewire serve` takes. `options` are those of `pagewire serve` under the names of its YAML keys,
+    such as `max_model_len=4096`, and those of vLLM and nano-vllm: what means the same becomes ours, what makes no
+    difference is ignored with a warning, anything else is refused with ValueError (`pagewire.llm_options` and
+    `pagewire.compatibility` list them). With `seed`, equal programs give equal outputs.
+
+    StartError if the services do not come up, with their reason; ImportError, in one line, without torch. Any thread
+    may make an LLM and use it, also at the same time.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], *, seed: int | None = None, **options: Any) -> None:
+        missing = installation.complaint(installation.WORKER)
+        if missing is not None:
+            raise ImportError(missing)
+        self.model = os.fspath(model)
+        server = LocalServer(self.model, [*FLAGS, *serve_flags(self.model, options)])
+        self._server = server
+        self._seeds = None if seed is None else itertools.count(seed << 32)
+        self.url = server.start()
+        self.client = Client(self.url)
+        self._channels = Channels(self.url, None, None)
+        self._finalizer = weakref.finalize(self, _close, server, self.client, self._channels)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends both services, and whatever runs. Using it again fails."""
+        self._finalizer()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        priority: Sequence[int] | None = None,
+        lora_request: None = None,
+    ) -> list[RequestOutput]:
+        """The results of all prompts, in their order; of a single one too they are a list.
+
+        A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`. `sampling_params` are
+        for all, or a list with one for each; None takes the checkpoint's own and 16 tokens. `max_tokens` beyond the
+        model's context are as many as fit. `use_tqdm` False shows no progress; tqdm's class, or one like it, shows its
+        own. `priority` is one for each, lower first.
+        """
+        if lora_request is not None:
+            raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
+        texts, token_ids = zip(*map(_split, _as_list(prompts)), strict=True) if _as_list(prompts) else ((), ())
+        return self._run(texts, token_ids, sampling_params, use_tqdm, priority, add_special_tokens=True)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: None = None,
+    ) -> list[RequestOutput]:
+        """The answers to a conversation, or to each of a list of them; the rest is as in `generate`.
+
+        A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The prompt is what the
+        model's chat template, or `chat_template`, makes of it and of `chat_template_kwargs`.
+        """
+        if lora_request is not None:
+            raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
+        conversations = [messages] if is_conversation(messages) else messages
+        info = self.client.info()
+        texts = render(info, conversations, chat_template, add_generation_prompt, chat_template_kwargs)
+        return self._run(texts, [None] * len(texts), sampling_params, use_tqdm, None, add_special_tokens=False)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers loads it. ImportError without transformers."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model)
+
+    def _run(
+        self,
+        texts: Sequence[str | None],
+        token_ids: Sequence[Sequence[int] | None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | Callable[..., Any],
+        priority: Sequence[int] | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        samplings = one_each(sampling_params, len(texts))
+        priorities = [0] * len(texts) if priority is None else priority
+        if len(priorities) != len(texts):
+            raise ValueError(f"there are {len(texts)} prompts and {len(priorities)} priorities; give one for each")
+        if not texts:
+            return []
+        try:
+            prompts = self._tokens(texts, token_ids, add_special_tokens)
+            max_tokens = self.client.info().max_sequence_tokens
+            requests = [
+                wire.encode_request(
+                    None,
+                    self._resolve(sampling, max_tokens - len(prompt)),
+                    prompt_token_ids=prompt,
+                    request_id=None,
+                    priority=urgency,
+                    cache_salt="",
+                    tenant="",
+                )
+                for prompt, sampling, urgency in zip(prompts, samplings, priorities, strict=True)
+            ]
+            completions = self._complete(requests, use_tqdm)
+            names = self._names(completions)
+        except Unavailable as error:
+            if not self._server.has_ended:
+                raise
+            reason = f": {self._server.reason}" if self._server.reason else ""
+            raise StartError(f"the services of this LLM have ended ({self._server.exit}){reason}") from error
+        return [
+            request_output(completion, text, list(prompt), names)
+            for completion, text, prompt in zip(completions, texts, prompts, strict=True)
+        ]
+
+    def _tokens(
+        self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int] | None], add_special_tokens: bool
+    ) -> list[Sequence[int]]:
+        """The token ids of each prompt: those given, or the text's."""
+        unknown = [text for text, ids in zip(texts, token_ids, strict=True) if ids is None and text is not None]
+        made = iter(self.client.tokenize(unknown, add_special_tokens=add_special_tokens) if unknown else [])
+        return [next(made) if ids is None else ids for ids in token_ids]
+
+    def _resolve(self, sampling: SamplingParams | None, num_free: int) -> SamplingParams:
+        """The parameters of a request whose prompt leaves room for so many tokens."""
+        sampling = DEFAULT_SAMPLING if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling_params must be pagewire.SamplingParams, got {sampling!r:.80}")
+        if sampling.max_tokens is not None and sampling.max_tokens > num_free >= 1:
+            sampling = replace(sampling, max_tokens=num_free)
+        if self._seeds is not None and sampling.seed is None:
+            sampling = replace(sampling, seed=next(self._seeds) % _SEEDS)
+        return sampling
+
+    def _complete(self, requests: Sequence[Any], use_tqdm: bool | Callable[..., Any]) -> list[Completion]:
+        progress: Progress | ForeignProgress | None = None
+        if use_tqdm:
+            progress = Progress(len(requests)) if use_tqdm is True else ForeignProgress(len(requests), use_tqdm)
+
+        def on_done(completion: Completion) -> None:
+            if progress is not None:
+                progress.add(completion.usage.completion_tokens)
+
+        try:
+            return Batch(requests, self._channels.stub, self.url, Attempts(0.0), on_done).run()
+        finally:
+            if progress is not None:
+                progress.close()
+
+    def _names(self, completions: Sequence[Completion]) -> dict[int, str]:
+        """The texts of the tokens that log-probabilities name."""
+        token_ids = sorted(set().union(*map(token_ids_of, completions)))
+        if not token_ids or not self.client.info().has_tokenizer:
+            return {}
+        texts = self.client.detokenize([[token_id] for token_id in token_ids], skip_special_tokens=False)
+        return dict(zip(token_ids, texts, strict=True))
+
+
+def _close(server: LocalServer, client: Client, channels: Channels) -> None:
+    client.close()
+    channels.close()
+    server.stop()
+
+
+def _as_list(prompts: Any) -> Sequence[Any]:
+    """One prompt is a list of one."""
+    if isinstance(prompts, str | Mapping) or (wire.are_token_ids(prompts) and len(prompts)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise TypeError(f"prompts must be a text, token ids, a mapping, or a list of those; got {prompts!r:.80}")
+    return prompts
+
+
+def _split(prompt: Any) -> tuple[str | None, Sequence[int] | None]:
+    """The text and the token ids of a prompt: one of them, or both."""
+    if not isinstance(prompt, Mapping):
+        return wire.split_prompts([prompt])[0]
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    more = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key] is not None]
+    if more:
+        raise ValueError(f"a prompt's {more[0]} is not supported: give prompt or prompt_token_ids")
+    if text is None and token_ids is None:
+        raise ValueError("a prompt as a mapping needs prompt or prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"a prompt's text must be a text, got {text!r:.80}")
+    if token_ids is not None and not wire.are_token_ids(token_ids):
+        raise TypeError(f"prompt_token_ids must be a list of integers, got {token_ids!r:.80}")
+    return text, token_ids

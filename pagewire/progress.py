@@ -1,0 +1,60 @@
+"""A line on standard error that says how far a list of requests has come."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, Any
+
+# Between two lines: on a terminal, where each replaces the one before, and in a log.
+TERMINAL_INTERVAL_S = 0.1
+LOG_INTERVAL_S = 10.0
+
+
+class Progress:
+    """On a terminal one line that changes; elsewhere a line now and then, none for what is done soon."""
+
+    def __init__(self, total: int, file: IO[str] | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        """`total` counts the requests. `file` is standard error by default."""
+        self._total = total
+        self._file = sys.stderr if file is None else file
+        self._now = now
+        self._is_terminal = self._file is not None and self._file.isatty()
+        self._started_at = self._said_at = now()
+        self._num_done = 0
+        self._num_tokens = 0
+
+    def add(self, num_tokens: int) -> None:
+        """One more request has ended, with so many output tokens."""
+        self._num_done += 1
+        self._num_tokens += num_tokens
+        if self._now() - self._said_at >= (TERMINAL_INTERVAL_S if self._is_terminal else LOG_INTERVAL_S):
+            self._say()
+
+    def close(self) -> None:
+        """On a terminal the last line stays."""
+        if self._is_terminal and self._total:
+            self._say()
+            self._file.write("\n")
+            self._file.flush()
+
+    def _say(self) -> None:
+        self._said_at = self._now()
+        elapsed_s = max(self._said_at - self._started_at, 1e-6)
+        rate = self._num_tokens / elapsed_s
+        text = f"{self._num_done}/{self._total} requests, {elapsed_s:.1f} s, {rate:.1f} output tokens/s"
+        # The rest of a longer line before it is cleared.
+        self._file.write(f"\r{text}\x1b[K" if self._is_terminal else f"{text}\n")
+        self._file.flush()
+
+
+class ForeignProgress:
+    """The same for a bar that somebody else makes, as tqdm's class does."""
+
+    def __init__(self, total: int, make_bar: Callable[..., Any]) -> None:
+        self._bar = make_bar(total=total, desc="requests")
+
+    def add(self, num_tokens: int) -> None:
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,114 @@
+"""What `LLM` returns: results that read as vLLM's do, and as nano-vllm's."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from pagewire.completion import Completion, CompletionOutput, TokenLogprobs
+
+# The keys by which nano-vllm's users read a result.
+KEYS = ("text", "token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithm, after penalties and bias, before temperature and filters. `rank` counts from 1.
+
+    `decoded_token` is None where the checkpoint has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """One sample of a prompt, or one hypothesis. `logprobs` has, for each token, the chosen one and the likeliest."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+    def finished(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The result of one prompt: `.outputs[0].text`, or `["text"]` and `["token_ids"]` of the first sample.
+
+    `prompt` is None for a prompt of token ids. `prompt_logprobs` has None for the prompt's first token.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[SampleOutput]
+    num_cached_tokens: int
+    finished: bool = True
+
+    def keys(self) -> tuple[str, ...]:
+        return KEYS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(KEYS)
+
+    def __getitem__(self, key: str) -> "str | list[int]":
+        if key == "text":
+            return self.outputs[0].text
+        if key == "token_ids":
+            return self.outputs[0].token_ids
+        raise KeyError(f"{key!r} is none of {', '.join(KEYS)}; everything else is an attribute, such as .outputs")
+
+
+def token_ids_of(completion: Completion) -> set[int]:
+    """All tokens that its log-probabilities name."""
+    entries = list(completion.prompt_logprobs or ())
+    for output in completion.outputs:
+        entries += output.logprobs or ()
+    return {token_id for entry in entries for token_id in (entry.token_id, *(top[0] for top in entry.top))}
+
+
+def request_output(
+    completion: Completion, prompt: str | None, prompt_token_ids: list[int], texts: Mapping[int, str]
+) -> RequestOutput:
+    """`texts` are those of single tokens, as far as they are known."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    if completion.prompt_logprobs is not None:
+        prompt_logprobs = [None, *_logprobs(completion.prompt_logprobs, texts)]
+    return RequestOutput(
+        request_id=completion.request_id,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=prompt_logprobs,
+        outputs=[_sample_output(output, texts) for output in completion.outputs],
+        num_cached_tokens=completion.usage.cached_tokens,
+    )
+
+
+def _sample_output(output: CompletionOutput, texts: Mapping[int, str]) -> SampleOutput:
+    return SampleOutput(
+        index=output.index,
+        text=output.text,
+        token_ids=list(output.token_ids),
+        cumulative_logprob=output.cumulative_logprob,
+        logprobs=None if output.logprobs is None else _logprobs(output.logprobs, texts),
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+    )
+
+
+def _logprobs(entries: Iterable[TokenLogprobs], texts: Mapping[int, str]) -> list[dict[int, Logprob]]:
+    return [
+        {entry.token_id: Logprob(entry.logprob, entry.rank, texts.get(entry.token_id))}
+        | {
+            token_id: Logprob(logprob, place, texts.get(token_id))
+            for place, (token_id, logprob) in enumerate(entry.top, 1)
+        }
+        for entry in entries
+    ]

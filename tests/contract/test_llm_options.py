@@ -1,0 +1,155 @@
+"""Options of vLLM's and nano-vllm's: mapped, ignored with a warning, or refused; none falls through."""
+
+import warnings
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from pagewire import LLM, SamplingParams, compatibility, llm_options, services
+from pagewire.llm_options import serve_flags
+
+MODEL = "/models/some"
+# What vLLM 0.11's LLM takes by name, and nano-vllm's Config.
+VLLM = (
+    "runner", "convert", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "trust_remote_code",
+    "tensor_parallel_size", "dtype", "quantization", "revision", "tokenizer_revision", "seed",
+    "gpu_memory_utilization", "swap_space", "cpu_offload_gb", "enforce_eager", "disable_custom_all_reduce", "hf_token",
+    "hf_overrides", "mm_processor_kwargs", "pooler_config", "kv_cache_memory_bytes", "compilation_config",
+    "logits_processors", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype",
+    "enable_prefix_caching", "num_gpu_blocks_override", "load_format", "served_model_name", "pipeline_parallel_size",
+    "data_parallel_size", "enable_chunked_prefill", "scheduling_policy", "speculative_config", "enable_lora",
+    "distributed_executor_backend", "disable_log_stats", "download_dir", "generation_config", "limit_mm_per_prompt",
+)  # fmt: skip
+NANO_VLLM = (
+    "max_num_batched_tokens", "max_num_seqs", "max_model_len", "gpu_memory_utilization", "tensor_parallel_size",
+    "enforce_eager", "hf_config", "kvcache_block_size", "num_kvcache_blocks",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({*VLLM, *NANO_VLLM}))
+def test_every_option_of_theirs_is_known(name: str) -> None:
+    kinds = [llm_options.MAPPED, compatibility.LLM_OPTIONS, llm_options._options_of_serve(), {"seed"}]
+    assert sum(name in kind for kind in kinds) == 1
+
+
+def test_the_tables_do_not_overlap() -> None:
+    own = llm_options._options_of_serve()
+    assert not own & {*llm_options.MAPPED, *compatibility.LLM_OPTIONS}
+    assert not set(llm_options.MAPPED) & set(compatibility.LLM_OPTIONS)
+    assert set(llm_options.CONVERTED) <= own
+    assert not {field.name for field in fields(SamplingParams)} & set(compatibility.SAMPLING_FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ({}, []),
+        ({"max_model_len": 4096, "dtype": "half"}, ["--max-model-len=4096", "--dtype=float16"]),
+        ({"dtype": "torch.bfloat16"}, ["--dtype=bfloat16"]),
+        ({"enable_prefix_caching": False, "num_threads": 2}, ["--no-enable-prefix-caching", "--num-threads=2"]),
+        ({"kvcache_block_size": 256, "num_kvcache_blocks": -1}, ["--block-size=256"]),
+        ({"num_kvcache_blocks": 100}, ["--num-device-blocks=100"]),
+        ({"num_gpu_blocks_override": 7, "max_num_seqs": None}, ["--num-device-blocks=7"]),
+        ({"kv_cache_memory_bytes": 1 << 30}, ["--kv-cache-memory=1073741824"]),
+        ({"enforce_eager": True}, ["--max-graph-batch-size=0"]),
+        ({"enforce_eager": False}, []),
+        ({"swap_space": 4}, ["--swap-space=4GiB"]),
+        ({"swap_space": 0.5}, ["--swap-space=0.5GiB"]),
+        ({"swap_space": "512MiB"}, ["--swap-space=512MiB"]),
+        ({"swap_space": 0}, []),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype=fp8"]),
+        ({"load_format": "safetensors"}, ["--load-format=auto"]),
+        ({"attention_backend": "FLASH_ATTN"}, ["--attention-backend=flash_attn"]),
+        ({"served_model_name": ["a", "b"]}, ["--served-model-name=a"]),
+        ({"scheduling_policy": "fcfs"}, ["--policy=fcfs"]),
+        ({"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5},
+         ["--tensor-parallel-size=2", "--gpu-memory-utilization=0.5"]),
+        ({"quantization": None, "trust_remote_code": False, "pipeline_parallel_size": 1, "cpu_offload_gb": 0.0}, []),
+        ({"tokenizer": MODEL, "revision": "main", "hf_overrides": {}, "runner": "generate"}, []),
+    ],
+)  # fmt: skip
+def test_options_become_flags(given: dict[str, Any], flags: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert serve_flags(MODEL, given) == flags
+
+
+def test_serve_takes_every_flag() -> None:
+    """Of whatever an option of theirs becomes."""
+    examples = {"kv_cache_memory_bytes": 1 << 30, "scheduling_policy": "fcfs", "preemption_mode": "swap"}
+    given = {name: examples.get(name, 1) for name in llm_options.MAPPED}
+    known = services.options.options_of
+    from scheduler_service.config import SchedulerConfig
+    from worker_service.config import WorkerConfig
+
+    flags = {option.flag for option in known(SchedulerConfig, WorkerConfig).values()}
+    made = {flag.partition("=")[0].replace("--no-", "--") for flag in serve_flags(MODEL, given)}
+    assert made
+    assert made <= flags
+
+
+@pytest.mark.parametrize("name", [name for name, foreign in compatibility.LLM_OPTIONS.items() if foreign.is_refused])
+def test_what_pagewire_does_not_have_is_refused(name: str) -> None:
+    text = compatibility.LLM_OPTIONS[name].text
+    with pytest.raises(ValueError, match="is not supported: ") as caught:
+        serve_flags(MODEL, {name: "something"})
+    assert str(caught.value) == f"{name}='something' is not supported: {text}"
+    for harmless in compatibility.LLM_OPTIONS[name].harmless:
+        assert serve_flags(MODEL, {name: harmless}) == []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, foreign in compatibility.LLM_OPTIONS.items() if not foreign.is_refused]
+)
+def test_what_makes_no_difference_is_ignored_with_a_warning(name: str) -> None:
+    foreign = compatibility.LLM_OPTIONS[name]
+    with pytest.warns(UserWarning, match="is ignored") as caught:
+        assert serve_flags(MODEL, {name: "something"}) == []
+    assert str(caught[0].message) == f"{name}='something' is ignored: {foreign.text}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for harmless in foreign.harmless:
+            assert serve_flags(MODEL, {name: harmless}) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"max_modle_len": 5}, "LLM has no option 'max_modle_len'; did you mean max_model_len?"),
+        ({"kv_cache_block_size": 5}, "did you mean kvcache_block_size?"),
+        ({"worker": "127.0.0.1:1"}, "LLM has no option 'worker'"),
+        ({"model": "x"}, "LLM has no option 'model'"),
+    ],
+)
+def test_an_unknown_option_is_named(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        serve_flags(MODEL, given)
+
+
+def test_a_value_that_no_flag_can_give_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_model_len must be a text, a number or a bool"):
+        serve_flags(MODEL, {"max_model_len": [5]})
+
+
+def test_llm_refuses_before_it_starts_anything() -> None:
+    with pytest.raises(ValueError, match=r"quantization='awq' is not supported: .* not quantised"):
+        LLM(MODEL, quantization="awq")
+    with pytest.raises(TypeError, match="no option 'colour'"):
+        LLM(MODEL, colour="red")
+
+
+@pytest.mark.parametrize("name", compatibility.SAMPLING_FIELDS)
+def test_sampling_fields_of_theirs(name: str) -> None:
+    foreign = compatibility.SAMPLING_FIELDS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for harmless in foreign.harmless:
+            assert SamplingParams(**{name: harmless}) == SamplingParams()
+    if foreign.is_refused:
+        with pytest.raises(ValueError, match=f"{name}='something' is not supported: "):
+            SamplingParams(**{name: "something"})
+    else:
+        with pytest.warns(UserWarning, match=f"{name}='something' is ignored: ") as caught:
+            assert SamplingParams(**{name: "something"}) == SamplingParams()
+        assert caught[0].filename == __file__
