@@ -25,6 +25,8 @@ DEFAULT_SAMPLING = replace(UNSET, max_tokens=16)
 # A run that is ended by the program's end waits for nobody.
 FLAGS = ("--drain-timeout=0",)
 _SEEDS = 1 << 64
+# From the first call that fails because the services die to their end.
+END_TIMEOUT_S = 2.0
 
 
 class TextPrompt(TypedDict):
@@ -163,7 +165,7 @@ class LLM:
             completions = self._complete(requests, use_tqdm)
             names = self._names(completions)
         except Unavailable as error:
-            if not self._server.has_ended:
+            if not self._server.ends_within(END_TIMEOUT_S):
                 raise
             reason = f": {self._server.reason}" if self._server.reason else ""
             raise StartError(f"the services of this LLM have ended ({self._server.exit}){reason}") from error
@@ -216,6 +218,9 @@ class LLM:
 
 
 def _close(server: LocalServer, client: Client, channels: Channels) -> None:
+    """Does nothing in a process that was forked from the one that started the server: gRPC is of no use there."""
+    if os.getpid() != server.owner:
+        return
     client.close()
     channels.close()
     server.stop()

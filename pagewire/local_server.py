@@ -47,7 +47,7 @@ class LocalServer:
     def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
         """`flags` are those of `pagewire serve`."""
         self._command = [sys.executable, "-m", "pagewire", "serve", model, *SERVE_FLAGS, *flags]
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         self._url: Future[str] = Future()
         self._tail: deque[str] = deque(maxlen=MAX_TAIL_CHARS)
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,8 +65,9 @@ class LocalServer:
             self.stop()
             raise
 
-    @property
-    def has_ended(self) -> bool:
+    def ends_within(self, timeout_s: float) -> bool:
+        """Whether it has ended, or does so within this time."""
+        self._watching.join(timeout_s)
         return not self._watching.is_alive()
 
     @property
@@ -84,8 +85,8 @@ class LocalServer:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
-        """Returns when it has ended. In a process that was forked from the one that started it, nothing happens."""
-        if os.getpid() != self._owner or not self._watching.is_alive():
+        """Returns when it has ended."""
+        if not self._watching.is_alive():
             return
         self._launched.wait()
         if self._process is not None:
@@ -96,7 +97,7 @@ class LocalServer:
             self._watching.join()
 
     def _watch(self) -> None:
-        environ = {**os.environ, "PAGEWIRE_EXIT_WITH_PARENT": str(self._owner)}
+        environ = {**os.environ, "PAGEWIRE_EXIT_WITH_PARENT": str(self.owner)}
         try:
             # A group of its own: Ctrl-C on the terminal is for this process, which then ends the server.
             self._process = subprocess.Popen(

@@ -1,0 +1,308 @@
+"""`pagewire.LLM` with both services behind it: results, options, threads, and how everything ends."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pagewire
+from pagewire import LLM, SamplingParams
+from tests.system.services import ENVIRON, children_of
+
+MODEL = Path(__file__).parents[2] / "models" / "storyteller"
+OPTIONS = {"num_threads": 1, "num_device_blocks": 256}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = ["Once upon a time", "The little dog", "Max and Lily"]
+# Begins every program of a test: an LLM, and the process ids of its services.
+BEGIN = f"""
+import os, signal, sys
+from pagewire import LLM, SamplingParams
+from tests.system.services import children_of
+long = SamplingParams(max_tokens=400, ignore_eos=True)
+llm = LLM({str(MODEL)!r}, **{OPTIONS!r})
+[server] = children_of(os.getpid())
+print(server, *children_of(server), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(MODEL, **OPTIONS) as made:
+        yield made
+
+
+def texts_of(outputs: list[pagewire.RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
+
+
+def test_results_come_in_order_and_read_both_ways(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, GREEDY)
+    alone = [llm.client.complete(prompt, GREEDY).outputs[0] for prompt in PROMPTS]
+    assert texts_of(outputs) == [each.text for each in alone]
+    for output, expected, prompt in zip(outputs, alone, PROMPTS, strict=True):
+        assert (output["text"], output["token_ids"]) == (expected.text, list(expected.token_ids))
+        assert dict(output) == {"text": expected.text, "token_ids": list(expected.token_ids)}
+        assert (output.outputs[0].text, output.outputs[0].token_ids) == (output["text"], output["token_ids"])
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("length", None)
+        assert (output.prompt, output.finished) == (prompt, True)
+        assert output.prompt_token_ids == llm.client.tokenize(prompt)
+        with pytest.raises(KeyError, match="'outputs' is none of text, token_ids"):
+            output["outputs"]
+    assert len({output.request_id for output in outputs}) == len(PROMPTS)
+
+
+def test_every_form_of_a_prompt(llm: LLM) -> None:
+    text, token_ids = PROMPTS[0], llm.client.tokenize(PROMPTS[0])
+    [expected] = texts_of(llm.generate(text, GREEDY))
+    for prompt in (
+        token_ids,
+        {"prompt": text},
+        {"prompt_token_ids": token_ids},
+        {"prompt_token_ids": tuple(token_ids)},
+    ):
+        assert texts_of(llm.generate(prompt, GREEDY)) == [expected]
+        assert texts_of(llm.generate([prompt, text], GREEDY)) == [expected, expected]
+    [told] = llm.generate({"prompt": "told back", "prompt_token_ids": token_ids}, GREEDY)
+    assert (told.prompt, told["text"]) == ("told back", expected)
+    assert llm.generate(token_ids, GREEDY)[0].prompt is None
+    assert llm.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "error", "text"),
+    [
+        (5, {}, TypeError, "prompts must be a text, token ids, a mapping, or a list of those; got 5"),
+        ([None], {}, TypeError, "prompt 0 of the list is None"),
+        ([{}], {}, ValueError, "needs prompt or prompt_token_ids"),
+        ([{"prompt": 5}], {}, TypeError, "a prompt's text must be a text"),
+        ([{"prompt_token_ids": "5"}], {}, TypeError, "must be a list of integers"),
+        ([{"prompt": "a", "multi_modal_data": {}}], {}, ValueError, "a prompt's multi_modal_data is not supported"),
+        (["a", "b"], {"sampling_params": [GREEDY]}, ValueError, "2 prompts and 1 sampling parameters"),
+        (["a"], {"sampling_params": {"max_tokens": 4}}, TypeError, "sampling_params must be pagewire.SamplingParams"),
+        (["a"], {"priority": [1, 2]}, ValueError, "1 prompts and 2 priorities"),
+        (["a"], {"lora_request": 1}, ValueError, "lora_request is not supported"),
+        (["a", [5000]], {}, pagewire.InvalidRequest, "^prompt 1: .*5000"),
+        (["a", [7] * 3000], {}, pagewire.InvalidRequest, "^prompt 1: "),
+    ],
+)
+def test_what_cannot_be_is_a_clear_error(
+    llm: LLM, prompts: object, options: dict[str, object], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        llm.generate(prompts, **options)
+    assert len(llm.generate("a", GREEDY)) == 1
+
+
+def test_parameters_for_each_prompt(llm: LLM) -> None:
+    samplings = [SamplingParams(temperature=0, max_tokens=3, n=2), GREEDY, SamplingParams(max_tokens=5, seed=1)]
+    outputs = llm.generate(PROMPTS, samplings, priority=[2, 1, 0])
+    assert [[len(sample.token_ids) for sample in output.outputs] for output in outputs] == [[3, 3], [12], [5]]
+    # Without any, the checkpoint's own and 16 tokens.
+    assert len(llm.generate(PROMPTS[0])[0]["token_ids"]) <= 16
+
+
+def test_tokens_beyond_the_context_are_as_many_as_fit(llm: LLM) -> None:
+    max_tokens = llm.client.info().max_sequence_tokens
+    [output] = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True))
+    assert len(output.prompt_token_ids) + len(output["token_ids"]) == max_tokens
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_logprobs_read_as_vllms(llm: LLM) -> None:
+    [output] = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=0))
+    [sample] = output.outputs
+    assert sample.logprobs is not None
+    for token_id, entry in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert (entry[token_id].rank, len(entry)) == (1, 3)
+        assert [logprob.rank for logprob in entry.values()] == [1, 2, 3]
+        assert entry[token_id].decoded_token == llm.client.detokenize([token_id])
+        assert entry[token_id].logprob == max(logprob.logprob for logprob in entry.values())
+    assert sample.cumulative_logprob == pytest.approx(
+        sum(entry[token_id].logprob for token_id, entry in zip(sample.token_ids, sample.logprobs, strict=True))
+    )
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [list(entry or ()) for entry in output.prompt_logprobs[1:]] == [[i] for i in output.prompt_token_ids[1:]]
+
+
+def test_chats(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Once upon"}]
+    [expected] = texts_of(llm.generate("Once upon", GREEDY))
+    [output] = llm.chat(conversation, GREEDY)
+    assert (output.prompt, output["text"]) == ("Once upon", expected)
+    assert texts_of(llm.chat([conversation, conversation], GREEDY)) == [expected, expected]
+    [output] = llm.chat(conversation, GREEDY, chat_template="{{ x }}", chat_template_kwargs={"x": "The little dog"})
+    assert output.prompt == "The little dog"
+
+
+def test_progress_is_for_terminals_or_for_who_asks(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    bars: list[int] = []
+
+    class Bar:
+        def __init__(self, total: int, desc: str) -> None:
+            bars.append(total)
+
+        def update(self, num: int) -> None:
+            bars.append(num)
+
+        def close(self) -> None:
+            bars.append(0)
+
+    llm.generate(PROMPTS, GREEDY, use_tqdm=Bar)
+    assert bars == [3, 1, 1, 1, 0]
+    llm.generate(PROMPTS, GREEDY)
+    llm.generate(PROMPTS, GREEDY, False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_equal_seeds_give_equal_outputs(llm: LLM) -> None:
+    """Of programs that ask for the same; one program's prompts do not share a seed."""
+    sampling = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    runs = []
+    for seed in (5, 5, 6):
+        with LLM(MODEL, seed=seed, **OPTIONS) as seeded:
+            runs.append(texts_of(seeded.generate(["Once"] * 4, sampling)) + texts_of(seeded.generate("Once", sampling)))
+    assert runs[0] == runs[1] != runs[2]
+    assert len(set(runs[0])) > 1
+
+
+def test_threads_and_event_loops(llm: LLM) -> None:
+    expected = texts_of(llm.generate(PROMPTS, GREEDY))
+
+    async def inside_a_loop() -> list[str]:
+        return texts_of(llm.generate(PROMPTS, GREEDY))
+
+    assert asyncio.run(inside_a_loop()) == expected
+    results: list[list[str]] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(texts_of(llm.generate(PROMPTS, GREEDY)))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [expected] * 4
+
+
+def test_the_thread_that_made_it_may_end(llm: LLM) -> None:
+    expected = texts_of(llm.generate(PROMPTS, GREEDY))
+    made: list[LLM] = []
+    thread = threading.Thread(target=lambda: made.append(LLM(MODEL, **OPTIONS)))
+    thread.start()
+    thread.join()
+    assert texts_of(made[0].generate(PROMPTS, GREEDY)) == expected
+    [closing] = [threading.Thread(target=made[0].close)]
+    closing.start()
+    closing.join()
+    with pytest.raises(pagewire.PagewireError):
+        made[0].generate(PROMPTS, GREEDY)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if is_running(pid)]}"
+        time.sleep(0.02)  # there is no event to wait for: they are nobody's children
+
+
+def begun(program: str) -> "tuple[subprocess.Popen[str], list[int]]":
+    """A process that has made an LLM, and the processes of its services."""
+    command = [sys.executable, "-c", BEGIN + program]
+    process = subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 2, process.communicate()
+    assert all(map(is_running, pids))
+    return process, pids
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("print(len(llm.generate('Once')))", 0),
+        ("with llm: print(len(llm.generate('Once')))", 0),
+        ("print(len(llm.generate('Once'))); del llm", 0),
+        ("print(len(llm.generate('Once'))); sys.exit(3)", 3),
+        ("print(len(llm.generate('Once'))); raise RuntimeError", 1),
+        ("print(len(llm.generate('Once')))\nif not os.fork(): sys.exit()\nos.wait(); llm.generate('Once')", 0),
+    ],
+)
+def test_the_services_end_with_the_program(program: str, code: int) -> None:
+    process, pids = begun(program)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "1\n"), err
+    assert ("Traceback" in err) == ("RuntimeError" in program)
+    assert "Exception ignored" not in err
+    wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_program_leaves_no_services(number: signal.Signals) -> None:
+    process, pids = begun("llm.generate(['Once'] * 50, long)")
+    process.send_signal(number)
+    assert process.wait(30) == -number
+    wait_until_gone(pids)
+    process.communicate()
+
+
+def test_ctrl_c_ends_the_requests_and_nothing_else() -> None:
+    program = """
+import threading
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    llm.generate(['Once'] * 500, long, use_tqdm=False)
+except KeyboardInterrupt:
+    print("interrupted", len(llm.generate('Once')), flush=True)
+raise KeyboardInterrupt
+"""
+    process, pids = begun(program)
+    out, err = process.communicate(timeout=60)
+    assert out == "interrupted 1\n", err
+    assert process.returncode == -signal.SIGINT
+    assert err.strip().splitlines()[-1] == "KeyboardInterrupt"
+    wait_until_gone(pids)
+
+
+def test_services_that_are_gone_are_said_to_be() -> None:
+    before = set(children_of(os.getpid()))
+    with LLM(MODEL, **OPTIONS) as llm:
+        [server] = set(children_of(os.getpid())) - before
+        os.kill(server, signal.SIGKILL)
+        wait_until_gone([server])
+        with pytest.raises(pagewire.StartError, match=r"^the services of this LLM have ended \(signal SIGKILL\)"):
+            llm.generate("Once", GREEDY)
+
+
+def test_a_model_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(pagewire.StartError) as caught:
+        LLM(tmp_path / "none")
+    assert "that is not a directory" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(pagewire.StartError, match=r"--dtype.*'float17'.*float32") as caught:
+        LLM(MODEL, dtype="float17")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
+    hidden = tmp_path / "sitecustomize.py"
+    hidden.write_text("import sys\nsys.modules['torch'] = None\n")
+    environ = {**ENVIRON, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ENVIRON['PYTHONPATH']}"}
+    program = f"import pagewire\ntry: pagewire.LLM({str(MODEL)!r})\nexcept ImportError as error: print(error)"
+    command = [sys.executable, "-c", program]
+    printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"torch is not installed: \S+ -m pip install 'torch>=[0-9.]+'\n", printed.stdout)
