@@ -607,7 +607,7 @@ class Client:
             return encode(prompt, merged, prompt_token_ids=prompt_token_ids, request_id=request_id)
         if prompt_token_ids is not None or request_id is not None:
             raise TypeError("prompt_token_ids and request_id belong to one prompt; a list holds texts and token ids")
-        prompts = wire.split_prompts(prompt)
+        prompts = [wire.split_prompt(each, index) for index, each in enumerate(prompt)]
         return [
             encode(text, _merged(chosen, fields), prompt_token_ids=token_ids, request_id=None)
             for (text, token_ids), chosen in zip(prompts, one_each(sampling, len(prompts)), strict=True)

@@ -3,7 +3,7 @@
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
@@ -42,7 +42,8 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+# A mapping is one of the two above; literals of them are easier to type so.
+Prompt = str | Sequence[int] | Mapping[str, object]
 
 
 class LLM:
@@ -99,7 +100,8 @@ class LLM:
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
-        texts, token_ids = zip(*map(_split, _as_list(prompts)), strict=True) if _as_list(prompts) else ((), ())
+        split = [_split(prompt, index) for index, prompt in enumerate(_as_list(prompts))]
+        texts, token_ids = [text for text, _ in split], [ids for _, ids in split]
         return self._run(texts, token_ids, sampling_params, use_tqdm, priority, add_special_tokens=True)
 
     def chat(
@@ -170,7 +172,7 @@ class LLM:
             reason = f": {self._server.reason}" if self._server.reason else ""
             raise StartError(f"the services of this LLM have ended ({self._server.exit}){reason}") from error
         return [
-            request_output(completion, text, list(prompt), names)
+            request_output(completion, text, list(map(int, prompt)), names)
             for completion, text, prompt in zip(completions, texts, prompts, strict=True)
         ]
 
@@ -226,27 +228,28 @@ def _close(server: LocalServer, client: Client, channels: Channels) -> None:
     server.stop()
 
 
-def _as_list(prompts: Any) -> Sequence[Any]:
+def _as_list(prompts: Any) -> list[Any]:
     """One prompt is a list of one."""
-    if isinstance(prompts, str | Mapping) or (wire.are_token_ids(prompts) and len(prompts)):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a text, token ids, a mapping, or a list of those; got {prompts!r:.80}")
-    return prompts
+    given = list(prompts)
+    return [given] if given and wire.are_token_ids(given) else given
 
 
-def _split(prompt: Any) -> tuple[str | None, Sequence[int] | None]:
+def _split(prompt: Any, index: int) -> tuple[str | None, Sequence[int] | None]:
     """The text and the token ids of a prompt: one of them, or both."""
     if not isinstance(prompt, Mapping):
-        return wire.split_prompts([prompt])[0]
+        return wire.split_prompt(prompt, index)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     more = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key] is not None]
     if more:
-        raise ValueError(f"a prompt's {more[0]} is not supported: give prompt or prompt_token_ids")
+        raise ValueError(f"prompt {index}'s {more[0]} is not supported: give prompt or prompt_token_ids")
     if text is None and token_ids is None:
-        raise ValueError("a prompt as a mapping needs prompt or prompt_token_ids")
+        raise ValueError(f"prompt {index} is a mapping without prompt and prompt_token_ids")
     if text is not None and not isinstance(text, str):
-        raise TypeError(f"a prompt's text must be a text, got {text!r:.80}")
+        raise TypeError(f"prompt {index}'s text must be a text, got {text!r:.80}")
     if token_ids is not None and not wire.are_token_ids(token_ids):
-        raise TypeError(f"prompt_token_ids must be a list of integers, got {token_ids!r:.80}")
+        raise TypeError(f"prompt {index}'s prompt_token_ids must be a list of integers, got {token_ids!r:.80}")
     return text, token_ids

@@ -103,18 +103,14 @@ def encode_request(
     return request
 
 
-def split_prompts(prompts: Iterable[Any]) -> list[tuple[str | None, Sequence[int] | None]]:
-    """The text or the token ids of each prompt of a list. Raises TypeError."""
-    split: list[tuple[str | None, Sequence[int] | None]] = []
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            split.append((prompt, None))
-        elif are_token_ids(prompt):
-            split.append((None, prompt))
-        else:
-            hint = "; the token ids of one prompt go into prompt_token_ids" if is_integer(prompt) else ""
-            raise TypeError(f"prompt {index} of the list is {prompt!r:.80}, but must be a text or token ids{hint}")
-    return split
+def split_prompt(prompt: object, index: int) -> tuple[str | None, Sequence[int] | None]:
+    """The text or the token ids of a list's prompt at some place. Raises TypeError."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if are_token_ids(prompt):
+        return None, prompt
+    hint = "; the token ids of one prompt go into prompt_token_ids" if is_integer(prompt) else ""
+    raise TypeError(f"prompt {index} of the list is {prompt!r:.80}, but must be a text or token ids{hint}")
 
 
 def as_prompts(token_ids: Iterable[Any]) -> tuple[list[Sequence[int]], bool]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 
 import pagewire
@@ -70,6 +71,8 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     ):
         assert texts_of(llm.generate(prompt, GREEDY)) == [expected]
         assert texts_of(llm.generate([prompt, text], GREEDY)) == [expected, expected]
+    assert texts_of(llm.generate(numpy.array(token_ids), GREEDY)) == [expected]
+    assert texts_of(llm.generate(iter(numpy.array([text, text])), GREEDY)) == [expected, expected]
     [told] = llm.generate({"prompt": "told back", "prompt_token_ids": token_ids}, GREEDY)
     assert (told.prompt, told["text"]) == ("told back", expected)
     assert llm.generate(token_ids, GREEDY)[0].prompt is None
@@ -80,11 +83,11 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     ("prompts", "options", "error", "text"),
     [
         (5, {}, TypeError, "prompts must be a text, token ids, a mapping, or a list of those; got 5"),
-        ([None], {}, TypeError, "prompt 0 of the list is None"),
-        ([{}], {}, ValueError, "needs prompt or prompt_token_ids"),
-        ([{"prompt": 5}], {}, TypeError, "a prompt's text must be a text"),
+        (["a", None], {}, TypeError, "prompt 1 of the list is None"),
+        ([{}], {}, ValueError, "prompt 0 is a mapping without prompt and prompt_token_ids"),
+        ([{"prompt": 5}], {}, TypeError, "prompt 0's text must be a text"),
         ([{"prompt_token_ids": "5"}], {}, TypeError, "must be a list of integers"),
-        ([{"prompt": "a", "multi_modal_data": {}}], {}, ValueError, "a prompt's multi_modal_data is not supported"),
+        ([{"prompt": "a", "multi_modal_data": {}}], {}, ValueError, "prompt 0's multi_modal_data is not supported"),
         (["a", "b"], {"sampling_params": [GREEDY]}, ValueError, "2 prompts and 1 sampling parameters"),
         (["a"], {"sampling_params": {"max_tokens": 4}}, TypeError, "sampling_params must be pagewire.SamplingParams"),
         (["a"], {"priority": [1, 2]}, ValueError, "1 prompts and 2 priorities"),

@@ -1,0 +1,108 @@
+"""Types as users see them: beside an installed pagewire, documents' examples pass `mypy --strict`, mistakes do not."""
+
+import ast
+import re
+import subprocess
+import sys
+import textwrap
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# By what a user writes: what mypy says of it.
+USES = {
+    "client.complete('a').outputs[0].text": "str",
+    "client.complete(prompt_token_ids=[1, 2], max_tokens=4).usage.prompt_tokens": "int",
+    "client.complete(['a', [1, 2]], [params, None])[0].outputs": "tuple[pagewire.completion.CompletionOutput, ...]",
+    "client.chat([{'role': 'user', 'content': 'a'}], temperature=0).outputs[0].text": "str",
+    "client.chat([[{'role': 'user', 'content': 'a'}]])[0].outputs[0].text": "str",
+    "client.tokenize('a')": "list[int]",
+    "client.tokenize(['a'])": "list[list[int]]",
+    "client.detokenize([1])": "str",
+    "client.detokenize([[1]])": "list[str]",
+    "[out.text for out in client.stream('a', params)]": "list[str]",
+    "llm.generate(['a', 'b'], params)[0].outputs[0].text": "str",
+    "llm.generate([[1], [2]], [params, params])[0].prompt": "str | None",
+    "llm.generate([{'prompt_token_ids': [1]}])[0]['text']": "str | list[int]",
+    "llm.generate(pagewire.TokensPrompt(prompt_token_ids=[1]))[0].num_cached_tokens": "int",
+    "llm.generate('a')[0].outputs[0].token_ids": "list[int]",
+    "pagewire.__version__": "str",
+}
+MISTAKES = {
+    "client.stream('a', max_token=4)": "max_token",
+    "client.complete('a', max_tokens='4')": "No overload variant",
+    "client.complete(['a']).outputs": "outputs",
+    "client.stream(['a'])": "stream",
+    "SamplingParams(max_token=4)": "max_token",
+    "pagewire.Cleint": "Cleint",
+}
+BEGIN = """
+import pagewire
+from pagewire import LLM, Client, SamplingParams
+
+client = Client("127.0.0.1:50051")
+llm = LLM("models/storyteller")
+params = SamplingParams(max_tokens=4)
+"""
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an environment that holds pagewire alone."""
+    folder = tmp_path_factory.mktemp("user")
+    venv.create(folder / "venv", with_pip=False, symlinks=True)
+    (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site_packages / "pagewire").symlink_to(ROOT / "pagewire")
+    return folder
+
+
+def check(user: Path, programs: dict[str, str]) -> str:
+    """What mypy says of some programs, by the names of their files."""
+    for name, program in programs.items():
+        (user / f"{name}.py").write_text(program)
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(user / "cache")]
+    command += ["--python-executable", str(user / "venv" / "bin" / "python"), *(f"{name}.py" for name in programs)]
+    return subprocess.run(command, cwd=user, capture_output=True, text=True, check=False).stdout
+
+
+def examples() -> dict[str, str]:
+    """The Python examples of all documents. One that awaits outside of a function is checked as the body of one."""
+    found = {}
+    for document in DOCUMENTS:
+        for number, block in enumerate(
+            re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+        ):
+            name = f"{document.stem.replace('-', '_').lower()}_{number}"
+            compile(block, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            try:
+                compile(block, name, "exec")
+            except SyntaxError:
+                block = f"async def example() -> None:\n{textwrap.indent(block, '    ')}"
+                # What a reader of such an example has at hand already.
+                if "import" not in block:
+                    block = f"from pagewire import Client, SamplingParams\n\n{block}"
+            found[name] = block
+    return found
+
+
+def test_examples_of_the_documents_are_typed(user: Path) -> None:
+    programs = examples()
+    assert programs
+    assert check(user, programs) == ""
+
+
+def test_types_are_those_that_the_calls_return(user: Path) -> None:
+    lines = check(user, {"uses": BEGIN + "".join(f"reveal_type({use})\n" for use in USES)}).splitlines()
+    revealed = [re.sub(r".*Revealed type is \"(.*)\"", r"\1", line).replace("builtins.", "") for line in lines]
+    assert revealed == list(USES.values())
+
+
+def test_mistakes_are_noticed(user: Path) -> None:
+    lines = check(user, {"mistakes": BEGIN + "".join(f"{mistake}\n" for mistake in MISTAKES)}).splitlines()
+    first = BEGIN.count("\n") + 1
+    for number, (mistake, word) in enumerate(MISTAKES.items(), start=first):
+        said = [line for line in lines if line.startswith(f"mistakes.py:{number}: error: ")]
+        assert word in " ".join(said), mistake
