@@ -67,7 +67,7 @@ __all__ = [
 _MODULES = ("errors", "sampling", "server", "completion", "client", "request_output", "llm")
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     """Imports what is asked for when it is: the command has settings of gRPC to make before that is imported."""
     if name in __all__:
         for module in _MODULES:
@@ -76,6 +76,11 @@ def __getattr__(name: str) -> Any:
                 globals()[name] = found
                 return found
     raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+
+
+# For a type checker, a name that is not listed above is a mistake.
+if not TYPE_CHECKING:
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:
