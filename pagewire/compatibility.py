@@ -35,8 +35,6 @@ _NO_GRAMMAR = "Pagewire has no structured output"
 LLM_OPTIONS: dict[str, Foreign] = {
     "trust_remote_code": Foreign(_NO_CODE),
     "skip_tokenizer_init": Foreign("the tokenizer takes no part in prompts of token ids"),
-    "tokenizer_mode": Foreign("the tokenizer is the checkpoint's tokenizer.json", (None, "auto", "hf", "fast")),
-    "generation_config": Foreign("generate without sampling_params uses the checkpoint's own", (None, "auto")),
     "disable_log_stats": Foreign("statistics are metrics, not log lines", (None, False, True)),
     "disable_log_requests": Foreign("requests are logged with log_requests=True only", (None, False, True)),
     "disable_custom_all_reduce": Foreign("ranks meet over NCCL, or gloo on CPUs", (None, False, True)),
@@ -57,6 +55,8 @@ LLM_OPTIONS: dict[str, Foreign] = {
     "quantization": _refused(
         "weights are read as float32, bfloat16 or float16: give a checkpoint that is not quantised"
     ),
+    "tokenizer_mode": _refused("the tokenizer is the checkpoint's tokenizer.json", "auto", "hf", "fast", "slow"),
+    "generation_config": _refused("give sampling_params: without them the checkpoint's own are used", "auto"),
     "tokenizer": _refused("the tokenizer is the checkpoint's own: put another tokenizer.json into its directory"),
     "tokenizer_revision": _refused(_LOCAL, "main"),
     "revision": _refused(_LOCAL, "main"),
