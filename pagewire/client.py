@@ -12,12 +12,13 @@ from typing import Any, Unpack, overload
 import grpc
 import grpc.aio
 
-from pagewire import wire
+from pagewire import conversation, wire
 from pagewire.attachment import Attachment
 from pagewire.batch import Batch
 from pagewire.channels import Channels
 from pagewire.completion import Completion, CompletionBuilder, Output, Result
-from pagewire.errors import AlreadyExists, InvalidRequest, PagewireError
+from pagewire.conversation import Message
+from pagewire.errors import AlreadyExists, PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.retry import DELAYS_S, Attempts
 from pagewire.sampling import UNSET, SamplingFields, SamplingParams
@@ -31,9 +32,6 @@ MIN_SHARED = 2
 # Of one message of Tokenize and of Detokenize, far below what a server accepts.
 MAX_TOKENIZED_CHARS = 500_000
 MAX_DETOKENIZED_TOKENS = 200_000
-
-# A message is a mapping with a role and a content, as a model's chat template takes it.
-Message = Mapping[str, Any]
 
 
 class Client:
@@ -207,13 +205,7 @@ class Client:
         list of as many. They run at the same time, as many as the server takes; one that fails ends all.
         """
         requests = self._requests(prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant)
-        attempts = Attempts(self._retry_s, timeout)
-        if isinstance(requests, list):
-            return Batch(requests, self._channels.stub, self.url, attempts).run()
-        builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
-        for output in self._stream(requests, attempts):
-            builder.add(output, time.monotonic())
-        return builder.finish(time.monotonic())
+        return self._complete(requests, Attempts(self._retry_s, timeout))
 
     @overload
     async def acomplete(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
@@ -259,14 +251,7 @@ class Client:
     ) -> Completion | list[Completion]:
         """The asynchronous twin of `complete`."""
         requests = self._requests(prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant)
-        attempts = Attempts(self._retry_s, timeout)
-        if isinstance(requests, list):
-            return await self._run_in_thread(Batch(requests, self._channels.stub, self.url, attempts))
-        builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
-        async with contextlib.aclosing(self._generate(requests, attempts)) as outputs:
-            async for output in outputs:
-                builder.add(output, time.monotonic())
-        return builder.finish(time.monotonic())
+        return await self._acomplete(requests, Attempts(self._retry_s, timeout))
 
     @overload
     def chat(
@@ -323,23 +308,21 @@ class Client:
         model's chat template makes of it, or `chat_template` in its place; `template_variables` are passed to it.
         Everything else is as in `complete`. InvalidRequest for a model without a template, and a template that fails.
         """
-        info = self.info()
-        is_one = is_conversation(messages)
-        texts = render(
-            info, [messages] if is_one else messages, chat_template, add_generation_prompt, template_variables
-        )
+        prompts_of = partial(conversation.prompts_of, self.info(), chat_template, add_generation_prompt)
+        is_one = conversation.is_one(messages)
+        texts = prompts_of([messages] if is_one else messages, template_variables)
         prompts = self.tokenize(texts, add_special_tokens=False)
-        completions = self.complete(
-            prompts,
+        requests = self._requests(
+            None if is_one else prompts,
             sampling,
-            request_id=request_id,
-            priority=priority,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            **fields,
+            fields,
+            prompts[0] if is_one else None,
+            request_id,
+            priority,
+            cache_salt,
+            tenant,
         )
-        return completions[0] if is_one else completions
+        return self._complete(requests, Attempts(self._retry_s, timeout))
 
     @overload
     async def achat(
@@ -391,23 +374,21 @@ class Client:
         **fields: Unpack[SamplingFields],
     ) -> Completion | list[Completion]:
         """The asynchronous twin of `chat`."""
-        info = await self.server_info()
-        is_one = is_conversation(messages)
-        texts = render(
-            info, [messages] if is_one else messages, chat_template, add_generation_prompt, template_variables
-        )
+        prompts_of = partial(conversation.prompts_of, await self.server_info(), chat_template, add_generation_prompt)
+        is_one = conversation.is_one(messages)
+        texts = prompts_of([messages] if is_one else messages, template_variables)
         prompts = await self.atokenize(texts, add_special_tokens=False)
-        completions = await self.acomplete(
-            prompts,
+        requests = self._requests(
+            None if is_one else prompts,
             sampling,
-            request_id=request_id,
-            priority=priority,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            **fields,
+            fields,
+            prompts[0] if is_one else None,
+            request_id,
+            priority,
+            cache_salt,
+            tenant,
         )
-        return completions[0] if is_one else completions
+        return await self._acomplete(requests, Attempts(self._retry_s, timeout))
 
     @overload
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...  # type: ignore[overload-overlap]
@@ -613,6 +594,27 @@ class Client:
             for (text, token_ids), chosen in zip(prompts, one_each(sampling, len(prompts)), strict=True)
         ]
 
+    def _complete(
+        self, requests: pb.GenerateRequest | list[pb.GenerateRequest], attempts: Attempts
+    ) -> Completion | list[Completion]:
+        if isinstance(requests, list):
+            return Batch(requests, self._channels.stub, self.url, attempts).run()
+        builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
+        for output in self._stream(requests, attempts):
+            builder.add(output, time.monotonic())
+        return builder.finish(time.monotonic())
+
+    async def _acomplete(
+        self, requests: pb.GenerateRequest | list[pb.GenerateRequest], attempts: Attempts
+    ) -> Completion | list[Completion]:
+        if isinstance(requests, list):
+            return await self._run_in_thread(Batch(requests, self._channels.stub, self.url, attempts))
+        builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
+        async with contextlib.aclosing(self._generate(requests, attempts)) as outputs:
+            async for output in outputs:
+                builder.add(output, time.monotonic())
+        return builder.finish(time.monotonic())
+
     def _stream(self, request: pb.GenerateRequest, attempts: Attempts) -> Generator[Output, None, None]:
         builder = CompletionBuilder(_num_samples(request), attempts.started_at)
         has_begun = False
@@ -734,43 +736,6 @@ def one_each(
 
 def _num_samples(request: pb.GenerateRequest) -> int:
     return max(1, request.sampling.n)
-
-
-def is_conversation(messages: Sequence[Any]) -> bool:
-    """Whether it is one, or a list of them."""
-    return not messages or isinstance(messages[0], Mapping)
-
-
-def render(
-    info: ServerInfo,
-    conversations: Sequence[Any],
-    template: str | None,
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any] | None,
-) -> list[str]:
-    """The prompts that continue some conversations. Raises InvalidRequest."""
-    from pagewire import chat_template  # with Jinja2, which nobody else needs
-
-    template = info.chat_template if template is None else template
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    if template is None:
-        text = f"{info.served_model_name} has no chat template: give chat_template, or a prompt to complete"
-        raise InvalidRequest(text, code=code)
-    if not all(conversations):
-        raise InvalidRequest("a conversation has no messages", code=code)
-    try:
-        return [
-            chat_template.render(
-                template,
-                messages,
-                special_tokens=info.special_tokens,
-                add_generation_prompt=add_generation_prompt,
-                variables=variables,
-            )
-            for messages in conversations
-        ]
-    except chat_template.ChatTemplateError as error:
-        raise InvalidRequest(str(error), code=code) from None
 
 
 def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:

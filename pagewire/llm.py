@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
-from pagewire import installation, wire
+from pagewire import conversation, installation, wire
 from pagewire.batch import Batch
 from pagewire.channels import Channels
-from pagewire.client import Client, Message, is_conversation, one_each, render
+from pagewire.client import Client, one_each
 from pagewire.completion import Completion
+from pagewire.conversation import Message
 from pagewire.errors import StartError, Unavailable
 from pagewire.llm_options import serve_flags
 from pagewire.local_server import LocalServer
@@ -122,9 +123,9 @@ class LLM:
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
-        conversations = [messages] if is_conversation(messages) else messages
+        conversations = [messages] if conversation.is_one(messages) else messages
         info = self.client.info()
-        texts = render(info, conversations, chat_template, add_generation_prompt, chat_template_kwargs)
+        texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, chat_template_kwargs)
         return self._run(texts, [None] * len(texts), sampling_params, use_tqdm, None, add_special_tokens=False)
 
     def get_tokenizer(self) -> Any:

@@ -138,9 +138,10 @@ class LocalServer:
                         self._tell(decoder.decode(data), sys.stderr)
                     elif not self._url.done():
                         out += data.decode(errors="replace")
-                        line, end, _ = out.partition("\n")
-                        if end and line.startswith(READY_PREFIX):
-                            self._url.set_result(line.removeprefix(READY_PREFIX).strip())
+                        # A gateway says that it is ready too.
+                        ready = re.search(rf"^{READY_PREFIX}(grpc://\S+)\n", out, re.MULTILINE)
+                        if ready is not None:
+                            self._url.set_result(ready[1])
         return "" if self._url.done() else out.strip().removeprefix("cannot start: ")
 
     def _tell(self, text: str, file: IO[str] | None) -> None:

@@ -16,7 +16,8 @@ class Progress:
     def __init__(self, total: int, file: IO[str] | None = None, now: Callable[[], float] = time.monotonic) -> None:
         """`total` counts the requests. `file` is standard error by default."""
         self._total = total
-        self._file = sys.stderr if file is None else file
+        # Programs without a console have no standard error.
+        self._file: IO[str] | None = sys.stderr if file is None else file
         self._now = now
         self._is_terminal = self._file is not None and self._file.isatty()
         self._started_at = self._said_at = now()
@@ -33,17 +34,17 @@ class Progress:
     def close(self) -> None:
         """On a terminal the last line stays."""
         if self._is_terminal and self._total:
-            self._say()
-            self._file.write("\n")
-            self._file.flush()
+            self._say(end="\n")
 
-    def _say(self) -> None:
+    def _say(self, end: str = "") -> None:
+        if self._file is None:
+            return
         self._said_at = self._now()
         elapsed_s = max(self._said_at - self._started_at, 1e-6)
         rate = self._num_tokens / elapsed_s
         text = f"{self._num_done}/{self._total} requests, {elapsed_s:.1f} s, {rate:.1f} output tokens/s"
         # The rest of a longer line before it is cleared.
-        self._file.write(f"\r{text}\x1b[K" if self._is_terminal else f"{text}\n")
+        self._file.write(f"\r{text}\x1b[K{end}" if self._is_terminal else f"{text}\n")
         self._file.flush()
 
 

@@ -47,6 +47,12 @@ async def test_a_chat_is_its_rendered_prompt_with_special_tokens_once(chatty: Pa
         bare = await client.achat([HELLO], sampling, add_generation_prompt=False, template_variables={"mood": "!"})
         token_ids = tokenizer.encode("<end>[user]hello<end>!", add_special_tokens=False).ids
         assert bare.usage.prompt_tokens == len(token_ids)
+        named = await client.achat([HELLO], sampling, request_id="mine", timeout=60)
+        assert (named.request_id, answer_of(named)) == ("mine", expected)
+        named = await asyncio.to_thread(client.chat, [HELLO], sampling, request_id="mine", max_tokens=3)
+        assert (named.request_id, len(named.outputs[0].token_ids)) == ("mine", 3)
+        with pytest.raises(TypeError, match="belong to one prompt"):
+            await client.achat([[HELLO]], sampling, request_id="mine")
         own = await client.achat([HELLO], sampling, chat_template="{{ messages[0].content }}")
         assert own.usage.prompt_tokens == len(tokenizer.encode("hello", add_special_tokens=False).ids)
 

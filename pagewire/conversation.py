@@ -1,0 +1,52 @@
+"""Conversations as a model is asked about them: lists of messages in, prompts out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+
+from pagewire.errors import InvalidRequest
+from pagewire.server import ServerInfo
+
+# A message is a mapping with a role and a content, as a model's chat template takes it.
+Message = Mapping[str, Any]
+
+
+def is_one(messages: Sequence[Any]) -> bool:
+    """Whether it is a conversation, or a list of them."""
+    return not messages or isinstance(messages[0], Mapping)
+
+
+def prompts_of(
+    info: ServerInfo,
+    template: str | None,
+    add_generation_prompt: bool,
+    conversations: Sequence[Any],
+    variables: Mapping[str, Any] | None,
+) -> list[str]:
+    """The prompts that continue some conversations, special tokens included, made by the served model's template or by
+    another. `variables` are passed to it. Raises InvalidRequest."""
+    from pagewire import chat_template  # with Jinja2, which nobody else needs
+
+    template = info.chat_template if template is None else template
+    if template is None:
+        raise _invalid(f"{info.served_model_name} has no chat template: give chat_template, or a prompt to complete")
+    if not all(conversations):
+        raise _invalid("a conversation has no messages")
+    try:
+        return [
+            chat_template.render(
+                template,
+                messages,
+                special_tokens=info.special_tokens,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+            )
+            for messages in conversations
+        ]
+    except chat_template.ChatTemplateError as error:
+        raise _invalid(str(error)) from None
+
+
+def _invalid(text: str) -> InvalidRequest:
+    return InvalidRequest(text, code=grpc.StatusCode.INVALID_ARGUMENT)
