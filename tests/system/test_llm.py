@@ -265,11 +265,19 @@ def test_a_killed_program_leaves_no_services(number: signal.Signals) -> None:
 
 def test_ctrl_c_ends_the_requests_and_nothing_else() -> None:
     program = """
-import threading
-threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+import asyncio, threading
+async def interrupt():
+    while not (await llm.client.loads()).num_running:
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+async def wait_until_idle():
+    while (await llm.client.loads()).num_running:
+        await asyncio.sleep(0.01)
 try:
+    threading.Thread(target=lambda: asyncio.run(interrupt())).start()
     llm.generate(['Once'] * 500, long, use_tqdm=False)
 except KeyboardInterrupt:
+    asyncio.run(wait_until_idle())
     print("interrupted", len(llm.generate('Once')), flush=True)
 raise KeyboardInterrupt
 """
