@@ -27,7 +27,6 @@ def _refused(text: str, *harmless: object) -> Foreign:
 
 
 _NO_CODE = "Pagewire runs no code of checkpoints, and needs none for the architectures it knows"
-_LOCAL = "download that revision and give its directory"
 _ONE_MODEL = "Pagewire serves one model as it is"
 _TEXT_ONLY = "Pagewire generates text from text"
 _NO_GRAMMAR = "Pagewire has no structured output"
@@ -58,8 +57,7 @@ LLM_OPTIONS: dict[str, Foreign] = {
     "tokenizer_mode": _refused("the tokenizer is the checkpoint's tokenizer.json", "auto", "hf", "fast", "slow"),
     "generation_config": _refused("give sampling_params: without them the checkpoint's own are used", "auto"),
     "tokenizer": _refused("the tokenizer is the checkpoint's own: put another tokenizer.json into its directory"),
-    "tokenizer_revision": _refused(_LOCAL, "main"),
-    "revision": _refused(_LOCAL, "main"),
+    "tokenizer_revision": _refused("the tokenizer is the checkpoint's own, of its revision", "main"),
     "code_revision": _refused(_NO_CODE, "main"),
     "download_dir": _refused("set the variable HF_HOME, or give the checkpoint's directory"),
     "hf_token": _refused("set the variable HF_TOKEN"),

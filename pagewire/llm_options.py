@@ -15,7 +15,7 @@ def _without_prefix(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-# Theirs that become options of ours: what each value asks for, by our names.
+# What each value of an option of theirs asks for, by our names.
 MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "kvcache_block_size": lambda value: {"block_size": value},
     "num_kvcache_blocks": lambda value: {} if value == -1 else {"num_device_blocks": value},
@@ -24,6 +24,10 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "enforce_eager": lambda value: {"max_graph_batch_size": 0} if value else {},
     "scheduling_policy": lambda value: {"policy": value},
     "preemption_mode": lambda value: {"preemption": value},
+    # A number is in GiB.
+    "swap_space": lambda value: (
+        {"swap_space": value if isinstance(value, str) else f"{value}GiB"} if value else {"num_host_blocks": 0}
+    ),
     "enable_log_requests": lambda value: {"log_requests": value},
 }
 # Ours under the same name, where theirs has other values too.
@@ -33,8 +37,6 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
     "load_format": lambda value: "auto" if value == "safetensors" else value,
     "attention_backend": lambda value: value.lower() if isinstance(value, str) else value,
     "served_model_name": lambda value: value[0] if isinstance(value, list) and value else value,
-    # In GiB, where it is a number.
-    "swap_space": lambda value: value if isinstance(value, str) else f"{value}GiB" if value else None,
 }
 
 
@@ -43,7 +45,9 @@ def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
 
     Raises TypeError for a name that nobody knows, ValueError for what cannot be.
     """
-    known = _options_of_serve()
+    from pagewire.services import serve_options
+
+    known = serve_options().keys() - {"model"}
     wanted: dict[str, Any] = {}
     for name, value in given.items():
         if name in MAPPED:
@@ -57,17 +61,6 @@ def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
             near = difflib.get_close_matches(name, [*known, *MAPPED, *LLM_OPTIONS], n=1)
             raise TypeError(f"LLM has no option {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
     return [_flag(name, value) for name, value in wanted.items() if value is not None]
-
-
-def _options_of_serve() -> frozenset[str]:
-    """The names of all options that `pagewire serve` takes, but for the model."""
-    from pagewire import logs, options, services
-    from pagewire.gateway import GatewayConfig
-    from scheduler_service.config import SchedulerConfig
-    from worker_service.config import WorkerConfig
-
-    configs = (SchedulerConfig, WorkerConfig, GatewayConfig, logs.LogConfig)
-    return frozenset(options.options_of(*configs, without=("model", *services.LINK_OPTIONS)))
 
 
 def _flag(name: str, value: Any) -> str:

@@ -43,8 +43,7 @@ def serve(arguments: Sequence[str]) -> int:
     from worker_service.config import WorkerConfig
 
     description = "Serve a model: a scheduler and its worker on this machine."
-    configs = (SchedulerConfig, WorkerConfig, GatewayConfig, ModelSourceConfig, logs.LogConfig)
-    known = options.options_of(*configs, without=LINK_OPTIONS)
+    known = serve_options()
     own = "`pagewire serve` connects the scheduler and the worker that it starts by itself"
     explained = {"--" + name.replace("_", "-"): own for name in LINK_OPTIONS}
     parser = _parser("serve", description, known, explained)
@@ -74,6 +73,15 @@ def serve(arguments: Sequence[str]) -> int:
         return Supervisor(command, environ, name="gateway", on_ready=_announce)
 
     return asyncio.run(_run(scheduler_config, workers, gateway_of if gateway_config.gateway else None))
+
+
+def serve_options() -> dict[str, options.Option]:
+    """Everything that `pagewire serve` takes, by name."""
+    from scheduler_service.config import SchedulerConfig
+    from worker_service.config import WorkerConfig
+
+    configs = (SchedulerConfig, WorkerConfig, GatewayConfig, ModelSourceConfig, logs.LogConfig)
+    return options.options_of(*configs, without=LINK_OPTIONS)
 
 
 def _exit_with_parent() -> None:

@@ -106,7 +106,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert printed.stdout == ""
     assert "Traceback" not in printed.stderr
     assert "none ended with exit code" in printed.stderr.splitlines()[-1]
-    assert "that is not a directory" in printed.stderr.splitlines()[-1]
+    assert "there is no directory" in printed.stderr.splitlines()[-1]
 
 
 def test_a_gateway_over_http(tmp_path: Path) -> None:

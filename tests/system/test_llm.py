@@ -302,7 +302,7 @@ def test_services_that_are_gone_are_said_to_be() -> None:
 def test_a_model_that_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(pagewire.StartError) as caught:
         LLM(tmp_path / "none")
-    assert "that is not a directory" in str(caught.value)
+    assert "there is no directory" in str(caught.value)
     assert "\n" not in str(caught.value)
     with pytest.raises(pagewire.StartError, match=r"--dtype.*'float17'.*float32") as caught:
         LLM(MODEL, dtype="float17")
