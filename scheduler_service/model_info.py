@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 # The keys under which the families of models give their greatest length.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+_MAX_SIZE = 1 << 24  # of a vocabulary and of a length: far above any model there is
+_MAX_SHOWN = 100  # characters of a value in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,15 @@ def read_model_info(directory: str) -> ModelInfo:
     digest = hashlib.sha256((path / "config.json").read_bytes())
     if has_tokenizer:
         digest.update(tokenizer_path.read_bytes())
-    eos = generation.get("eos_token_id")
     return ModelInfo(
         name=path.resolve().name,
         directory=path.resolve(),
-        model_type=str(config.get("model_type") or ""),
-        architectures=tuple(map(str, config.get("architectures") or ())),
+        model_type=_text(config, "model_type", path),
+        architectures=_names(config, "architectures", path),
         digest=digest.digest(),
         vocab_size=_positive(config, ("vocab_size",), path),
         max_model_len=_positive(config, _LENGTH_KEYS, path),
-        eos_token_ids=_token_ids(config.get("eos_token_id") if eos is None else eos, path),
+        eos_token_ids=_end_token_ids(config, generation, path),
         bos_token_id=_token_id(config, "bos_token_id"),
         pad_token_id=_token_id(config, "pad_token_id"),
         sampling_defaults=_sampling_defaults(generation, path),
@@ -85,46 +85,76 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, but must hold an object")
     return content
 
 
-def _positive(config: dict[str, Any], keys: tuple[str, ...], path: Path) -> int:
-    value = next((config[key] for key in keys if config.get(key) is not None), None)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{path / 'config.json'}: {' or '.join(keys)} is {value!r}, but must be a positive integer")
+def _error(file: Path, key: str, value: Any, expected: str) -> ValueError:
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+    return ValueError(f"{file}: {key} is {shown}, but must be {expected}")
+
+
+def _is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text(config: dict[str, Any], key: str, path: Path) -> str:
+    value = config.get(key) or ""
+    if not isinstance(value, str):
+        raise _error(path / "config.json", key, value, "a text")
     return value
 
 
-def _token_ids(value: Any, path: Path) -> tuple[int, ...]:
+def _names(config: dict[str, Any], key: str, path: Path) -> tuple[str, ...]:
+    value = config.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise _error(path / "config.json", key, value, "a list of names")
+    return tuple(value)
+
+
+def _positive(config: dict[str, Any], keys: tuple[str, ...], path: Path) -> int:
+    value = next((config[key] for key in keys if config.get(key) is not None), None)
+    if not _is_whole(value) or not 1 <= value <= _MAX_SIZE:
+        raise _error(path / "config.json", " or ".join(keys), value, f"a whole number from 1 to {_MAX_SIZE}")
+    return value
+
+
+def _end_token_ids(config: dict[str, Any], generation: dict[str, Any], path: Path) -> tuple[int, ...]:
+    """generation_config.json's, else config.json's."""
+    key, file, value = "eos_token_id", path / "generation_config.json", generation.get("eos_token_id")
+    if value is None:
+        file, value = path / "config.json", config.get(key)
     token_ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in token_ids):
-        raise ValueError(f"{path}: eos_token_id is {value!r}, but must be a token id or a list of them")
+    if not all(_is_whole(token_id) and 0 <= token_id < 2**31 for token_id in token_ids):
+        raise _error(file, key, value, f"a token id from 0 to {2**31 - 1} or a list of them")
     return tuple(sorted(set(token_ids)))
 
 
 def _token_id(config: dict[str, Any], key: str) -> int | None:
     """None too for what nobody here would use it for anyway: it is only told on."""
     value = config.get(key)
-    return value if isinstance(value, int) and 0 <= value < 2**31 else None
+    return value if _is_whole(value) and 0 <= value < 2**31 else None
 
 
 def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaults:
-    ranges = {
-        "temperature": lambda value: 0 <= value <= 100,
-        "top_p": lambda value: 0 < value <= 1,
-        "top_k": lambda value: isinstance(value, int) and 0 <= value < 2**32,
-        "min_p": lambda value: 0 <= value <= 1,
-        "repetition_penalty": lambda value: 0 < value <= 100,
+    ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "temperature": (lambda value: 0 <= value <= 100, "a number from 0 to 100"),
+        "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+        "top_k": (lambda value: _is_whole(value) and 0 <= value < 2**32, f"a whole number from 0 to {2**32 - 1}"),
+        "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+        "repetition_penalty": (lambda value: 0 < value <= 100, "a number above 0 and at most 100"),
     }
     values: dict[str, Any] = {}
-    for key, is_valid in ranges.items():
+    for key, (is_valid, expected) in ranges.items():
         value = generation.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or not is_valid(value):
-            raise ValueError(f"{path / 'generation_config.json'}: {key} is {value!r}, which is out of range")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_valid(value):
+            raise _error(path / "generation_config.json", key, value, expected)
         values[key] = value
     return SamplingDefaults(**values)
 

@@ -19,7 +19,7 @@ from worker_service.cache_engine import (
     log_host_size,
     log_size,
 )
-from worker_service.checkpoint import model_digest
+from worker_service.checkpoint_files import model_digest
 from worker_service.config import WorkerConfig, parse_memory
 from worker_service.cpu_decoder import fused
 from worker_service.cuda_device import CudaDevice
@@ -38,8 +38,9 @@ from worker_service.device_sampler import create_sampler
 from worker_service.engine import LoadedWorker
 from worker_service.memory_profile import CudaMeter, measure_memory
 from worker_service.model_runner import Model, ModelRunner
-from worker_service.models import ModelConfig, load_model
 from worker_service.models.communicator import Communicator, SingleRank
+from worker_service.models.config import ModelConfig
+from worker_service.models.loading import load_model
 from worker_service.models.shard import Shard
 from worker_service.moves import num_staging_blocks
 from worker_service.operations import create_operations

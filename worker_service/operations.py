@@ -61,6 +61,12 @@ class CpuOperations:
             return CpuProduct(self.kernels, weight, bias)
         return TorchOperations().prepare_product(weight, bias, computed)
 
+    def packs(self, computed: torch.dtype, device: torch.device) -> bool:
+        return computed == torch.float32 or TorchOperations().packs(computed, device)
+
+    def takes_rows(self, computed: torch.dtype) -> bool:
+        return computed == torch.float32
+
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
         return attend(layer, *self.kernels.norm_rope(heads, *turn))
 

@@ -128,7 +128,7 @@ class _Server:
     def _load(self) -> LoadedWorker:
         """Runs on the engine's thread: torch is imported there too, and only there it is called."""
         limit_spinning(os.environ)
-        from worker_service.checkpoint import CheckpointError
+        from worker_service.checkpoint_files import CheckpointError
         from worker_service.loader import load_worker
 
         try:

@@ -40,6 +40,12 @@ class TritonOperations:
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         return self._products.prepare_product(weight, bias, computed)
 
+    def packs(self, computed: torch.dtype, device: torch.device) -> bool:
+        return self._products.packs(computed, device)
+
+    def takes_rows(self, computed: torch.dtype) -> bool:
+        return False
+
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
         """Where attention lets it, one launch turns the heads and writes keys and values to the cache."""
         if not isinstance(attend, CachedAttend):

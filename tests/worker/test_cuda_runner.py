@@ -34,8 +34,9 @@ from worker_service.decode_graphs import graph_sizes
 from worker_service.device_sampler import REFERENCE, SampledTokens, Sampler, SamplingColumns
 from worker_service.engine import Engine, EngineSession, LaunchedStep, LoadedWorker, Outcome
 from worker_service.model_runner import ModelRunner
-from worker_service.models import ModelConfig, load_model
 from worker_service.models.communicator import SingleRank
+from worker_service.models.config import ModelConfig
+from worker_service.models.loading import load_model
 from worker_service.sequence_table import TableLimits
 from worker_service.session import ProtocolError
 from worker_service.step import Candidates, Logprobs, Ready, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult

@@ -10,13 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
-from worker_service import models
 from worker_service.attention import AttentionBatch, create_backend
-from worker_service.checkpoint import CheckpointError
+from worker_service.checkpoint_files import CheckpointError
 from worker_service.cpu_decoder import CpuDecoder, fused
 from worker_service.loader import attention_shape
-from worker_service.models import ModelConfig
-from worker_service.models.config import parse_config
+from worker_service.models import loading
+from worker_service.models.config import ModelConfig, parse_config
 from worker_service.models.linear import Linear
 from worker_service.operations import create_operations
 
@@ -81,7 +80,7 @@ def use_kernels(monkeypatch, mode):
 @pytest.fixture
 def load_model(path_of_model):
     def load(path, *, dtype, **options):
-        model = models.load_model(path, dtype=dtype, operations=create_operations(CPU), **options)
+        model = loading.load_model(path, dtype=dtype, operations=create_operations(CPU), **options)
         return fused(model, dtype, create_attention(model.config)) if path_of_model == "fused" else model
 
     return load
@@ -191,7 +190,7 @@ def test_head_in_the_checkpoint_counts_even_if_config_ties_it(load_model, tmp_pa
 def test_weights_are_not_held_twice(tmp_path, monkeypatch, mode):
     use_kernels(monkeypatch, mode)
     path = make_checkpoint(tmp_path, "llama", seed=16, **TIED)
-    model = models.load_model(path, dtype=torch.float32, device=CPU, operations=create_operations(CPU))
+    model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=create_operations(CPU))
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 9
     assert all(linear.weight is None for linear in linears)
@@ -205,7 +204,7 @@ def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch,
     use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "qwen3", seed=19, dtype=held, tie_word_embeddings=tied)
     operations = create_operations(CPU)
-    model = models.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
+    model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
     dtypes = {module.product.packed.panels.dtype for module in model.modules() if isinstance(module, Linear)}
     assert dtypes == {getattr(torch, held)}
     actual = compute_logits(fused(model, torch.float32, create_attention(model.config)), random_tokens())
@@ -220,7 +219,7 @@ def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
         ("qwen3", torch.float32, True), ("qwen3", torch.bfloat16, False), ("gpt2", torch.float32, False),
     ]:  # fmt: skip
         path = make_checkpoint(tmp_path / f"{family}-{dtype}", family, seed=22)
-        model = models.load_model(path, dtype=dtype, device=CPU, operations=operations)
+        model = loading.load_model(path, dtype=dtype, device=CPU, operations=operations)
         assert isinstance(fused(model, dtype, create_attention(model.config)), CpuDecoder) == expected
         assert fused(model, dtype, create_attention(model.config, "torch")) is model
 
@@ -306,32 +305,32 @@ def test_positions_served(tmp_path):
     ("family", "fields", "message"),
     [
         ("llama", {"architectures": ["MixtralForCausalLM"]}, r"architecture MixtralForCausalLM is not supported; .*Ll"),
-        ("llama", {"architectures": None}, r"architecture none \(model_type 'llama'\) is not supported"),
+        ("llama", {"architectures": None}, r'architecture none \(model_type "llama"\) is not supported'),
         ("llama", {"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, r"own code \(auto_map\).*supported: GP"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is gptq, but must be unset"),
-        ("llama", {"use_sliding_window": True}, r"use_sliding_window is True, but must be false for LlamaForCausalLM"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types is sliding_attention"),
-        ("qwen3", {"layer_types": ["full_attention"]}, r"layer_types is a list of 1, but must be as long as .*, 2"),
-        ("qwen2", {**WINDOWED, "layer_types": ["chunked_attention", ""]}, r"chunked_attention, .* or sliding_att"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, r'quantization_config is "gptq", but must be uns'),
+        ("llama", {"use_sliding_window": True}, r"use_sliding_window is true, but must be false for LlamaForCausalLM"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r'layer_types is "sliding_attention"'),
+        ("qwen3", {"layer_types": ["full_attention"]}, r"layer_types is .*, but must be a list as long as .*, 2"),
+        ("qwen2", {**WINDOWED, "layer_types": ["chunked_attention", ""]}, r'"chunked_attention", .* or sliding_att'),
         ("qwen2", {**WINDOWED, "layer_types": None, "max_window_layers": -1}, r"max_window_layers is -1"),
         ("qwen2", {**WINDOWED, "sliding_window": 0}, r"sliding_window is 0, but must be a whole number"),
-        ("mistral", {"sliding_window": "wide"}, r"sliding_window is wide, but must be a whole number from 1"),
+        ("mistral", {"sliding_window": "wide"}, r'sliding_window is "wide", but must be a whole number from 1'),
         ("mistral", {"layer_types": ["sliding_attention"] * 2}, r"layer_types is .*, but must be unset"),
-        ("llama", rope("longrope", factor=2.0), r"rope_type is longrope, but must be one of default, linear"),
-        ("llama", rope("linear"), r"factor is None, but must be a number above 0"),
+        ("llama", rope("longrope", factor=2.0), r'rope_type is "longrope", but must be one of default, linear'),
+        ("llama", rope("linear"), r"has no factor, a number from 1e-30 to"),
         ("llama", rope("default", partial_rotary_factor=0.5), r"partial_rotary_factor"),
-        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, r"one set per layer type"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, r"full_attention is .* one set of par"),
         ("llama", {"hidden_size": None}, r"has no hidden_size"),
-        ("llama", {"num_hidden_layers": "2"}, r"num_hidden_layers is 2, but must be a whole number from 1"),
+        ("llama", {"num_hidden_layers": "2"}, r'num_hidden_layers is "2", but must be a whole number from 1 to 4096'),
         ("llama", {"num_key_value_heads": 3}, r"num_key_value_heads is 3, but must be a divisor of 4"),
-        ("llama", {"rms_norm_eps": "small"}, r"rms_norm_eps is small, but must be a number above 0"),
-        ("llama", rope("default", theta="big"), r"rope_theta is big, but must be a number above 0"),
+        ("llama", {"rms_norm_eps": "small"}, r'rms_norm_eps is "small", but must be a number from 1e-30 to'),
+        ("llama", rope("default", theta="big"), r'rope_theta is "big", but must be a number from 1e-30 to'),
         ("llama", {"head_dim": 15}, r"head_dim is 15, but must be even"),
-        ("llama", {"hidden_act": "relu"}, r"hidden_act is relu, but must be one of silu"),
-        ("llama", {"dtype": "float8_e4m3fn"}, r"dtype is float8_e4m3fn"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is True, but must be"),
-        ("gpt2", {"activation_function": "relu"}, r"activation_function is relu, but must be one of gelu"),
-        ("gpt2", {"n_embd": 65}, r"hidden size is 65, but must be a multiple of 4"),
+        ("llama", {"hidden_act": "relu"}, r'hidden_act is "relu", but must be one of silu'),
+        ("llama", {"dtype": "float8_e4m3fn"}, r'dtype is "float8_e4m3fn"'),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is true, but must be f"),
+        ("gpt2", {"activation_function": "relu"}, r'activation_function is "relu", but must be one of gelu'),
+        ("gpt2", {"n_embd": 65}, r"n_embd is 65, but must be a multiple of 4"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(tmp_path, family, fields, message):

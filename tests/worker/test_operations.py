@@ -12,7 +12,7 @@ from tests.worker.checkpoints import make_checkpoint
 choose_device()
 
 from worker_service.attention import AttentionShape, create_backend  # noqa: E402
-from worker_service.models import ModelConfig  # noqa: E402
+from worker_service.models.config import ModelConfig  # noqa: E402
 from worker_service.models.operations import TorchOperations  # noqa: E402
 from worker_service.operations import create_operations  # noqa: E402
 from worker_service.triton_operations import TritonOperations  # noqa: E402

@@ -19,8 +19,9 @@ from worker_service.cache_engine import CacheEngine, CacheShape
 from worker_service.cuda_runner import CudaRunner
 from worker_service.device_error import is_fatal, is_out_of_memory
 from worker_service.model_runner import ModelRunner
-from worker_service.models import ModelConfig, load_model
 from worker_service.models.communicator import SingleRank
+from worker_service.models.config import ModelConfig
+from worker_service.models.loading import load_model
 from worker_service.sequence_table import TableLimits, WorkingRows
 from worker_service.step import RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 from worker_service.step_parts import run_in_parts

@@ -17,8 +17,8 @@ from tests.worker.test_models import (
     transformers_logits,
     use_kernels,
 )
-from worker_service.models import load_model
 from worker_service.models.linear import Linear
+from worker_service.models.loading import load_model
 from worker_service.models.operations import TorchOperations
 from worker_service.operations import create_operations
 

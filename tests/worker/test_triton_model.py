@@ -24,8 +24,9 @@ from worker_service.cuda_runner import CudaRunner  # noqa: E402
 from worker_service.device_sampler import create_sampler  # noqa: E402
 from worker_service.loader import attention_shape  # noqa: E402
 from worker_service.model_runner import ModelRunner  # noqa: E402
-from worker_service.models import ModelConfig, load_model  # noqa: E402
 from worker_service.models.communicator import SingleRank  # noqa: E402
+from worker_service.models.config import ModelConfig  # noqa: E402
+from worker_service.models.loading import load_model  # noqa: E402
 from worker_service.models.operations import HeadTurn, TorchOperations  # noqa: E402
 from worker_service.sequence_table import TableLimits  # noqa: E402
 from worker_service.triton_operations import TritonOperations  # noqa: E402

@@ -1,7 +1,4 @@
-"""Models: checkpoints to hidden states to logits. They know nothing of paging."""
+"""Models: checkpoints to hidden states to logits. They know nothing of paging.
 
-from worker_service.models.config import ModelConfig
-from worker_service.models.loading import load_model
-from worker_service.models.model import Attend, Model
-
-__all__ = ["Attend", "Model", "ModelConfig", "load_model"]
+What `config` and `shard` say of a model takes no torch, which is why nothing is imported here.
+"""

@@ -8,15 +8,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from worker_service.checkpoint import CONFIG_FILE, CheckpointError, read_json
+from worker_service.checkpoint_files import CONFIG_FILE, CheckpointError, read_json, shown
 
 ARCHITECTURES = ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 WINDOWED = ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # may have a sliding window
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
 DTYPES = ("float32", "bfloat16", "float16")
+# Far above any model there is: what lies beyond is a mistake, and would be built before memory says so.
+MAX_LAYERS = 1 << 12
+MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positions of a sequence
+_NUMBERS = (1e-30, 1e30)  # whose powers and products are finite in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,9 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 
 def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     hidden_size, num_heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    num_layers = _positive(config, "num_hidden_layers")
+    num_layers = _positive(config, "num_hidden_layers", limit=MAX_LAYERS)
     # Mistral's layers have no biases, whatever its config.json says.
-    attention_bias = architecture != "MistralForCausalLM" and bool(config.get("attention_bias", False))
+    attention_bias = architecture != "MistralForCausalLM" and _flag(config, "attention_bias", False)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     rope, max_position_embeddings = _parse_rope(config, _positive(config, "max_position_embeddings"))
     return ModelConfig(
@@ -103,16 +107,16 @@ def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         intermediate_size=_positive(config, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=_positive(config, "num_key_value_heads", num_heads),
-        head_dim=_positive(config, "head_dim", _head_dim(hidden_size, num_heads)),
+        head_dim=_head_dim(config, hidden_size, num_heads),
         vocab_size=_positive(config, "vocab_size"),
         max_position_embeddings=max_position_embeddings,
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         activation=_choice(config, "hidden_act", "silu", ("silu",)),
         rope=rope,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", False),
         qkv_bias=is_qwen2 or attention_bias,
         output_bias=attention_bias and not is_qwen2,
-        mlp_bias=architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
+        mlp_bias=architecture == "LlamaForCausalLM" and _flag(config, "mlp_bias", False),
         qk_norm=architecture == "Qwen3ForCausalLM",
         windows=_parse_windows(config, architecture, num_layers),
         dtype=_dtype(config),
@@ -126,9 +130,9 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelConfig:
         ("add_cross_attention", False),
     ):
         if config.get(key, expected) is not expected:
-            raise _error(key, config[key], f"{expected}")
+            raise _error(key, config[key], shown(expected))
     hidden_size, num_heads = _positive(config, "n_embd"), _positive(config, "n_head")
-    num_layers = _positive(config, "n_layer")
+    num_layers = _positive(config, "n_layer", limit=MAX_LAYERS)
     return ModelConfig(
         architecture="GPT2LMHeadModel",
         num_layers=num_layers,
@@ -136,13 +140,13 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=_positive(config, "n_inner", 4 * hidden_size),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=_head_dim(hidden_size, num_heads),
+        head_dim=_split_evenly("n_embd", hidden_size, num_heads),
         vocab_size=_positive(config, "vocab_size"),
         max_position_embeddings=_positive(config, "n_positions"),
         norm_eps=_number(config, "layer_norm_epsilon", 1e-5),
         activation=_choice(config, "activation_function", "gelu_new", GELUS),
         rope=None,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", True),
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
@@ -159,17 +163,17 @@ def _parse_windows(config: Mapping[str, Any], architecture: str, num_layers: int
         if layer_types:
             raise _error("layer_types", layer_types, "unset: every layer of this architecture is of one type")
         return (_sliding_window(config),) * num_layers
-    window = _sliding_window(config) if config.get("use_sliding_window") else 0
+    window = _sliding_window(config) if _flag(config, "use_sliding_window", False) else 0
     if not layer_types:
         max_window_layers = config.get("max_window_layers", 28)
-        if not isinstance(max_window_layers, int) or max_window_layers < 0:
+        if not _is_whole(max_window_layers) or max_window_layers < 0:
             raise _error("max_window_layers", max_window_layers, "a whole number from 0")
         return tuple(window if layer >= max_window_layers else 0 for layer in range(num_layers))
-    if len(layer_types) != num_layers:
-        raise _error("layer_types", f"a list of {len(layer_types)}", f"as long as num_hidden_layers, {num_layers}")
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise _error("layer_types", layer_types, f"a list as long as num_hidden_layers, {num_layers}")
     windows = {"full_attention": 0, "sliding_attention": window} if window else {"full_attention": 0}
     for layer_type in layer_types:
-        if layer_type not in windows:
+        if not isinstance(layer_type, str) or layer_type not in windows:
             raise _error("layer_types", layer_type, f"{' or '.join(windows)} throughout")
     return tuple(windows[layer_type] for layer_type in layer_types)
 
@@ -189,25 +193,31 @@ def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> tupl
     # Where transformers 4 left no scaling it wrote null.
     rope = {
         "rope_theta": config.get("rope_theta"),
-        **(config.get("rope_parameters") or config.get("rope_scaling") or {}),
+        **(_object(config, "rope_parameters") or _object(config, "rope_scaling")),
     }
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise _error("rope_parameters", "one set per layer type", "one set for all layers")
+    for key, value in rope.items():
+        if isinstance(value, Mapping):
+            raise _error(f"rope_parameters.{key}", value, "a value: one set of parameters serves all layers")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise _error("rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise _error("partial_rotary_factor", "below 1", "1")
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise _error("partial_rotary_factor", partial, "1")
     theta = _number(rope, "rope_theta", 10_000.0)
     if rope_type == "default":
         return RopeConfig(theta=theta), max_position_embeddings
     factor = _number(rope, "factor")
     if rope_type == "linear":
-        return RopeConfig("linear", theta, factor), int(max_position_embeddings * factor)
-    original = int(_number(rope, "original_max_position_embeddings", max_position_embeddings))
+        return RopeConfig("linear", theta, factor), _stretched(max_position_embeddings, factor)
+    original = _positive(rope, "original_max_position_embeddings", max_position_embeddings)
     if rope_type == "llama3":
         low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+        if high <= low:
+            raise _error("high_freq_factor", high, f"above low_freq_factor, {shown(low)}")
         return RopeConfig("llama3", theta, factor, original, low, high), max_position_embeddings
+    if theta == 1.0:
+        raise _error("rope_theta", theta, "another number than 1 with yarn")
     yarn = RopeConfig(
         "yarn",
         theta,
@@ -216,9 +226,16 @@ def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> tupl
         attention_factor=_yarn_attention_factor(rope, factor),
         beta_fast=_number(rope, "beta_fast", 32.0),
         beta_slow=_number(rope, "beta_slow", 1.0),
-        truncate=bool(rope.get("truncate", True)),
+        truncate=_flag(rope, "truncate", True),
     )
-    return yarn, max(max_position_embeddings, int(original * factor))
+    return yarn, max(max_position_embeddings, _stretched(original, factor))
+
+
+def _stretched(num_positions: int, factor: float) -> int:
+    stretched = int(num_positions * factor)
+    if not 1 <= stretched <= MAX_SIZE:
+        raise _error("factor", factor, f"a number that makes 1 to {MAX_SIZE} of {num_positions} positions")
+    return stretched
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -237,39 +254,65 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 def _architecture(config: Mapping[str, Any]) -> str:
     supported = ", ".join(ARCHITECTURES)
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise _error("architectures", architectures, f"a list of names; supported: {supported}")
     for architecture in architectures:
         if architecture in ARCHITECTURES:
             return architecture
     if config.get("auto_map"):
         raise CheckpointError(f"the model brings its own code (auto_map), which is never run; supported: {supported}")
-    named = ", ".join(architectures) or f"none (model_type {config.get('model_type')!r})"
-    raise CheckpointError(f"architecture {named} is not supported; supported: {supported}")
+    named = ", ".join(architectures) or f"none (model_type {shown(config.get('model_type'))})"
+    raise CheckpointError(f"{CONFIG_FILE}: architecture {named} is not supported; supported: {supported}")
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise _error("quantization_config", method, "unset: take a checkpoint in float32, bfloat16 or float16")
     if architecture not in WINDOWED and config.get("use_sliding_window"):
         raise _error("use_sliding_window", True, f"false for {architecture}")
 
 
-def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _positive(config: Mapping[str, Any], key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise CheckpointError(f"{CONFIG_FILE} has no {key}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _error(key, value, "a whole number from 1")
+        raise CheckpointError(f"{CONFIG_FILE} has no {key}, a whole number from 1 to {limit}")
+    if not _is_whole(value) or not 1 <= value <= limit:
+        raise _error(key, value, f"a whole number from 1 to {limit}")
     return value
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    least, most = _NUMBERS
     value = config.get(key)
     value = default if value is None else value
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise _error(key, value, "a number above 0")
+    if value is None:
+        raise CheckpointError(f"{CONFIG_FILE} has no {key}, a number from {least:g} to {most:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise _error(key, value, f"a number from {least:g} to {most:g}")
     return float(value)
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise _error(key, value, "true or false")
+    return value
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Empty where it is null or missing."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise _error(key, value, "an object")
+    return value or {}
 
 
 def _choice(config: Mapping[str, Any], key: str, default: str, choices: tuple[str, ...]) -> str:
@@ -286,11 +329,17 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return value
 
 
-def _head_dim(hidden_size: int, num_heads: int) -> int:
+def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
+    if config.get("head_dim") is not None:
+        return _positive(config, "head_dim")
+    return _split_evenly("hidden_size", hidden_size, num_heads)
+
+
+def _split_evenly(key: str, hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
-        raise _error("hidden size", hidden_size, f"a multiple of {num_heads} attention heads")
+        raise _error(key, hidden_size, f"a multiple of {num_heads} attention heads")
     return hidden_size // num_heads
 
 
 def _error(key: str, value: object, expected: str) -> CheckpointError:
-    return CheckpointError(f"{CONFIG_FILE}: {key} is {value}, but must be {expected}")
+    return CheckpointError(f"{CONFIG_FILE}: {key} is {shown(value)}, but must be {expected}")

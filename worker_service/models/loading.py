@@ -16,7 +16,7 @@ from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Shard, Split
-from worker_service.models.weights import Progress, Weight, fill_layers, hold_dtypes, load_weights
+from worker_service.models.weights import Progress, Weight, check_weights, fill_layers, hold_dtypes, load_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +66,98 @@ def load_model(
         CheckpointError: the checkpoint is broken or not supported.
         ValueError: the model cannot be shared out among so many ranks.
     """
+    unloaded = prepare_model(
+        path, dtype=dtype, device=device, operations=operations, is_dummy=is_dummy, communicator=communicator
+    )
+    return unloaded.load(progress)
+
+
+def prepare_model(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    operations: Operations | None = None,
+    is_dummy: bool = False,
+    communicator: Communicator | None = None,
+) -> "UnloadedModel":
+    """What `load_model` would load, compared with the headers of the files. See there for arguments and errors."""
     communicator = communicator or SingleRank()
     shard = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size)
-    config = shard.config
     checkpoint: Tensors = DummyTensors() if is_dummy else Checkpoint(path)
-    family = FAMILIES[config.architecture]
+    family = FAMILIES[shard.config.architecture]
     operations = operations or TorchOperations()
     with torch.device("meta"):
-        model = family.model(config, operations, communicator)
+        model = family.model(shard.config, operations, communicator)
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
-    is_tied = config.tie_word_embeddings and "lm_head.weight" not in checkpoint.names
+    is_tied = shard.config.tie_word_embeddings and "lm_head.weight" not in checkpoint.names
     if is_tied:
         model.head.weight = None
     model.to(dtype)
-    table = list(_weights(family, config, checkpoint))
+    table = tuple(_weights(family, shard.config, checkpoint))
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
-    # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a second.
-    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-    load_weights(model, checkpoint, table, family.ignored, progress, shard)
-    if is_tied:
-        model.head.weight = _tied_head(model, shard)
-    _finish(model, dtype, is_tied and shard.size == 1)
-    return model.requires_grad_(False).eval()
+    check_weights(model, checkpoint, table, family.ignored, shard)
+    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of memory that a model takes where it computes."""
+
+    held: int  # once it is loaded
+    peak: int  # the most at any time until then
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedModel:
+    """A model whose weights take no memory yet, and where they are to come from."""
+
+    model: decoder.Decoder | gpt2.GPT2
+    checkpoint: Tensors
+    table: tuple[Weight, ...]
+    shard: Shard
+    dtype: torch.dtype
+    device: torch.device
+    operations: Operations
+    is_tied: bool
+
+    def footprint(self) -> Footprint:
+        """What packs a weight for its product copies it, and lets it go before the next one is packed."""
+        modules = list(self.model.modules())
+        weights = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
+        products = [
+            module.weight.nbytes for module in modules if isinstance(module, Linear) and module.weight is not None
+        ]
+        packs = self.operations.packs(self.dtype, self.device)
+        tied_bytes = self._tied_bytes() if self.is_tied else 0
+        if self.shard.size > 1:  # a part of the embedding, which is packed as any other weight
+            weights += tied_bytes
+            products.append(tied_bytes)
+            tied_bytes = 0
+        held = weights + (tied_bytes if packs and not self.operations.takes_rows(self.dtype) else 0)
+        copies = [*products, tied_bytes] if packs else []
+        tables = [module.working_bytes() for module in modules if isinstance(module, RotaryEmbedding)]
+        return Footprint(
+            held, peak=max(held, weights + max([0, *copies, *(tables if self.device.type == "cpu" else [])]))
+        )
+
+    def _tied_bytes(self) -> int:
+        """Of the head, if it were not the embedding."""
+        weight = self.model.embedding.weight
+        assert weight is not None
+        return sum(self.model.head.out_sizes) * weight.shape[1] * weight.dtype.itemsize
+
+    def load(self, progress: Progress | None = None) -> Model:
+        """`progress` is called after each tensor with (tensors loaded, tensors in all)."""
+        model, shard, device = self.model, self.shard, self.device
+        # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a
+        # second.
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+        load_weights(model, self.checkpoint, self.table, progress, shard)
+        if self.is_tied:
+            model.head.weight = _tied_head(model, shard)
+        _finish(model, self.dtype, self.is_tied and shard.size == 1)
+        return model.requires_grad_(False).eval()
 
 
 def _tied_head(model: decoder.Decoder | gpt2.GPT2, shard: Shard) -> nn.Parameter:

@@ -38,6 +38,12 @@ class Operations(Protocol):
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         """Lays a weight out for its product, of activations and to outputs of the dtype `computed`."""
 
+    def packs(self, computed: torch.dtype, device: torch.device) -> bool:
+        """Whether `prepare_product` makes a copy of a weight on this device, in a layout of its own."""
+
+    def takes_rows(self, computed: torch.dtype) -> bool:
+        """Whether `embedding_of` finds rows in such a copy."""
+
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         """Rows of the weight of a product by their indexes, [T] int64 -> [T, in_size]; None: not from this layout."""
 
@@ -73,10 +79,20 @@ class TorchOperations:
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         assert weight.dtype == computed
-        if not can_pack(weight):
+        if not self.packs(weight.dtype, weight.device):
             return lambda x: F.linear(x, weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_NUM_ROWS)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    def packs(self, computed: torch.dtype, device: torch.device) -> bool:
+        """Where oneDNN computes this dtype natively on this CPU."""
+        if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        is_native_bfloat16 = computed == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return computed == torch.float32 or is_native_bfloat16
+
+    def takes_rows(self, computed: torch.dtype) -> bool:
+        return False
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         return None
@@ -113,11 +129,3 @@ class TorchOperations:
         if key_weight is not None:
             key = self.rms_norm(key, key_weight, eps)
         return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN computes this dtype natively on this CPU."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    is_native_bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or is_native_bfloat16

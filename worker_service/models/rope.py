@@ -26,6 +26,10 @@ class RotaryEmbedding(nn.Module):
         self.cos.copy_(torch.cat([cos, cos], dim=-1))
         self.sin.copy_(torch.cat([-sin, sin], dim=-1))
 
+    def working_bytes(self) -> int:
+        """What `finish_loading` takes for a while: tables in float32, and halves of them."""
+        return 3 * self.cos.numel() * torch.float32.itemsize
+
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[T] -> cosines and sines, [T, head_dim] each."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from worker_service.checkpoint import CheckpointError, Piece, Tensors
+from worker_service.checkpoint import Piece, Tensors
+from worker_service.checkpoint_files import CheckpointError
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.shard import Shard, Split
 
@@ -33,14 +34,30 @@ def load_weights(
     model: nn.Module,
     checkpoint: Tensors,
     table: Iterable[Weight],
-    ignored: str,
     progress: Progress | None,
     shard: Shard,
 ) -> None:
     """Copies every tensor of the checkpoint, or this rank's part of it, to its parameter.
 
     Args:
-        model: its parameters are allocated.
+        model: its parameters are allocated, and `check_weights` has passed it.
+        table: with `{layer}` filled in.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    targets = dict(target for weight in table for target in _targets(model, weight, shard))
+    for num_loaded, (name, pieces) in enumerate(targets.items(), start=1):
+        for piece in pieces:
+            checkpoint.copy(name, piece)
+        if progress is not None:
+            progress(num_loaded, len(targets))
+
+
+def check_weights(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], ignored: str, shard: Shard) -> None:
+    """Compares the checkpoint with a model whose parameters need not be allocated.
+
+    Args:
         table: with `{layer}` filled in.
         ignored: pattern of checkpoint names that hold no weights.
 
@@ -52,11 +69,9 @@ def load_weights(
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise CheckpointError(f"tensor {unknown[0]}{more} in the checkpoint has no place in {type(model).__name__}")
-    for num_loaded, (name, pieces) in enumerate(targets.items(), start=1):
+    for name, pieces in targets.items():
         for piece in pieces:
-            checkpoint.copy(name, piece)
-        if progress is not None:
-            progress(num_loaded, len(targets))
+            checkpoint.check(name, piece)
 
 
 def hold_dtypes(

@@ -1,0 +1,150 @@
+"""What the files of a checkpoint directory say without their weights: JSON, and the headers of safetensors.
+
+Importing this loads no torch, so that a checkpoint can be refused before anything is started that computes.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of an element, by its dtype's name in safetensors
+_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by the format
+_PICKLED = ("*.bin", "*.pt", "*.pth")
+_MAX_SHOWN = 100  # characters of a value
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be served. The text names the file or tensor at fault and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """A tensor as its file describes it."""
+
+    file: str  # name
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+
+
+def shown(value: object) -> str:
+    """A value as JSON has it, cut to a length that a line can hold."""
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        CheckpointError: the file is missing, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; a checkpoint directory must have it") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} cannot be read: it is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def model_digest(path: Path) -> bytes:
+    """SHA-256 over the bytes of config.json and, where there is one, tokenizer.json after it: 32 bytes.
+
+    The scheduler computes the same from its own copy: equal digests mean that both sides speak of the same model.
+    """
+    config = path / CONFIG_FILE
+    if not config.is_file():
+        raise CheckpointError(f"{config} is missing; a checkpoint directory must have it")
+    tokenizer = path / TOKENIZER_FILE
+    digest = hashlib.sha256(config.read_bytes())
+    if tokenizer.is_file():
+        digest.update(tokenizer.read_bytes())
+    return digest.digest()
+
+
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """Every tensor of a checkpoint directory by name.
+
+    Raises:
+        CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
+    """
+    if not (path / INDEX_FILE).is_file():
+        if not (path / SINGLE_FILE).is_file():
+            raise CheckpointError(_without_weights(path))
+        return _read_header(path / SINGLE_FILE)
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path / INDEX_FILE} has no weight_map")
+    found: dict[str, TensorHeader] = {}
+    for file_name in {shown(name): name for name in weight_map.values()}.values():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise CheckpointError(f"{path / INDEX_FILE} names {shown(file_name)}, which is no file beside it")
+        if not (path / file_name).is_file():
+            raise CheckpointError(f"{path / file_name} is missing; {INDEX_FILE} names it")
+        in_file = _read_header(path / file_name)
+        found |= {name: header for name, header in in_file.items() if weight_map.get(name) == file_name}
+    for name, file_name in weight_map.items():
+        if name not in found:
+            raise CheckpointError(f"tensor {name} is not in {path / file_name}, though {INDEX_FILE} says so")
+    return found
+
+
+def _without_weights(path: Path) -> str:
+    pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
+    text = f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if not pickled:
+        return f"{text}; take a checkpoint with safetensors, or convert it"
+    return f"{text}; weights as pickles, such as {pickled[0]}, are never read: convert it to safetensors"
+
+
+def _read_header(file: Path) -> dict[str, TensorHeader]:
+    """The tensors of one file, which is whole: its header says how long it must be."""
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise _broken(file, f"it has {size} bytes, and its header does not fit into them")
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _broken(file, "its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise _broken(file, "its header is not an object")
+    header.pop("__metadata__", None)
+    tensors, end = {}, 0
+    for name, entry in header.items():
+        try:
+            tensors[name], tensor_end = _parse_entry(file.name, entry)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _broken(file, f"its header describes tensor {shown(name)} as {shown(entry)}") from error
+        end = max(end, tensor_end)
+    if size != 8 + length + end:
+        raise _broken(file, f"it has {size} bytes, and its header speaks of {8 + length + end}: it may be cut off")
+    return tensors
+
+
+def _parse_entry(file_name: str, entry: Any) -> tuple[TensorHeader, int]:
+    """A tensor, and where its bytes end. Raises KeyError, TypeError or ValueError if there is no sense in it."""
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError
+    if start > end or (dtype in FLOAT_BYTES and end - start != math.prod(shape) * FLOAT_BYTES[dtype]):
+        raise ValueError
+    return TensorHeader(file_name, dtype, shape), end
+
+
+def _broken(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{file} is not a whole safetensors file: {why}")
