@@ -47,6 +47,12 @@ def lacking(packages: Iterable[Package]) -> list[str]:
     return [phrase for package in packages if (phrase := _complaint(package))]
 
 
+def shortage(packages: Sequence[Package]) -> str | None:
+    """A line on what to install, if there is something to."""
+    phrases = lacking(packages)
+    return _line(phrases, packages) if phrases else None
+
+
 def advice(error: BaseException) -> str | None:
     """A line on what to install, if packages of the base are too old or the missing module is one of ours; else None.
 
@@ -55,13 +61,7 @@ def advice(error: BaseException) -> str | None:
     found = list(BASE)
     if isinstance(error, ModuleNotFoundError):
         found += [package for package in WORKER if package.module == error.name]
-    return complaint(found)
-
-
-def complaint(packages: Sequence[Package]) -> str | None:
-    """A line on what to install, if some of these packages are missing or too old."""
-    phrases = lacking(packages)
-    return _line(phrases, packages) if phrases else None
+    return shortage(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(names) != 1 or names[0] not in SETS:
         print(f"usage: python -m pagewire.installation {'|'.join(SETS)}", file=sys.stderr)
         return 2
-    line = complaint(SETS[names[0]])
-    if line is not None:
+    line = shortage(SETS[names[0]])
+    if line:
         print(f"pagewire: error: {line}", file=sys.stderr)
-    return 0 if line is None else 1
+    return 1 if line else 0
 
 
 def _line(phrases: Sequence[str], packages: Iterable[Package]) -> str:

@@ -61,7 +61,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str], *, seed: int | None = None, **options: Any) -> None:
-        missing = installation.complaint(installation.WORKER)
+        missing = installation.shortage(installation.WORKER)
         if missing is not None:
             raise ImportError(missing)
         self.model = os.fspath(model)

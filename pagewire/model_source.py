@@ -48,6 +48,10 @@ class ModelSourceError(CommandError):
     """MODEL is nothing that can be served. The text says what it is and what to give instead."""
 
 
+class DownloadError(ModelSourceError):
+    """A download that failed. Trying again may help."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSourceConfig:
     revision: str | None = field(
@@ -216,7 +220,7 @@ class _HubModel:
         except ModelSourceError:
             raise
         except Exception as error:  # its HTTP client has errors of its own, by names that change with its version
-            raise ModelSourceError(self._explain(error)) from None
+            raise DownloadError(self._explain(error)) from None
 
     def _download(self) -> Path:
         from huggingface_hub import get_cached_repo_tree

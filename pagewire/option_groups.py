@@ -71,6 +71,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "log_level",
         "log_format",
         "log_requests",
+        "termination_log",
         "metrics_host",
         "metrics_port",
         "otlp_traces_endpoint",

@@ -9,13 +9,22 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from pagewire import logs, options
+from pagewire import installation, logs, options
 from pagewire.gateway import GatewayConfig, gateway_command
-from pagewire.model_source import MISSING, LocatedModel, ModelSourceConfig, locate
+from pagewire.model_source import MISSING, DownloadError, LocatedModel, ModelSourceConfig, ModelSourceError, locate
 from pagewire.option_groups import GROUPS
-from pagewire.supervisor import Supervisor, child_environ, free_port
+from pagewire.supervisor import (
+    EXIT_REFUSED,
+    EXIT_WITH_PARENT,
+    REFUSAL_PREFIX,
+    GivenUp,
+    Supervisor,
+    child_environ,
+    free_port,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +50,7 @@ def serve(arguments: Sequence[str]) -> int:
     _exit_with_parent()
     from scheduler_service.config import SchedulerConfig
     from worker_service.config import WorkerConfig
+    from worker_service.preflight import check_worker
 
     description = "Serve a model: a scheduler and its worker on this machine."
     known = serve_options()
@@ -59,12 +69,16 @@ def serve(arguments: Sequence[str]) -> int:
     found = _locate(resolved, with_weights=True)
     scheduler_config = _at(scheduler_config, found)
     ranks = [_at(rank, found) for rank in ranks]
+    try:
+        check_worker(ranks[0], num_local_ranks=len(ranks))
+    except ValueError as error:
+        return _refuse(str(error))
     inherited = options.options_of(WorkerConfig, ModelSourceConfig, logs.LogConfig)
     variables = [option.variable for option in inherited.values()]
     environ = child_environ(os.environ, [*variables, options.CONFIG_VARIABLE])
     workers = []
     for rank, config in enumerate(ranks):
-        flags = [*options.to_flags(config), *options.to_flags(log_config)]
+        flags = [*options.to_flags(config), *options.to_flags(replace(log_config, termination_log=""))]
         name = "worker" if len(ranks) == 1 else f"worker's rank {rank}"
         workers.append(Supervisor([sys.executable, "-m", "pagewire", "worker", *flags], environ, name=name))
 
@@ -136,7 +150,30 @@ def worker(arguments: Sequence[str]) -> int:
     config = _service_config("worker", description, WorkerConfig, arguments, with_weights=True)
     from worker_service import server
 
-    return server.serve(config)
+    try:
+        return server.serve(config, _refuse)
+    except ValueError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        log.critical("%s", error)
+        return 1
+
+
+def _check_installed() -> None:
+    """Raises ValueError if this Python cannot run a worker."""
+    line = installation.shortage(installation.WORKER)
+    if line:
+        raise ValueError(f"a worker cannot run here: {line}")
+
+
+def _refuse(reason: str) -> int:
+    """Says why this process will never be able to start, once: to whoever watches it, else in the log."""
+    reason = " ".join(reason.split())
+    if EXIT_WITH_PARENT in os.environ:
+        print(f"{REFUSAL_PREFIX}{reason}", flush=True)
+    else:
+        log.critical("%s", reason)
+    return EXIT_REFUSED
 
 
 def _service_config(
@@ -151,9 +188,19 @@ def _service_config(
 
 
 def _locate(resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
-    """The checkpoint directory of MODEL, downloaded if need be."""
+    """The checkpoint directory of MODEL, downloaded if need be; not for a worker that could not run here.
+
+    Raises SystemExit for what will not change by trying again.
+    """
     reads_weights = with_weights and resolved.values["load_format"] != "dummy"
-    return locate(resolved.values["model"], resolved.values["revision"], with_weights=reads_weights)
+    try:
+        if with_weights:
+            _check_installed()
+        return locate(resolved.values["model"], resolved.values["revision"], with_weights=reads_weights)
+    except DownloadError:
+        raise
+    except (ModelSourceError, ValueError) as error:
+        raise SystemExit(_refuse(str(error))) from error
 
 
 def _at(config: Any, found: LocatedModel) -> Any:
@@ -240,18 +287,19 @@ async def _run(config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFa
         await asyncio.wait({serving, *supervising}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             return serving.result()
-        log.error("%s: giving up", next(task.result() for task in supervising if task.done()))
+        given_up = next(task.result() for task in supervising if task.done())
+        log.critical("%s", given_up.reason)
         stop.set()
         stop_now.set()
         await serving
-        return 1
+        return given_up.code
     finally:
         for task in reversed(supervising):
             task.cancel()
             await asyncio.wait({task})
 
 
-async def _run_gateway(gateway_of: GatewayFactory, url: "asyncio.Future[str]") -> str:
+async def _run_gateway(gateway_of: GatewayFactory, url: "asyncio.Future[str]") -> GivenUp:
     return await gateway_of(await url).run()
 
 

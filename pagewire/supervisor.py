@@ -15,6 +15,12 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 READY_PREFIX = "ready on "
+# What a child prints before it ends with `EXIT_REFUSED`, and the reason behind it.
+REFUSAL_PREFIX = "cannot start: "
+# Trying again will not help: EX_CONFIG of sysexits.h, by which systemd too may be told not to restart.
+EXIT_REFUSED = 78
+# The variable by which a child learns the process that it must not outlive.
+EXIT_WITH_PARENT = "PAGEWIRE_EXIT_WITH_PARENT"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Below the ports that Linux gives to outgoing connections: nobody takes the port while the worker restarts, and a
 # client that dials it meanwhile cannot connect to itself.
@@ -34,13 +40,16 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a run of the worker ended. `code` is negative for a signal."""
+    """How a run of the worker ended. `code` is negative for a signal; `refusal` says why it cannot start, if so."""
 
     code: int
     was_ready: bool
     ran_s: float
+    refusal: str = ""
 
     def __str__(self) -> str:
+        if self.refusal:
+            return self.refusal
         return f"signal {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
 
 
@@ -56,6 +65,8 @@ class Restarts:
     def delay_after(self, ended: Exit) -> float | None:
         """Seconds to wait before the next start, or None: give up, the worker has never come up and says why not."""
         self._ever_ready |= ended.was_ready
+        if ended.code == EXIT_REFUSED and not self._ever_ready:
+            return None
         failed = ended.code > 0 and not self._ever_ready
         self._num_failed_starts = self._num_failed_starts + 1 if failed else 0
         if self._num_failed_starts >= self._policy.max_failed_starts:
@@ -65,6 +76,14 @@ class Restarts:
         delay_s = self._delay_s
         self._delay_s = min(2 * delay_s, self._policy.max_delay_s)
         return delay_s
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Why a child is not started again, and the exit code that says so."""
+
+    reason: str
+    code: int
 
 
 class Supervisor:
@@ -90,6 +109,7 @@ class Supervisor:
         self._name = name
         self._on_ready = on_ready
         self._process: asyncio.subprocess.Process | None = None
+        self._refusal = ""
 
     def kill(self) -> None:
         """End a child that hangs; `run` starts the next one."""
@@ -97,14 +117,17 @@ class Supervisor:
             log.warning("the %s hangs: killing process %d", self._name, self._process.pid)
             self._process.kill()
 
-    async def run(self) -> str:
-        """Keeps the child running until cancelled, which ends it; returns the reason if it gives up."""
+    async def run(self) -> "GivenUp":
+        """Keeps the child running until cancelled, which ends it; returns why if it gives up."""
         restarts = Restarts(self._policy)
         while True:
             ended = await self._run_once()
             delay_s = restarts.delay_after(ended)
+            if delay_s is None and ended.code == EXIT_REFUSED:
+                return GivenUp(f"the {self._name} cannot start: {ended}", EXIT_REFUSED)
             if delay_s is None:
-                return f"the {self._name} failed to start {self._policy.max_failed_starts} times in a row ({ended})"
+                reason = f"the {self._name} failed to start {self._policy.max_failed_starts} times in a row ({ended})"
+                return GivenUp(f"{reason}: giving up", 1)
             log.warning("the %s ended (%s) after %.1f s; next start in %.1f s", self._name, ended, ended.ran_s, delay_s)
             await asyncio.sleep(delay_s)
 
@@ -117,7 +140,7 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             process_group=0,
         )
-        self._process = process
+        self._process, self._refusal = process, ""
         log.info("the %s is process %d", self._name, process.pid)
         ready = asyncio.Event()
         watching = asyncio.create_task(self._watch(process, ready))
@@ -128,13 +151,18 @@ class Supervisor:
         finally:
             watching.cancel()
             await self._terminate(process)
-        return Exit(code, ready.is_set(), time.monotonic() - started_at)
+        code = EXIT_REFUSED if self._refusal else code
+        return Exit(code, ready.is_set(), time.monotonic() - started_at, self._refusal)
 
     async def _watch(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
         """Reads the child's standard output to its end."""
         assert process.stdout is not None
         async for line in process.stdout:
             text = _COLOURS.sub("", line.decode(errors="replace")).rstrip()
+            if text.startswith(REFUSAL_PREFIX):
+                self._refusal = text.removeprefix(REFUSAL_PREFIX)
+                process.kill()  # all that is left for it is to take itself apart, which takes seconds
+                continue
             if text.startswith(READY_PREFIX):
                 ready.set()
                 self._on_ready(text.removeprefix(READY_PREFIX))
@@ -169,4 +197,4 @@ def free_port(host: str) -> int:
 def child_environ(environ: Mapping[str, str], option_variables: Sequence[str]) -> dict[str, str]:
     """The environment of the child: without its parent's options, and with the process that it must not outlive."""
     inherited = {name: value for name, value in environ.items() if name not in option_variables}
-    return inherited | {"PAGEWIRE_EXIT_WITH_PARENT": str(os.getpid())}
+    return inherited | {EXIT_WITH_PARENT: str(os.getpid())}

@@ -25,6 +25,7 @@ from scheduler_service.server import (
     cancel,
     import_vllm,
     read_pem,
+    refused,
     serve_until_signalled,
 )
 from scheduler_service.stream import Outlet
@@ -52,8 +53,7 @@ async def run(
         config.validate()
         front_end = _FrontEnd(config)
     except (ValueError, OSError) as error:
-        logger.error("%s", error)
-        return EXIT_ERROR
+        return refused(error)
     return await front_end.run(stop, stop_now or asyncio.Event(), ready)
 
 

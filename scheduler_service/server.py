@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_ERROR = 1
+EXIT_REFUSED = 78  # it will not start by trying again: EX_CONFIG of sysexits.h
 EXIT_FENCED = 3
 CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
 SERVER_OPTIONS = (
@@ -86,9 +87,14 @@ async def run(
         config.validate()
         service = _Service(config, on_worker_hangs)
     except (ValueError, OSError) as error:
-        logger.error("%s", error)
-        return EXIT_ERROR
+        return refused(error)
     return await service.run(stop, stop_now or asyncio.Event(), ready)
+
+
+def refused(error: ValueError | OSError) -> int:
+    """Says why a service does not start. The exit code tells what will not change by trying again."""
+    logger.critical("%s", error)
+    return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_ERROR
 
 
 def import_vllm() -> ModuleType | None:

@@ -44,6 +44,7 @@ from worker_service.models.loading import load_model
 from worker_service.models.shard import Shard
 from worker_service.moves import num_staging_blocks
 from worker_service.operations import create_operations
+from worker_service.preflight import choose_max_model_len
 from worker_service.rank_group import RankGroup
 from worker_service.sequence_table import TableLimits
 from worker_service.step import Ready
@@ -167,15 +168,6 @@ def _is_native_on_cpu(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
-
-
-def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int:
-    """Raises ValueError if more is asked than the checkpoint has positions for."""
-    if asked is not None and asked > max_position_embeddings:
-        raise ValueError(
-            f"--max-model-len is {asked}; the checkpoint has {max_position_embeddings} positions at most: lower it"
-        )
-    return asked or max_position_embeddings
 
 
 def _host_bytes(num_device_blocks: int, shape: CacheShape) -> int:

@@ -24,6 +24,7 @@ import grpc.aio
 from pagewire import __version__
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
+from worker_service.preflight import check_worker
 from worker_service.rpc.credentials import server_credentials
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
 
@@ -47,18 +48,21 @@ _LAST_STEP_TIMEOUT_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(config: WorkerConfig) -> int:
-    """Serve until SIGTERM or SIGINT; a second one exits at once. Returns the process's exit status."""
+def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
+    """Serve until SIGTERM or SIGINT; a second one exits at once. Returns the process's exit status.
+
+    `refuse` says why the worker will not start by trying again, and gives the exit status for that. Raises OSError for
+    what may change, such as a port that is taken.
+    """
     parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
     if parent:
         exit_with_parent(int(parent))
     try:
-        config.validate()
-        server = _Server(config)
-        status = asyncio.run(server.run())
-    except (ValueError, OSError) as error:
-        logger.error("%s", error)
-        return 1
+        check_worker(config)
+        server = _Server(config, refuse)
+    except ValueError as error:
+        return refuse(str(error))
+    status = asyncio.run(server.run())
     if server.is_computing:
         # It was told to stop while it loaded. A thread in the middle of that would crash as the interpreter ends.
         logging.shutdown()
@@ -77,8 +81,10 @@ def limit_spinning(environ: MutableMapping[str, str]) -> None:
 
 
 class _Server:
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, refuse: Callable[[str], int]) -> None:
+        """Raises ValueError for what is asked for but not installed."""
         self._config = config
+        self._refuse = refuse
         self._stop = asyncio.Event()
         self._tracing = _tracing(config)
         self._engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
@@ -90,7 +96,7 @@ class _Server:
         return self._engine.is_running
 
     async def run(self) -> int:
-        """Raises ValueError or OSError for what a person can put right: flags, files, the port."""
+        """The exit status. Raises OSError for what a person can put right, such as the port."""
         self._install_signal_handlers()
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         servicer = WorkerServicer(self._engine, client_names=_names(self._config.tls_client_names))
@@ -117,6 +123,8 @@ class _Server:
                 await health.set_ready(False)
                 await servicer.close()
                 await self._stop_engine()
+        except ValueError as error:
+            return self._refuse(str(error))  # before the connections are closed, which takes seconds
         finally:
             await servicer.close()
             await server.stop(_STOP_GRACE_S)
@@ -128,6 +136,10 @@ class _Server:
     def _load(self) -> LoadedWorker:
         """Runs on the engine's thread: torch is imported there too, and only there it is called."""
         limit_spinning(os.environ)
+        try:
+            import torch  # noqa: F401
+        except (ImportError, OSError) as error:
+            raise ValueError(f"torch is installed, but cannot be imported: {error}") from error
         from worker_service.checkpoint_files import CheckpointError
         from worker_service.loader import load_worker
 

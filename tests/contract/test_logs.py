@@ -53,6 +53,26 @@ def test_text_is_the_default(written: Callable[[], str]) -> None:
     assert written().endswith(" WARNING pagewire.test: hello\n")
 
 
+def test_the_line_on_why_a_process_ends_goes_to_the_termination_log(tmp_path: Path, written: Callable[[], str]) -> None:
+    path = tmp_path / "termination-log"
+    logs.configure(logs.LogConfig(log_format="json", termination_log=str(path)))
+    logger = logging.getLogger("pagewire.test")
+    logger.critical("nobody asked for it")
+    assert not path.exists(), "it is there in pods alone"
+    path.write_text("what was there before, which is longer than what comes")
+    logger.error("something else")
+    assert path.read_text().startswith("what was there")
+    logger.critical("no GPU: %s", "é" * 5000)
+    assert path.read_text().startswith("no GPU: éé")
+    assert 4000 < path.stat().st_size <= 4096, "Kubernetes reads no more"
+    logger.critical("no GPU")
+    assert path.read_text() == "no GPU\n"
+    path.unlink()
+    path.mkdir()
+    logger.critical("no GPU")
+    assert len(written().splitlines()) == 5
+
+
 async def test_every_end_is_logged_with_its_request(checkpoint: Path, written: Callable[[], str]) -> None:
     logs.configure(logs.LogConfig(log_format="json"))
     async with serve(checkpoint, log_requests=True) as stack:

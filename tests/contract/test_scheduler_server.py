@@ -29,11 +29,11 @@ from tests.contract.scheduler_stack import expected_tokens, make_checkpoint, req
 PROMPT = [5, 6, 7, 8, 9]
 
 
-async def run_and_fail(caplog: pytest.LogCaptureFixture, **options: object) -> str:
+async def run_and_fail(caplog: pytest.LogCaptureFixture, *, exit_code: int = 78, **options: object) -> str:
     """The one line that a server which cannot start logs."""
     config = SchedulerConfig(**({"port": 0, "metrics_port": 0} | options))
     with caplog.at_level(logging.ERROR):
-        assert await asyncio.wait_for(server.run(config, stop=asyncio.Event(), ready=print), 10) == 1
+        assert await asyncio.wait_for(server.run(config, stop=asyncio.Event(), ready=print), 10) == exit_code
     (record,) = [record for record in caplog.records if record.name.startswith("scheduler_service")]
     assert "\n" not in record.getMessage()
     return record.getMessage()
@@ -109,7 +109,7 @@ async def test_a_missing_checkpoint_is_one_clear_line(tmp_path: Path, caplog: py
 async def test_a_taken_port_is_one_clear_line(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serve(checkpoint) as stack:
         port = int(stack.url.rpartition(":")[2])
-        assert "--port" in await run_and_fail(caplog, model=str(checkpoint), port=port)
+        assert "--port" in await run_and_fail(caplog, exit_code=1, model=str(checkpoint), port=port)
 
 
 async def test_a_taken_metrics_port_is_one_clear_line(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +117,7 @@ async def test_a_taken_metrics_port_is_one_clear_line(checkpoint: Path, caplog: 
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        assert "--metrics-port" in await run_and_fail(caplog, model=str(checkpoint), metrics_port=port)
+        assert "--metrics-port" in await run_and_fail(caplog, exit_code=1, model=str(checkpoint), metrics_port=port)
 
 
 async def test_health_and_reflection(checkpoint: Path) -> None:

@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
+from pagewire.supervisor import (
+    EXIT_REFUSED,
+    Exit,
+    GivenUp,
+    RestartPolicy,
+    Restarts,
+    Supervisor,
+    child_environ,
+    free_port,
+)
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, stop_timeout_s=0.5)
 
@@ -41,6 +50,14 @@ def test_a_worker_that_was_once_ready_is_never_given_up() -> None:
     restarts.delay_after(Exit(1, was_ready=True, ran_s=1.0))
     failure = Exit(1, was_ready=False, ran_s=1.0)
     assert None not in [restarts.delay_after(failure) for _ in range(10)]
+
+
+def test_what_will_not_change_is_tried_once_unless_it_has_been_otherwise() -> None:
+    refused = Exit(EXIT_REFUSED, was_ready=False, ran_s=1.0, refusal="no GPU")
+    assert Restarts(RestartPolicy()).delay_after(refused) is None
+    restarts = Restarts(RestartPolicy())
+    restarts.delay_after(Exit(-signal.SIGKILL, was_ready=True, ran_s=1.0))
+    assert None not in [restarts.delay_after(refused) for _ in range(10)]
 
 
 class Child:
@@ -70,7 +87,7 @@ READY_FOREVER = """
 
 
 @contextlib.asynccontextmanager
-async def supervised(child: Child, policy: RestartPolicy = QUICK) -> AsyncIterator["asyncio.Task[str]"]:
+async def supervised(child: Child, policy: RestartPolicy = QUICK) -> AsyncIterator["asyncio.Task[GivenUp]"]:
     task = asyncio.create_task(Supervisor(child.command, child_environ(os.environ, []), policy).run())
     try:
         yield task
@@ -145,8 +162,41 @@ async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
     child = Child(tmp_path, "sys.exit(1)")
     async with supervised(child) as task:
         reason = await asyncio.wait_for(task, 20)
-    assert reason == "the worker failed to start 3 times in a row (exit code 1)"
+    assert reason == GivenUp("the worker failed to start 3 times in a row (exit code 1): giving up", 1)
     assert len(child.pids()) == 3
+
+
+REFUSAL = """
+    print("cannot start: --device is cuda, but torch finds no GPU", flush=True)
+    sys.exit(78)
+"""
+
+
+async def test_a_child_that_cannot_start_is_started_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    child = Child(tmp_path, REFUSAL)
+    async with supervised(child) as task:
+        given_up = await asyncio.wait_for(task, 20)
+    assert given_up == GivenUp("the worker cannot start: --device is cuda, but torch finds no GPU", 78)
+    assert len(child.pids()) == 1
+    assert "torch finds no GPU" not in caplog.text, "whoever ends for it says so, once"
+
+
+async def test_a_child_that_was_ready_before_is_started_again_whatever_it_says(
+    tmp_path: Path, ready: ReadyLines, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, then = textwrap.dedent(READY_FOREVER), textwrap.dedent(REFUSAL)
+    child = Child(
+        tmp_path,
+        f"n = len(list(starts.iterdir()))\nif n != 2:{textwrap.indent(first, ' ')}\nelse:{textwrap.indent(then, ' ')}",
+    )
+    async with supervised(child) as task:
+        await ready.next()
+        os.kill(child.pids()[-1], signal.SIGKILL)
+        await ready.next()
+        assert not task.done()
+    assert len(child.pids()) == 3
+    assert "the worker ended (--device is cuda, but torch finds no GPU)" in caplog.text
 
 
 async def test_stopping_ends_a_child_that_ignores_sigterm(

@@ -105,7 +105,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert printed.returncode == 1
     assert printed.stdout == ""
     assert "Traceback" not in printed.stderr
-    assert "none ended with exit code" in printed.stderr.splitlines()[-1]
+    assert "none ended with exit code 78" in printed.stderr.splitlines()[-1]
     assert "there is no directory" in printed.stderr.splitlines()[-1]
 
 

@@ -93,7 +93,7 @@ def test_tracing_that_cannot_be_had_is_a_clear_error(bare: dict[str, str], tmp_p
     command = [sys.executable, "-m", "pagewire", service, "--model", str(model), "--port", "0"]
     command += ["--otlp-traces-endpoint", "http://127.0.0.1:4317"]
     ended = subprocess.run(command, env=bare, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 78
     assert "pip install 'pagewire[tracing]'" in ended.stderr
     assert "Traceback" not in ended.stderr
 

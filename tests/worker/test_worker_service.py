@@ -450,7 +450,7 @@ class Process:
         code = (
             "import logging, sys; logging.basicConfig(level='INFO')\n"
             "from worker_service.config import WorkerConfig; from worker_service.server import serve\n"
-            f"sys.exit(serve(WorkerConfig(**{options!r})))"
+            f"sys.exit(serve(WorkerConfig(**{options!r}), lambda reason: print(reason) or 78))"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -536,7 +536,7 @@ def test_mutual_tls(checkpoint: Path, start: Callable[..., Process], tmp_path: P
 
 
 BAD_STARTS = [
-    ({"model": "/nowhere"}, "config.json"),
+    ({"model": "/nowhere"}, "--model is '/nowhere', but that is not a directory"),
     ({"max_model_len": 100_000}, "--max-model-len is 100000; the checkpoint has 1024 positions"),
     ({"num_host_blocks": 1 << 30}, "--num-host-blocks is 1073741824, which takes"),
     ({"swap_space": "1KiB"}, "--swap-space is 1KiB; two blocks take"),
@@ -546,13 +546,13 @@ BAD_STARTS = [
 
 @pytest.fixture(scope="module")
 def bad_starts(checkpoint: Path) -> list[tuple[str, str]]:
-    """What each writes to standard output, its exit code last, and to standard error. All import torch once."""
+    """What each is refused with, and what it writes to standard error. All import torch once."""
     configs = [{"model": str(checkpoint), "port": 0, "device": "cpu", **options} for options, _ in BAD_STARTS]
     code = (
         "import logging, sys; logging.basicConfig(level='INFO')\n"
         "from worker_service.config import WorkerConfig; from worker_service.server import serve\n"
         f"for config in {configs!r}:\n"
-        "    print('exit code', serve(WorkerConfig(**config)), end=chr(0))\n"
+        "    print('', serve(WorkerConfig(**config), lambda reason: print(reason, end='') or 78), end=chr(0))\n"
         "    print(end=chr(0), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
@@ -561,34 +561,27 @@ def bad_starts(checkpoint: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("number", range(len(BAD_STARTS)))
 def test_bad_start_is_one_clear_line(bad_starts: list[tuple[str, str]], number: int) -> None:
-    stdout, stderr = bad_starts[number]
-    assert stdout == "exit code 1"
-    errors = [line for line in stderr.splitlines() if line.startswith("ERROR")]
-    assert len(errors) == 1
-    assert BAD_STARTS[number][1] in errors[0]
-    assert "Traceback" not in stderr
-
-
-def test_process_that_cannot_start_ends(start: Callable[..., Process]) -> None:
-    status, stdout, stderr = start(model="/nowhere", port=0, device="cpu").finish()
-    assert (status, stdout) == (1, "")
+    refusal, stderr = bad_starts[number]
+    assert BAD_STARTS[number][1] in refusal
+    assert refusal.endswith(" 78")
+    assert "\n" not in refusal
+    assert "ERROR" not in stderr
     assert "Traceback" not in stderr
 
 
 def test_taken_port_is_one_clear_line(checkpoint: Path, start: Callable[..., Process]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, stdout, stderr = start(model=str(checkpoint), port=port, device="cpu").finish()
-    assert (status, stdout) == (1, "")
-    assert f"cannot listen on 127.0.0.1:{port}" in stderr
-    assert "Traceback" not in stderr
+        _, stdout, stderr = start(model=str(checkpoint), port=port, device="cpu").finish()
+    assert stdout == ""
+    assert f"OSError: cannot listen on 127.0.0.1:{port}" in stderr
 
 
 def test_process_dies_with_its_parent(checkpoint: Path) -> None:
     options = {"model": str(checkpoint), "port": 0, "device": "cpu", "num_device_blocks": 4}
     child = (
-        "from worker_service.config import WorkerConfig; from worker_service.server import serve\n"
-        f"serve(WorkerConfig(**{options!r}))"
+        "import sys; from worker_service.config import WorkerConfig; from worker_service.server import serve\n"
+        f"serve(WorkerConfig(**{options!r}), sys.exit)"
     )
     parent = (
         "import os, subprocess, sys\n"
