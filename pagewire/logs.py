@@ -22,7 +22,7 @@ class LogConfig:
     log_format: str = field(default="text", metadata={"help": "text, or one JSON object per line", "choices": FORMATS})
     termination_log: str = field(
         default="/dev/termination-log",
-        metadata={"help": "file that gets the line on why the process ends, if it is there: Kubernetes shows it"},
+        metadata={"help": "existing file to write to why the process ended; Kubernetes shows it"},
     )
 
 

@@ -7,13 +7,11 @@ padding and stays zero.
 """
 
 import logging
-import os
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,8 +26,6 @@ from worker_service.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
-_MAX_DEFAULT_CPU_BYTES = 4 * GIB
-_DEFAULT_CPU_SHARE = 0.3
 _MEASURED_BYTES = 32 << 20  # that one move of the measurement takes at most
 _NUM_MEASUREMENTS = 4
 
@@ -241,25 +237,6 @@ def _check_moved_once(where: str, swapped_out: Sequence[int], swapped_in: Sequen
         raise ProtocolError(f"{where} block {min(both)} is swapped out and in by one plan")
 
 
-def cpu_cache_bytes(available_bytes: int) -> int:
-    """What the KV cache may take of a CPU's memory when nobody says: a modest part, it is shared with all else."""
-    return min(_MAX_DEFAULT_CPU_BYTES, int(available_bytes * _DEFAULT_CPU_SHARE))
-
-
-def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, remedy: str) -> int:
-    """Usable blocks that fit in `cache_bytes`, block 0 taken off, at most `max_num_blocks`.
-
-    Raises ValueError with what would have been needed and the remedy if there is room for none.
-    """
-    num_blocks = min(cache_bytes // block_bytes - 1, max_num_blocks)
-    if num_blocks < 1:
-        raise ValueError(
-            f"the KV cache may take {max(cache_bytes, 0) / GIB:.3f} GiB, two blocks take "
-            f"{2 * block_bytes / GIB:.3f} GiB; {remedy}"
-        )
-    return num_blocks
-
-
 def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int) -> None:
     num_positions = num_device_blocks * shape.block_size
     logger.info(
@@ -288,16 +265,3 @@ def log_host_size(shape: CacheShape, num_host_blocks: int, bandwidth: float) -> 
         (num_host_blocks + 1) * shape.block_bytes / GIB,
         bandwidth / GIB,
     )
-
-
-def available_cpu_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its control group's if that is tighter."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and usage.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(usage.read_text()))
-    return available

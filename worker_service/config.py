@@ -37,8 +37,14 @@ class WorkerConfig:
     num_device_blocks: int | None = _option(
         None, "number of blocks of the KV cache (default: as many as --kv-cache-memory holds)"
     )
-    num_host_blocks: int = _option(0, "number of blocks in host memory to swap to; an alternative to --swap-space")
-    swap_space: str | None = _option(None, "host memory for swapped KV cache, such as 2GiB (default: none)")
+    num_host_blocks: int | None = _option(
+        None, "number of blocks in host memory to swap to; an alternative to --swap-space"
+    )
+    swap_space: str | None = _option(
+        None,
+        "host memory for swapped KV cache, such as 2GiB; 0 turns swapping off (default: none on a CPU; on a GPU 10 % of "
+        "the available memory divided by the ranks of the machine, at most 4GiB)",
+    )
     kv_cache_memory: str | None = _option(
         None,
         "memory for the KV cache, such as 4GiB (default: on a CPU 30 % of the available memory, at most 4GiB; on a GPU "
@@ -118,10 +124,11 @@ class WorkerConfig:
         if self.num_threads is not None:
             _check_range("--num-threads", self.num_threads, 1, 1024)
         _check_range("--profile", self.profile, 0, 100_000)
-        _check_range("--num-host-blocks", self.num_host_blocks, 0, (1 << 31) - 2)
+        if self.num_host_blocks is not None:
+            _check_range("--num-host-blocks", self.num_host_blocks, 0, (1 << 31) - 2)
         if self.swap_space is not None:
-            parse_memory("--swap-space", self.swap_space)
-            if self.num_host_blocks:
+            parse_memory("--swap-space", self.swap_space, least=0)
+            if self.num_host_blocks is not None:
                 raise ValueError(
                     f"--swap-space is {self.swap_space} and --num-host-blocks is {self.num_host_blocks}; give only one"
                 )
@@ -160,16 +167,17 @@ class WorkerConfig:
             raise ValueError(f"--tensor-parallel-address is {address!r}; it must be HOST:PORT")
 
 
-def parse_memory(flag: str, text: str) -> int:
+def parse_memory(flag: str, text: str, least: int = 1) -> int:
     """Bytes of a text such as "4GiB", "512MiB" or "1000000". Raises ValueError that names the flag."""
     number = text.strip().rstrip("abceghikmtABCEGHIKMT ")
     unit = text.strip()[len(number) :].strip().lower()
     try:
         num_bytes = int(float(number) * _MEMORY_UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        num_bytes = 0
-    if num_bytes <= 0:
-        raise ValueError(f"{flag} is {text!r}; it must be a positive size such as 4GiB, 512MiB or a number of bytes")
+        num_bytes = -1
+    if num_bytes < least:
+        size = "a positive size" if least else "0 or a size"
+        raise ValueError(f"{flag} is {text!r}; it must be {size} such as 4GiB, 512MiB or a number of bytes")
     return num_bytes
 
 

@@ -98,6 +98,21 @@ def check_cpu_pool(*, available: int, flag: str, asked: str, num_blocks: int, bl
         )
 
 
+def check_cpu_weights(*, available: int, held: int, peak: int, dtype: str) -> None:
+    """Raises ValueError if a CPU's memory does not hold the weights, or what they take for a while as they load.
+
+    `dtype`: what the model computes in.
+    """
+    if peak <= available:
+        return
+    while_loading = f", {peak / GIB:.2f} GiB while they load" if peak > held else ""
+    raise ValueError(
+        f"the weights do not fit: computing in {dtype} they take {held / GIB:.2f} GiB{while_loading}, and "
+        f"{max(0, available) / GIB:.2f} GiB of memory are available: take a smaller model, a machine with more memory, "
+        "or end what else uses this one's"
+    )
+
+
 def describe_fitting(num_blocks: int, block_bytes: int) -> str:
     """How many usable blocks fit, in words."""
     if num_blocks < 1:
@@ -114,12 +129,11 @@ def step_refusal(*, total: int, free: int, weights: int, step: StepSize) -> Valu
 
 
 def weights_refusal(*, total: int, free: int, needed: int) -> ValueError:
-    """The weights ran out of memory. Bytes; `free`: before they were loaded; `needed`: those of the files, if known."""
-    files = f"the checkpoint's files have {needed / GIB:.2f} GiB, " if needed else ""
+    """The weights do not fit. Bytes; `free`: before they are loaded."""
     return ValueError(
-        f"the weights do not fit: {files}{free / GIB:.2f} of the GPU's {total / GIB:.2f} GiB are free; no block fits: "
-        "use a GPU with more memory, end what else uses this one, or share the model among ranks "
-        "(--tensor-parallel-size)"
+        f"the weights do not fit: they take {needed / GIB:.2f} GiB, and {free / GIB:.2f} of the GPU's "
+        f"{total / GIB:.2f} GiB are free; no block fits: use a GPU with more memory, end what else uses this one, or "
+        "share the model among ranks (--tensor-parallel-size)"
     )
 
 

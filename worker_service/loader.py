@@ -3,24 +3,14 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
-from worker_service.cache_engine import (
-    CacheEngine,
-    CacheShape,
-    available_cpu_bytes,
-    count_blocks,
-    cpu_cache_bytes,
-    log_host_size,
-    log_size,
-)
+from worker_service.cache_engine import CacheEngine, CacheShape, log_host_size, log_size
 from worker_service.checkpoint_files import model_digest
-from worker_service.config import WorkerConfig, parse_memory
+from worker_service.config import WorkerConfig
 from worker_service.cpu_decoder import fused
 from worker_service.cuda_device import CudaDevice
 from worker_service.cuda_runner import CudaRunner
@@ -29,29 +19,28 @@ from worker_service.device_memory import (
     GIB,
     DeviceMemory,
     StepSize,
-    check_cpu_pool,
-    check_pool,
-    size_pool,
+    check_cpu_weights,
     weights_refusal,
 )
 from worker_service.device_sampler import create_sampler
 from worker_service.engine import LoadedWorker
+from worker_service.host_memory import available_bytes
 from worker_service.memory_profile import CudaMeter, measure_memory
 from worker_service.model_runner import Model, ModelRunner
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
-from worker_service.models.loading import load_model
+from worker_service.models.loading import UnloadedModel, prepare_model
+from worker_service.models.model import Model as LoadedModel
 from worker_service.models.shard import Shard
 from worker_service.moves import num_staging_blocks
 from worker_service.operations import create_operations
+from worker_service.pool_size import PoolSize, default_swap_bytes
 from worker_service.preflight import choose_max_model_len
 from worker_service.rank_group import RankGroup
 from worker_service.sequence_table import TableLimits
 from worker_service.step import Ready
 
 logger = logging.getLogger(__name__)
-
-M = TypeVar("M")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -77,18 +66,14 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     backend = create_backend(
         config.attention_backend, device, attention_shape(model_config, config.block_size, dtype, cache_dtype)
     )
-    is_dummy = config.load_format == "dummy"
-    load = partial(
-        load_model,
+    unloaded = prepare_model(
         path,
         dtype=dtype,
         device=device,
-        progress=report,
         operations=operations,
-        is_dummy=is_dummy,
+        is_dummy=config.load_format == "dummy",
         communicator=communicator,
     )
-    model = fused(_load_weights(config, device, load), dtype, backend)
     shape = CacheShape(
         num_layers=model_config.num_layers,
         block_size=config.block_size,
@@ -97,16 +82,16 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         dtype=cache_dtype,
         is_head_major=backend.is_head_major,
     )
+    sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // config.block_size))
+    check_memory(unloaded, sizes)
+    model = fused(_load_weights(unloaded, report), dtype, backend)
     streams = CudaDevice(device) if device.type == "cuda" else None
     assembly = _Assembly(
         config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams
     )
-    num_host_blocks = count_host_blocks(config, shape.block_bytes, available_cpu_bytes())
-    num_device_blocks = assembly.num_device_blocks(num_host_blocks)
+    num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_size(shape, num_device_blocks, max_model_len)
-    if device.type == "cpu":  # both pools are there
-        count_host_blocks(config, shape.block_bytes, _host_bytes(num_device_blocks, shape))
-    runner, cache = assembly.runner(num_device_blocks, num_host_blocks)
+    runner, cache = _allocate(assembly, num_device_blocks, num_host_blocks)
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         log_host_size(shape, num_host_blocks, swap_bandwidth)
@@ -168,34 +153,6 @@ def _is_native_on_cpu(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
-
-
-def _host_bytes(num_device_blocks: int, shape: CacheShape) -> int:
-    """A CPU's memory that is left beside the device blocks."""
-    return max(0, available_cpu_bytes() - (num_device_blocks + 1) * shape.block_bytes)
-
-
-def count_host_blocks(config: WorkerConfig, block_bytes: int, available_bytes: int) -> int:
-    """Blocks to swap to, as told. Raises ValueError if the memory does not hold them."""
-    if config.swap_space is not None:
-        flag, asked = "--swap-space", config.swap_space
-        pool_bytes = parse_memory("--swap-space", config.swap_space)
-        num_blocks = pool_bytes // block_bytes - 1  # block 0 is never used
-        if num_blocks < 1:
-            raise ValueError(
-                f"--swap-space is {asked}; two blocks take {2 * block_bytes} bytes: raise it or leave it out"
-            )
-    elif config.num_host_blocks:
-        flag, asked, num_blocks = "--num-host-blocks", str(config.num_host_blocks), config.num_host_blocks
-        pool_bytes = (num_blocks + 1) * block_bytes
-    else:
-        return 0
-    if pool_bytes > available_bytes:
-        raise ValueError(
-            f"{flag} is {asked}, which takes {pool_bytes / GIB:.3f} GiB; {available_bytes / GIB:.3f} GiB of memory are "
-            "available: lower it"
-        )
-    return num_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,43 +225,20 @@ class _Assembly:
             tensor_parallel_size=self.communicator.size,
         )
 
-    def num_device_blocks(self, num_host_blocks: int) -> int:
-        """As told, else as many as the memory holds and all rows together could use."""
-        config, block_bytes = self.config, self.shape.block_bytes
-        max_num_blocks = config.max_num_seqs * -(-self.max_model_len // config.block_size)
-        flag, asked, num_asked = _asked_blocks(config, block_bytes, max_num_blocks)
-        if self.device.type == "cuda":
-            memory = self._measure_memory(num_host_blocks)
-            if num_asked is None:
-                return size_pool(
-                    memory,
-                    utilization=config.gpu_memory_utilization,
-                    block_bytes=block_bytes,
-                    max_num_blocks=max_num_blocks,
-                    step=self._largest_step,
-                )
-            check_pool(memory, flag=flag, asked=asked, num_blocks=num_asked, block_bytes=block_bytes)
-        elif num_asked is None:
-            return count_blocks(
-                cache_bytes=cpu_cache_bytes(available_cpu_bytes()),
-                block_bytes=block_bytes,
-                max_num_blocks=max_num_blocks,
-                remedy="free memory, set --kv-cache-memory or lower --block-size",
-            )
-        else:
-            check_cpu_pool(
-                available=available_cpu_bytes(),
-                flag=flag,
-                asked=asked,
-                num_blocks=num_asked,
-                block_bytes=block_bytes,
-            )
-        return num_asked
+    def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:
+        """Device blocks and host blocks: as told, else as many as the memory holds and all rows together could use."""
+        available = available_bytes()
+        if self.device.type == "cpu":
+            return sizes.num_blocks_of_cpu(available)
+        num_local_ranks = min(self.communicator.size, torch.cuda.device_count())
+        num_host_blocks = sizes.num_host_blocks(
+            available, default_swap_bytes(self.device.type, available, num_local_ranks)
+        )
+        return sizes.num_gpu_blocks(self._measure_memory(num_host_blocks), self._largest_step), num_host_blocks
 
     @property
     def _largest_step(self) -> StepSize:
-        max_num_batched_tokens = self.config.max_num_batched_tokens
-        return StepSize(max_num_batched_tokens, min(self.config.max_num_seqs, max_num_batched_tokens))
+        return largest_step_size(self.config)
 
     def _measure_memory(self, num_host_blocks: int) -> DeviceMemory:
         """Runs the largest steps on a runner of their own."""
@@ -328,33 +262,61 @@ class _Assembly:
         return memory
 
 
-def _asked_blocks(config: WorkerConfig, block_bytes: int, max_num_blocks: int) -> tuple[str, str, int | None]:
-    """The flag by which somebody sized the pool, its value, and usable blocks; these are None if nobody did."""
-    if config.num_device_blocks is not None:
-        return "--num-device-blocks", str(config.num_device_blocks), config.num_device_blocks
-    if config.kv_cache_memory is None:
-        return "", "", None
-    num_blocks = count_blocks(
-        cache_bytes=parse_memory("--kv-cache-memory", config.kv_cache_memory),
-        block_bytes=block_bytes,
-        max_num_blocks=max_num_blocks,
-        remedy="raise --kv-cache-memory or lower --block-size",
-    )
-    return "--kv-cache-memory", config.kv_cache_memory, num_blocks
+def largest_step_size(config: WorkerConfig) -> StepSize:
+    return StepSize(config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens))
 
 
-def _load_weights(config: WorkerConfig, device: torch.device, load: Callable[[], M]) -> M:
-    """Raises ValueError if a GPU's memory does not hold them."""
-    if device.type != "cuda":
-        return load()
+def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
+    """Raises ValueError if it is plain before a weight is loaded that the memory does not hold the weights or a pool.
+
+    What steps take of a GPU is not known yet; it is measured once the weights are there.
+    """
+    footprint, device = unloaded.footprint(), unloaded.device
+    if device.type == "cpu":
+        available = available_bytes()
+        dtype = str(unloaded.dtype).removeprefix("torch.")
+        check_cpu_weights(available=available, held=footprint.held, peak=footprint.peak, dtype=dtype)
+        sizes.num_blocks_of_cpu(available - footprint.held)
+        return
     free, total = torch.cuda.mem_get_info(device)
+    if footprint.held > free:
+        raise weights_refusal(total=total, free=free, needed=footprint.held)
+    sizes.num_host_blocks(available_bytes())
+    least = DeviceMemory(total=total, others=total - free, weights=footprint.held, step=0, graphs=0, staging=0)
+    sizes.num_gpu_blocks(least, largest_step_size(sizes.config))
+
+
+def _load_weights(unloaded: UnloadedModel, report: Callable[[int, int], None] | None) -> LoadedModel:
+    """Raises ValueError if the memory does not hold them after all."""
+    needed, device = unloaded.footprint().held, unloaded.device
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (available_bytes(), 0)
     try:
-        return load()
+        return unloaded.load(report)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        needed = sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
-        raise weights_refusal(total=total, free=free, needed=needed) from error
+        if device.type == "cuda":
+            raise weights_refusal(total=total, free=free, needed=needed) from error
+        raise ValueError(
+            f"the weights, {needed / GIB:.2f} GiB, cannot be allocated: this process may have less"
+        ) from error
+
+
+def _allocate(
+    assembly: _Assembly, num_device_blocks: int, num_host_blocks: int
+) -> tuple[ModelRunner | CudaRunner, CacheEngine]:
+    """Raises ValueError if the pools cannot be allocated though there seemed to be room for them."""
+    try:
+        return assembly.runner(num_device_blocks, num_host_blocks)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        block_gib = assembly.shape.block_bytes / GIB
+        raise ValueError(
+            f"the KV cache cannot be allocated: {num_device_blocks} device blocks, {num_device_blocks * block_gib:.2f} "
+            f"GiB, and {num_host_blocks} host blocks, {num_host_blocks * block_gib:.2f} GiB: lower --num-device-blocks "
+            "or --kv-cache-memory, and --swap-space"
+        ) from error
 
 
 def _capture_graphs(runner: CudaRunner, config: WorkerConfig) -> None:

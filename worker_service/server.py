@@ -124,7 +124,9 @@ class _Server:
                 await servicer.close()
                 await self._stop_engine()
         except ValueError as error:
-            return self._refuse(str(error))  # before the connections are closed, which takes seconds
+            status = self._refuse(str(error))  # before the connections are closed, which takes seconds
+            self._engine.stop(_STOP_GRACE_S)  # its thread has just told, and ends
+            return status
         finally:
             await servicer.close()
             await server.stop(_STOP_GRACE_S)

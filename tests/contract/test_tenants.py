@@ -371,6 +371,6 @@ def test_a_bad_file_is_refused_with_a_reason(text: str, complaint: str) -> None:
 
 async def test_a_missing_file_is_one_clear_line(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = SchedulerConfig(model=str(checkpoint), port=0, metrics_port=0, tenants="/nowhere/tenants.yaml")
-    assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 78
+    assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 1
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert "/nowhere/tenants.yaml" in record.getMessage()

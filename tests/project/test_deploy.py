@@ -349,6 +349,35 @@ def test_compiled_kernels_have_a_place_to_be_written() -> None:
     assert "emptyDir" in volume
 
 
+def gibibytes(quantity: str) -> float:
+    assert quantity.endswith("Gi"), quantity
+    return float(quantity.removesuffix("Gi"))
+
+
+def test_a_worker_with_a_gpu_has_room_for_what_it_swaps_to_by_default() -> None:
+    from worker_service.pool_size import default_swap_bytes
+
+    base = container_of("worker")["resources"]
+    (container,) = overlay_worker("gpu")["containers"]
+    limit = gibibytes(container["resources"]["limits"]["memory"])
+    swap_space = default_swap_bytes("cuda", int(limit * 2**30), num_local_ranks=1) / 2**30
+    assert swap_space > 1
+    for kind in ("requests", "limits"):
+        with_gpu, without = (gibibytes(resources[kind]["memory"]) for resources in (container["resources"], base))
+        assert with_gpu >= without + swap_space
+
+
+@overlays
+def test_no_overlay_takes_that_room_away(overlay: Path) -> None:
+    (gpu,) = overlay_worker("gpu")["containers"]
+    for component, template in pod_templates(rendered(overlay)):
+        (container,) = template["spec"]["containers"]
+        if "nvidia.com/gpu" in container["resources"]["limits"]:
+            assert component == "worker"
+            assert container["resources"]["limits"]["memory"] == gpu["resources"]["limits"]["memory"]
+            assert container["resources"]["requests"]["memory"] == gpu["resources"]["requests"]["memory"]
+
+
 def test_cpu_overlay_has_a_thread_for_every_cpu_and_no_gpu() -> None:
     (container,) = overlay_worker("cpu")["containers"]
     environment = {variable["name"]: variable for variable in container["env"]}

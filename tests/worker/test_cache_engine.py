@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker_service.cache_engine import (
-    CacheEngine,
-    CacheShape,
-    available_cpu_bytes,
-    count_blocks,
-    cpu_cache_bytes,
-    log_size,
-)
+from worker_service.cache_engine import CacheEngine, CacheShape, log_size
 from worker_service.session import ProtocolError
 from worker_service.step import StepPlan
 
@@ -49,26 +42,6 @@ def test_head_major_blocks_show_the_same_views() -> None:
         view[5, 3, 1] = number
     assert cache.storage.count_nonzero() == 6 * 5
     assert cache.storage[5].flatten(0, 1)[:, 1, 3, 0].tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_cpu_cache_is_modest() -> None:
-    assert cpu_cache_bytes(100 * GIB) == 4 * GIB
-    assert cpu_cache_bytes(10 * GIB) == 3 * GIB
-    assert available_cpu_bytes() > 0
-
-
-@pytest.mark.parametrize(
-    ("cache_bytes", "max_num_blocks", "expected"),
-    [(100, 50, 9), (109, 50, 9), (110, 50, 10), (1000, 50, 50), (20, 9, 1)],
-)
-def test_count_blocks(cache_bytes: int, max_num_blocks: int, expected: int) -> None:
-    assert count_blocks(cache_bytes=cache_bytes, block_bytes=10, max_num_blocks=max_num_blocks, remedy="") == expected
-
-
-@pytest.mark.parametrize("cache_bytes", [19, 0, -5])
-def test_no_room_for_a_block_names_the_remedy(cache_bytes: int) -> None:
-    with pytest.raises(ValueError, match="lower --block-size"):
-        count_blocks(cache_bytes=cache_bytes, block_bytes=10, max_num_blocks=5, remedy="lower --block-size")
 
 
 def test_cache_below_one_sequence_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ from worker_service.device_memory import (
     DeviceMemory,
     StepSize,
     check_cpu_pool,
+    check_cpu_weights,
     check_pool,
     graph_bytes,
     size_pool,
@@ -131,6 +132,16 @@ def test_a_cpu_says_how_many_blocks_fit_too() -> None:
         check_cpu_pool(num_blocks=5_851, **asked)  # type: ignore[arg-type]
 
 
+def test_weights_that_do_not_fit_into_a_cpus_memory_say_in_which_dtype() -> None:
+    check_cpu_weights(available=10 * GIB, held=9 * GIB, peak=10 * GIB, dtype="float32")
+    with pytest.raises(
+        ValueError, match=r"computing in float32 they take 9.00 GiB, 11.00 GiB while they load, and 10."
+    ):
+        check_cpu_weights(available=10 * GIB, held=9 * GIB, peak=11 * GIB, dtype="float32")
+    with pytest.raises(ValueError, match=r"they take 11.00 GiB, and 10.00 GiB of memory are available: take a smaller"):
+        check_cpu_weights(available=10 * GIB, held=11 * GIB, peak=11 * GIB, dtype="float32")
+
+
 def test_graphs_share_the_memory_of_the_largest() -> None:
     assert graph_bytes(largest_bytes=100 * MIB, num_graphs=0) == 0
     assert graph_bytes(largest_bytes=100 * MIB, num_graphs=70) == (100 + 70 * 4) * MIB
@@ -141,4 +152,4 @@ def test_refusals_of_steps_and_weights_say_what_to_lower() -> None:
     assert "a step of 65536 tokens in 256 rows does not fit" in str(error)
     assert "lower --max-num-batched-tokens, which is 65536" in str(error)
     error = weights_refusal(total=CARDS[24], free=20 * GIB, needed=61 * GIB)
-    assert "the checkpoint's files have 61.00 GiB, 20.00 of the GPU's 23.99 GiB are free" in str(error)
+    assert "they take 61.00 GiB, and 20.00 of the GPU's 23.99 GiB are free" in str(error)

@@ -1,0 +1,132 @@
+"""What a model will take of memory is known before it does, and is what it then takes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire.kernels.cpu import load_kernels
+from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from worker_service.models.config import ModelConfig
+from worker_service.models.linear import Linear
+from worker_service.models.loading import prepare_model
+from worker_service.models.shard import Shard
+from worker_service.models.size import model_size
+from worker_service.operations import CpuProduct, create_operations
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+class Rank:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        *((family, {"tie_word_embeddings": tied}) for family in FAMILIES for tied in (True, False)),
+        ("llama", BIASES),
+        ("qwen3", {"attention_bias": True, "head_dim": 40}),
+        ("qwen2", {"vocab_size": 149, "num_key_value_heads": 1}),
+        ("gpt2", {"n_inner": 96}),
+    ],
+)  # fmt: skip
+def test_arithmetic_counts_what_the_model_is_made_of(
+    tmp_path: Path, family: str, overrides: dict[str, Any], num_ranks: int
+) -> None:
+    path = make_checkpoint(tmp_path, family, seed=1, **overrides)
+    config = ModelConfig.load(path)
+    for rank in (0, num_ranks - 1):
+        unloaded = prepare_model(path, dtype=torch.float32, device=CPU, communicator=Rank(rank, num_ranks))
+        built = [*unloaded.model.parameters(), *unloaded.model.buffers()]
+        size = model_size(Shard.of(config, rank, num_ranks))
+        assert size.num_bytes(4, is_tied=unloaded.is_tied) == sum(tensor.nbytes for tensor in built)
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_a_loaded_model_holds_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool, held: str, mode: str
+) -> None:
+    """What oneDNN packs cannot be seen from outside; it is as large as the weight."""
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
+    path = make_checkpoint(tmp_path, family, seed=1, dtype=held, tie_word_embeddings=tied, vocab_size=160)
+    unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=create_operations(CPU))
+    footprint = unloaded.footprint()
+    weights = {id(module): module.weight.nbytes for module in unloaded.model.modules() if _has_weight(module)}
+    head = unloaded._tied_bytes() if unloaded.is_tied else 0
+    model = unloaded.load()
+    actual = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    for module in model.modules():
+        if isinstance(module, Linear):
+            is_ours = isinstance(module.product, CpuProduct)
+            actual += module.product.packed.panels.nbytes if is_ours else weights.get(id(module), head)
+    assert footprint.held == actual
+    assert footprint.held <= footprint.peak
+
+
+def _has_weight(module: torch.nn.Module) -> bool:
+    return isinstance(module, Linear) and module.weight is not None
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from worker_service.models.loading import prepare_model
+from worker_service.operations import create_operations
+
+def peak():
+    return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
+
+path, dtype, is_dummy = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "dummy"
+cpu = torch.device("cpu")
+operations = create_operations(cpu)
+small = prepare_model(Path(sys.argv[4]), dtype=dtype, device=cpu, operations=operations, is_dummy=True).load()
+before = peak()
+unloaded = prepare_model(path, dtype=dtype, device=cpu, operations=operations, is_dummy=is_dummy)
+footprint = unloaded.footprint()
+unloaded.load()
+print(footprint.peak, peak() - before)
+"""
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 64, "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process's memory from /proc")
+@pytest.mark.parametrize(
+    ("name", "overrides", "mode"),
+    [
+        ("many layers", {"num_hidden_layers": 8}, "auto"),
+        ("tied, large vocabulary", {"vocab_size": 40_000, "tie_word_embeddings": True}, "auto"),
+        ("tied, oneDNN", {"vocab_size": 40_000, "tie_word_embeddings": True}, "off"),
+        ("many positions", {"max_position_embeddings": 500_000}, "auto"),
+    ],
+)
+def test_the_peak_of_loading_is_what_was_said(
+    tmp_path: Path, name: str, overrides: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
+    if mode == "auto" and load_kernels() is None:
+        pytest.skip("the C kernels cannot be built here")
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_hidden_layers": 2}
+    for folder, config in (("small", SMALL), ("large", {**SMALL, **sizes, **overrides})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    arguments = [str(tmp_path / "large"), "float32", "dummy", str(tmp_path / "small")]
+    printed = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True, timeout=120
+    )
+    said, measured = map(int, printed.stdout.split())
+    assert measured == pytest.approx(said, rel=0.06, abs=16 * MIB), name

@@ -1,0 +1,145 @@
+"""How many blocks the pools get: as told, by default, and what is said when there is no room for them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from worker_service import loader
+from worker_service.config import WorkerConfig
+from worker_service.device_memory import DeviceMemory, StepSize
+from worker_service.pool_size import PoolSize, count_blocks, cpu_cache_bytes, default_swap_bytes
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def test_cpu_cache_is_modest() -> None:
+    assert cpu_cache_bytes(100 * GIB) == 4 * GIB
+    assert cpu_cache_bytes(10 * GIB) == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "max_num_blocks", "expected"),
+    [(100, 50, 9), (109, 50, 9), (110, 50, 10), (1000, 50, 50), (20, 9, 1)],
+)
+def test_count_blocks(cache_bytes: int, max_num_blocks: int, expected: int) -> None:
+    assert count_blocks(cache_bytes=cache_bytes, block_bytes=10, max_num_blocks=max_num_blocks, remedy="") == expected
+
+
+@pytest.mark.parametrize("cache_bytes", [19, 0, -5])
+def test_no_room_for_a_block_names_the_remedy(cache_bytes: int) -> None:
+    with pytest.raises(ValueError, match="lower --block-size"):
+        count_blocks(cache_bytes=cache_bytes, block_bytes=10, max_num_blocks=5, remedy="lower --block-size")
+
+
+@pytest.mark.parametrize(
+    ("available", "num_local_ranks", "expected"),
+    [
+        (200 * GIB, 1, 4 * GIB),
+        (40 * GIB, 1, 4 * GIB),
+        (32 * GIB, 1, 32 * GIB // 10),
+        (32 * GIB, 2, 32 * GIB // 20),
+        (200 * GIB, 8, 200 * GIB // 80),
+        (1000 * GIB, 8, 4 * GIB),
+        (0, 1, 0),
+    ],
+)
+def test_a_gpu_swaps_by_default(available: int, num_local_ranks: int, expected: int) -> None:
+    assert default_swap_bytes("cuda", available, num_local_ranks) == expected
+
+
+def test_a_cpu_does_not_swap_by_default() -> None:
+    assert default_swap_bytes("cpu", 1000 * GIB, 1) == 0
+
+
+def sizes(max_num_blocks: int = 1000, block_bytes: int = MIB, **options: Any) -> PoolSize:
+    return PoolSize(WorkerConfig(model="m", **options), block_bytes, max_num_blocks)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 4095),  # 4 GiB of blocks of 1 MiB, one of which is never used
+        ({"swap_space": "0"}, 0),
+        ({"swap_space": "0GiB"}, 0),
+        ({"num_host_blocks": 0}, 0),
+        ({"num_host_blocks": 7}, 7),
+        ({"swap_space": "10MiB"}, 9),
+    ],
+)
+def test_what_is_said_counts_before_the_default(options: dict[str, Any], expected: int) -> None:
+    assert sizes(**options).num_host_blocks(100 * GIB, default_bytes=4 * GIB) == expected
+
+
+@pytest.mark.parametrize("default_bytes", [0, 1, MIB, 2 * MIB - 1])
+def test_a_default_that_holds_no_block_is_none(default_bytes: int) -> None:
+    assert sizes().num_host_blocks(100 * GIB, default_bytes) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swap_space": "11GiB"}, "--swap-space is 11GiB, which takes 11.000 GiB; 10.000 GiB of memory are available"),
+        ({"num_host_blocks": 20_000}, "--num-host-blocks is 20000, which takes 19.532 GiB; 10.000 GiB"),
+        ({"num_device_blocks": 20_000}, "--num-device-blocks is 20000: 20000 blocks take 19.53 GiB; 10.00 GiB"),
+        ({"kv_cache_memory": "11GiB", "max_num_blocks": 20_000}, "--kv-cache-memory is 11GiB: 11263 blocks take 11.00"),
+        (
+            {"num_device_blocks": 6000, "num_host_blocks": 6000},
+            "--num-host-blocks is 6000, which takes 5.860 GiB; 4.14",
+        ),
+    ],
+)
+def test_a_pool_beyond_the_memory_of_a_cpu_names_its_flag(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sizes(**options).num_blocks_of_cpu(10 * GIB)
+
+
+def test_a_cpu_without_memory_has_room_for_no_block() -> None:
+    with pytest.raises(ValueError, match=r"the KV cache may take 0.000 GiB, two blocks take 0.002 GiB; free memory"):
+        sizes().num_blocks_of_cpu(-GIB)
+    assert sizes().num_blocks_of_cpu(GIB) == (306, 0)  # 30 %, one block of it never used
+
+
+class Rank:
+    """As much of a communicator as sizes depend on."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_gpus", "options", "expected"),
+    [
+        # A tenth of 36 GiB, divided by the ranks that share the machine, in blocks of 1 MiB, less block 0.
+        (1, 1, {}, 3685),
+        (1, 8, {}, 3685),
+        (2, 2, {}, 1842),
+        (4, 2, {}, 1842),  # two machines
+        (2, 1, {}, 3685),  # a pod each
+        (1, 1, {"swap_space": "0"}, 0),
+        (1, 1, {"swap_space": "1GiB"}, 1023),
+    ],
+)
+def test_the_loader_gives_a_gpu_its_host_blocks(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_gpus: int, options: dict[str, Any], expected: int
+) -> None:
+    asked = sizes(num_device_blocks=10, **options)
+    memory = DeviceMemory(total=80 * GIB, others=GIB, weights=GIB, step=GIB, graphs=0, staging=0)
+    measured: list[int] = []
+    monkeypatch.setattr(loader, "available_bytes", lambda: 36 * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(loader._Assembly, "_measure_memory", lambda self, num: measured.append(num) or memory)
+    parts: dict[str, Any] = dict.fromkeys(("model", "model_config", "dtype", "backend", "shape", "streams"))
+    assembly = loader._Assembly(
+        config=asked.config, device=torch.device("cuda"), max_model_len=1024, communicator=Rank(num_ranks), **parts
+    )
+    assert assembly.num_blocks(asked) == (10, expected)
+    assert measured == [expected], "its staging is counted among what a GPU's memory is taken by"
+
+
+def test_a_gpu_is_asked_for_no_more_than_it_has_before_a_weight_is_loaded() -> None:
+    before = DeviceMemory(total=24 * GIB, others=GIB, weights=15 * GIB, step=0, graphs=0, staging=0)
+    step = StepSize(2048, 256)
+    with pytest.raises(ValueError, match=r"--num-device-blocks is 9000: 9000 blocks take 8.79 GiB; of the GPU's 24.00"):
+        sizes(num_device_blocks=9000).num_gpu_blocks(before, step)
+    assert sizes(num_device_blocks=8000).num_gpu_blocks(before, step) == 8000
