@@ -42,8 +42,8 @@ class WorkerConfig:
     )
     swap_space: str | None = _option(
         None,
-        "host memory for swapped KV cache, such as 2GiB; 0 turns swapping off (default: none on a CPU; on a GPU 10 % of "
-        "the available memory divided by the ranks of the machine, at most 4GiB)",
+        "host memory for swapped KV cache, such as 2GiB; 0 turns swapping off (default: none on a CPU; on a GPU 10 % "
+        "of the available memory divided by the ranks of the machine, at most 4GiB)",
     )
     kv_cache_memory: str | None = _option(
         None,
