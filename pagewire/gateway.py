@@ -5,6 +5,8 @@ It is smg (PyPI, the extra `gateway`) as a process of its own. It speaks HTTP to
 """
 
 import importlib.util
+import logging
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -14,6 +16,11 @@ from typing import Any
 REQUIREMENT = "pagewire[gateway]"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
 _LOG_LEVELS = {"debug": "debug", "info": "warn", "warning": "warn", "error": "error"}
+# How smg's lines begin: date, time, level.
+_LINE = re.compile(r"\S+ \S+ +(?P<level>[A-Z]+) ")
+_LEVELS = {"TRACE": logging.DEBUG, "DEBUG": logging.DEBUG, "WARN": logging.WARNING, "ERROR": logging.ERROR}
+# At each start smg warns that pictures may be read with other pixels. No model here reads pictures.
+_ABOUT_PICTURES = re.compile(r".* WARN smg::routers::grpc::multimodal: .*: libturbojpeg not found: ")
 # Seconds between two looks at a replica that does not answer, and between two looks at one that does.
 _STARTUP_CHECK_INTERVAL = 1
 _HEALTH_CHECK_INTERVAL = 5
@@ -56,6 +63,14 @@ class GatewayConfig:
     def url(self) -> str:
         host = f"[{self.gateway_host}]" if ":" in self.gateway_host else self.gateway_host
         return f"http://{host}:{self.gateway_port}"
+
+
+def level_of(line: str) -> int:
+    """The level at which a line that the gateway printed is logged here."""
+    if _ABOUT_PICTURES.match(line):
+        return logging.DEBUG
+    found = _LINE.match(line)
+    return _LEVELS.get(found["level"], logging.INFO) if found else logging.INFO
 
 
 def gateway_command(

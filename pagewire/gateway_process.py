@@ -9,7 +9,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from pagewire.supervisor import READY_PREFIX
+from pagewire.supervisor import EXIT_WITH_PARENT, READY_PREFIX
 from worker_service.server import exit_with_parent
 
 _POLL_INTERVAL = 0.1  # seconds
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
     from smg.launch_router import parse_router_args
     from smg.router import Router
 
-    parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
+    parent = os.environ.get(EXIT_WITH_PARENT)
     if parent:
         exit_with_parent(int(parent))
     url, *flags = arguments

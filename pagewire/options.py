@@ -21,6 +21,7 @@ ENV_PREFIX = "PAGEWIRE_"
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
+_DEFAULTS = "defaults"  # the origin of what nobody chose
 
 
 class OptionError(ValueError):
@@ -64,13 +65,19 @@ class Resolved:
         return config_type(**{name: self.values[name] for name in names} | overrides)
 
     def describe(self) -> list[str]:
-        """A line for each origin with the values from there, strongest origin first."""
+        """A line for each origin that somebody chose, with the values from there, strongest origin first."""
         by_origin: dict[str, list[str]] = {}
         for name, origin in self.origins.items():
             by_origin.setdefault(origin, []).append(f"{name}={self.values[name]}")
-        rank = {"flags": 0, "environment": 1, "defaults": 3}
+        by_origin.pop(_DEFAULTS, None)
+        rank = {"flags": 0, "environment": 1}
         origins = sorted(by_origin, key=lambda origin: rank.get(origin, 2))
         return [f"options from {origin}: {', '.join(by_origin[origin])}" for origin in origins]
+
+    def describe_defaults(self) -> str:
+        """A line with all other values."""
+        names = [name for name, origin in self.origins.items() if origin == _DEFAULTS]
+        return f"options that have their defaults: {', '.join(f'{name}={self.values[name]}' for name in names)}"
 
 
 def options_of(*config_types: type, without: Iterable[str] = ()) -> dict[str, Option]:
@@ -225,7 +232,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
                 f"{name} is missing: give it as an argument, as {option.variable} or in the --config file"
             )
         else:
-            values[name], origins[name] = option.default, "defaults"
+            values[name], origins[name] = option.default, _DEFAULTS
             continue
         values[name], origins[name] = _convert(option, given, source), origin
     return Resolved(values, origins)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from pagewire import installation, logs, options
-from pagewire.gateway import GatewayConfig, gateway_command
+from pagewire.gateway import GatewayConfig, gateway_command, level_of
 from pagewire.model_source import MISSING, DownloadError, LocatedModel, ModelSourceConfig, ModelSourceError, locate
 from pagewire.option_groups import GROUPS
 from pagewire.supervisor import (
@@ -84,7 +84,7 @@ def serve(arguments: Sequence[str]) -> int:
 
     def gateway_of(url: str) -> Supervisor:
         command = gateway_command(gateway_config, url, log_config.log_level, free_port)
-        return Supervisor(command, environ, name="gateway", on_ready=_announce)
+        return Supervisor(command, environ, name="gateway", on_ready=_announce, level_of=level_of)
 
     return asyncio.run(_run(scheduler_config, workers, gateway_of if gateway_config.gateway else None))
 
@@ -255,8 +255,11 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
     logs.configure(config)
     for line in options.unknown_variables(known, os.environ):
         log.warning("%s", line)
+    # What a supervisor's child is given was told by its parent.
+    level = logging.DEBUG if EXIT_WITH_PARENT in os.environ else logging.INFO
     for line in resolved.describe():
-        log.info("%s", line)
+        log.log(level, "%s", line)
+    log.debug("%s", resolved.describe_defaults())
     return config
 
 

@@ -101,13 +101,16 @@ class Supervisor:
         *,
         name: str = "worker",
         on_ready: Callable[[str], None] = lambda url: None,
+        level_of: Callable[[str], int] = lambda line: logging.INFO,
     ) -> None:
-        """`name` is what log lines call the child. `on_ready` gets its URL whenever it comes up."""
+        """`name` is what log lines call the child. `on_ready` gets its URL whenever it comes up. `level_of` says how
+        important a line is that it prints; that it is ready is told by whoever listens."""
         self._command = command
         self._environ = environ
         self._policy = policy or RestartPolicy()
         self._name = name
         self._on_ready = on_ready
+        self._level_of = level_of
         self._process: asyncio.subprocess.Process | None = None
         self._refusal = ""
 
@@ -163,10 +166,11 @@ class Supervisor:
                 self._refusal = text.removeprefix(REFUSAL_PREFIX)
                 process.kill()  # all that is left for it is to take itself apart, which takes seconds
                 continue
-            if text.startswith(READY_PREFIX):
+            is_ready = text.startswith(READY_PREFIX)
+            log.log(logging.DEBUG if is_ready else self._level_of(text), "%s: %s", self._name, text)
+            if is_ready:
                 ready.set()
                 self._on_ready(text.removeprefix(READY_PREFIX))
-            log.info("%s: %s", self._name, text)
 
     async def _terminate(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is not None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import grpc.aio
 from pagewire import __version__
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
+from worker_service.load_progress import LoadProgress
 from worker_service.preflight import check_worker
 from worker_service.rpc.credentials import server_credentials
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
@@ -146,7 +147,7 @@ class _Server:
         from worker_service.loader import load_worker
 
         try:
-            loaded = load_worker(self._config, worker_id=_worker_id(), report=self._progress())
+            loaded = load_worker(self._config, worker_id=_worker_id(), report=LoadProgress(self._tell_percent))
         except CheckpointError as error:
             raise ValueError(f"--model {self._config.model}: {error}") from error
         return self._profiled(loaded) if self._config.profile else loaded
@@ -157,19 +158,8 @@ class _Server:
         self._profile = ProfiledRunner(loaded.runner, self._config.profile, Path(self._config.profile_dir))
         return replace(loaded, runner=self._profile)
 
-    def _progress(self) -> Callable[[int, int], None]:
-        """A callback that logs a line for every 10 % of the checkpoint that has loaded, and tells the engine."""
-        told = 0
-
-        def report(done: int, total: int) -> None:
-            nonlocal told
-            self._engine.load_percent = 100 * done // max(total, 1)
-            tenths = self._engine.load_percent // 10
-            if tenths > told:
-                told = tenths
-                logger.info("loading: %d %%", 10 * tenths)
-
-        return report
+    def _tell_percent(self, percent: int) -> None:
+        self._engine.load_percent = percent
 
     async def _until_loaded(self) -> bool:
         """False if told to stop before. Raises what loading raised."""

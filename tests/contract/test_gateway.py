@@ -1,6 +1,7 @@
 """The flags of `pagewire serve --gateway`, and that the gateway's process never outlives its parent."""
 
 import importlib.util
+import logging
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.command import main
-from pagewire.gateway import GatewayConfig, gateway_command
+from pagewire.gateway import GatewayConfig, gateway_command, level_of
 from pagewire.supervisor import free_port
 
 SERVE = ["serve", "models/storyteller", "--gateway"]
@@ -106,3 +107,22 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        (
+            "2026-11-22 15:12:50  WARN smg::routers::grpc::multimodal: "
+            "model_gateway/src/routers/grpc/multimodal/mod.rs:281: libturbojpeg not found: JPEGs decode with the pure-Rust decoder",
+            logging.DEBUG,
+        ),
+        ("2026-11-22 15:12:50  WARN smg::routers::grpc::multimodal: mod.rs:1: something else", logging.WARNING),
+        ("2026-11-22 15:12:50  WARN smg::posture: posture.rs:143: libturbojpeg not found: ", logging.WARNING),
+        ("2026-11-22 15:12:50 ERROR smg::workflow: a.rs:372: Failed to load tokenizer", logging.ERROR),
+        ("2026-11-22 15:12:50  INFO smg::server: a.rs:1: serving", logging.INFO),
+        ("something that is no log line", logging.INFO),
+    ],
+)
+def test_its_lines_keep_their_level_but_for_the_one_about_pictures(line: str, level: int) -> None:
+    assert level_of(line) == level

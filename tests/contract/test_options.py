@@ -73,8 +73,8 @@ def test_precedence(tmp_path: Path) -> None:
         "options from flags: ratio=3.0",
         "options from environment: num_things=2",
         f"options from {file}: model=y, enable_magic=False, max_len=1",
-        "options from defaults: device=auto",
     ]
+    assert resolved.describe_defaults() == "options that have their defaults: device=auto"
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:

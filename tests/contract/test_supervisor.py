@@ -113,7 +113,7 @@ class ReadyLines(logging.Handler):
 
 @pytest.fixture
 def ready(caplog: pytest.LogCaptureFixture) -> Iterator[ReadyLines]:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     handler = ReadyLines()
     logging.getLogger("pagewire.supervisor").addHandler(handler)
     yield handler
@@ -146,16 +146,30 @@ async def test_a_killed_child_is_started_again(
 async def test_another_child_has_its_name_and_says_where_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
-    child = Child(tmp_path, 'print("\\x1b[33mready on http://here\\x1b[0m", flush=True)\nsignal.pause()\n')
+    caplog.set_level(logging.DEBUG)
+    body = """
+        print("trifle")
+        print("trouble")
+        print("\\x1b[33mready on http://here\\x1b[0m", flush=True)
+        signal.pause()
+    """
+    child = Child(tmp_path, body)
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    supervisor = Supervisor(child.command, os.environ, QUICK, name="gateway", on_ready=url.set_result)
+    levels = {"trifle": logging.DEBUG, "trouble": logging.WARNING}
+    supervisor = Supervisor(
+        child.command, os.environ, QUICK, name="gateway", on_ready=url.set_result, level_of=lambda line: levels[line]
+    )
     running = asyncio.create_task(supervisor.run())
     assert await asyncio.wait_for(url, 20) == "http://here"
     running.cancel()
     await asyncio.wait({running})
     assert "the gateway is process" in caplog.text
-    assert "gateway: ready on http://here\n" in caplog.text, "colours are for terminals"
+    told = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert told[-3:] == [
+        (logging.DEBUG, "gateway: trifle"),
+        (logging.WARNING, "gateway: trouble"),
+        (logging.DEBUG, "gateway: ready on http://here"),  # colours are for terminals
+    ]
 
 
 async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
