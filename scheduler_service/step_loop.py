@@ -464,7 +464,9 @@ class StepLoop:
             self._timer = None
 
     def _worker_timed_out(self) -> None:
-        logger.error("no worker for %g s: requests fail until one joins", self._worker_timeout)
+        # A worker that is still loading its first model is no accident.
+        level = logging.INFO if self.capacity is None else logging.ERROR
+        logger.log(level, "no worker for %g s: requests fail until one joins", self._worker_timeout)
         self._has_timed_out = True
         self._settled.set()
         self._fail_waiting(self.unavailable_reason)

@@ -18,6 +18,7 @@ from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.request_encoding import encode_request
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.trace_context import trace_context_of_call
+from scheduler_service.rpc.waiting import Waiting
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class SchedulerLink:
         self._eos_token_ids = eos_token_ids
         self._on_availability_changed = on_availability_changed
         self._outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest] | None = None  # None: not connected
+        self._waiting = Waiting(f"the scheduler at {address}", logger)
         self._reason = "it has not answered yet"  # why not
         self._connected = asyncio.Event()  # for the first time, or nobody waits for it any more
         self._idle = asyncio.Event()
@@ -209,14 +211,15 @@ class SchedulerLink:
         """Until cancelled."""
         backoff = _MIN_BACKOFF
         while True:
-            was_connected, reason = await self._hold()
-            if was_connected:
+            ended = await self._hold()
+            if ended.was_connected:
                 backoff = _MIN_BACKOFF
-                logger.warning("lost the scheduler at %s: %s", self._address, reason)
-            elif reason != self._reason:
-                logger.warning("no connection to the scheduler at %s: %s", self._address, reason)
-            self._reason = reason
-            self._fail_all(f"the scheduler at {self._address} is gone ({reason}); send the request again")
+                self._waiting.end()
+                logger.warning("lost the scheduler at %s: %s", self._address, ended.reason)
+            else:
+                self._waiting.tell(ended.reason, is_calm=ended.is_calm)
+            self._reason = ended.reason
+            self._fail_all(f"the scheduler at {self._address} is gone ({ended.reason}); send the request again")
             self._on_availability_changed()
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
@@ -235,15 +238,18 @@ class SchedulerLink:
             self._send_abort(stream.request)
         self._fail_all(message)
 
-    async def _hold(self) -> tuple[bool, str]:
-        """One call, to its end: whether it ever served, and why it ended."""
+    async def _hold(self) -> "_Ended":
+        """One call, to its end."""
         call = self._stub.GenerateMany(wait_for_ready=True)
         sending: asyncio.Task[None] | None = None
         try:
+            async with self._waiting.for_connection(self._stub.GenerateMany, self._set_reason):
+                await call.wait_for_connection()
             async for message in call:
                 if message.HasField("server_info"):
                     if message.server_info.model_digest != self._model_digest:
-                        return sending is not None, _other_model(message.server_info.model_digest, self._model_digest)
+                        reason = _other_model(message.server_info.model_digest, self._model_digest)
+                        return _Ended(reason, sending is not None)
                     self._server_info = message.server_info
                     if message.server_info.HasField("worker"):
                         self._worker = message.server_info.worker
@@ -254,16 +260,17 @@ class SchedulerLink:
                         logger.info("connected to the scheduler at %s", self._address)
                     self._on_availability_changed()
                 self._take(message)
-            return sending is not None, "it has shut down"
+            return _Ended("it has shut down", sending is not None, is_calm=True)
         except grpc.aio.AioRpcError as error:
-            if error.details() == _FAILED_WRITE:
-                return sending is not None, "the connection broke"
-            return sending is not None, f"{error.code().name}: {error.details()}"
+            return _describe(error, sending is not None)
         finally:
             self._outbox = None
             call.cancel()
             if sending is not None:
                 sending.cancel()
+
+    def _set_reason(self, reason: str) -> None:
+        self._reason = reason
 
     # Down
 
@@ -351,6 +358,21 @@ async def _send(call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler
             await call.write(await outbox.get())
     except (grpc.RpcError, asyncio.InvalidStateError):
         pass  # reading ends with what was wrong
+
+
+class _Ended(NamedTuple):
+    """Why a call to the scheduler is over, and whether it ever served."""
+
+    reason: str
+    was_connected: bool
+    is_calm: bool = False  # it passes by itself
+
+
+def _describe(error: grpc.aio.AioRpcError, was_connected: bool) -> _Ended:
+    if error.details() == _FAILED_WRITE:
+        return _Ended("the connection broke", was_connected)
+    is_calm = error.code() is grpc.StatusCode.UNAVAILABLE
+    return _Ended(f"{error.code().name}: {error.details()}", was_connected, is_calm)
 
 
 def _other_model(theirs: bytes, ours: bytes) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import grpc
 import grpc.aio
@@ -17,6 +17,7 @@ from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.rpc import wire
 from scheduler_service.rpc.ranked_session import RankedSession
+from scheduler_service.rpc.waiting import Waiting
 from scheduler_service.rpc.worker_session import Session, SessionEnded, SessionEvents, WorkerHangs, read, write
 
 logger = logging.getLogger(__name__)
@@ -81,23 +82,23 @@ class WorkerLink:
         self._on_worker_hangs = on_worker_hangs
         # Rises from process to process by its start time, and within one by the low bits.
         self._epoch = (time.time_ns() // 1_000_000) << 20
+        self._waiting = Waiting("the worker", logger)
         self._first_capacities: dict[int, WorkerCapacity] = {}  # by rank
 
     async def run(self) -> None:
         """Until cancelled. Raises FencedError."""
-        backoff, told = _MIN_BACKOFF, ""
+        backoff = _MIN_BACKOFF
         while True:
             self._epoch += 1
             sessions = self._sessions()
-            reason = await self._hold_all(sessions)
+            ended = await self._hold_all(sessions)
             if all(session.is_ready for session in sessions):
-                self._events.worker_lost(reason)
-                backoff, told = _MIN_BACKOFF, ""
+                self._waiting.end()
+                self._events.worker_lost(ended.reason)
+                backoff = _MIN_BACKOFF
             else:
-                if reason != told:
-                    logger.warning("no session with the worker: %s", reason)
-                told = reason
-                self._events.worker_missing(reason)
+                self._waiting.tell(ended.reason, is_calm=ended.is_calm)
+                self._events.worker_missing(ended.reason)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
@@ -107,26 +108,28 @@ class WorkerLink:
             return [Session(self._events, self._epoch, self._on_plan_sent)]
         return RankedSession(self._events, self._epoch, self._on_plan_sent, len(self._stubs)).sessions
 
-    async def _hold_all(self, sessions: Sequence[Session]) -> str:
+    async def _hold_all(self, sessions: Sequence[Session]) -> "_Ended":
         """Until one of them ends, which ends the others, and why it did."""
         holds = [asyncio.create_task(self._hold(rank, session)) for rank, session in enumerate(sessions)]
         try:
             await asyncio.wait(holds, return_when=asyncio.FIRST_COMPLETED)
             rank, ended = next((rank, hold) for rank, hold in enumerate(holds) if hold.done())
-            return ended.result() if len(holds) == 1 else f"rank {rank}: {ended.result()}"
+            end = ended.result()
+            return end if len(holds) == 1 else end._replace(reason=f"rank {rank}: {end.reason}")
         finally:
             for hold in holds:
                 hold.cancel()
             await asyncio.gather(*holds, return_exceptions=True)
 
-    async def _hold(self, rank: int, session: Session) -> str:
+    async def _hold(self, rank: int, session: Session) -> "_Ended":
         """One session, to its end and why it ended. Raises FencedError."""
         call = self._stubs[rank].Execute(wait_for_ready=True)
         try:
-            await write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
+            async with self._waiting.for_connection(self._stubs[rank].Execute, self._events.worker_missing):
+                await write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
             capacity = self._admit(rank, await asyncio.wait_for(read(call), _READY_TIMEOUT))
             logger.info(
-                "worker %s joined in epoch %d: %s, %s, %d blocks of %d tokens",
+                "worker %s has joined in epoch %d: %s, %s, %d blocks of %d tokens",
                 capacity.worker_id,
                 session.epoch,
                 capacity.device,
@@ -137,14 +140,14 @@ class WorkerLink:
             await session.hold(call, capacity)
         except TimeoutError:
             self._on_worker_hangs(rank)
-            return f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s"
+            return _Ended(f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
         except WorkerHangs as error:
             self._on_worker_hangs(rank)
-            return str(error)
+            return _Ended(str(error))
         except (SessionEnded, ProtocolError) as error:
-            return str(error)
+            return _Ended(str(error))
         except grpc.aio.AioRpcError as error:
-            return _describe(error)
+            return _describe(error, session)
         finally:
             call.cancel()
 
@@ -182,5 +185,15 @@ class WorkerLink:
         self._epoch = max(self._epoch, refusal.epoch)
 
 
-def _describe(error: grpc.aio.AioRpcError) -> str:
-    return f"the stream broke ({error.code().name}: {error.details()})"
+class _Ended(NamedTuple):
+    """Why there is no session."""
+
+    reason: str
+    is_calm: bool = False  # it passes by itself
+
+
+def _describe(error: grpc.aio.AioRpcError, session: Session) -> _Ended:
+    """A worker that starts or stops is UNAVAILABLE, and says so itself."""
+    if not session.is_ready and error.code() is grpc.StatusCode.UNAVAILABLE:
+        return _Ended(str(error.details()), is_calm=True)
+    return _Ended(f"the stream broke ({error.code().name}: {error.details()})")

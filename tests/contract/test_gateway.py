@@ -114,7 +114,7 @@ def is_running(pid: int) -> bool:
     [
         (
             "2026-11-22 15:12:50  WARN smg::routers::grpc::multimodal: "
-            "model_gateway/src/routers/grpc/multimodal/mod.rs:281: libturbojpeg not found: JPEGs decode with the pure-Rust decoder",
+            "model_gateway/src/routers/grpc/multimodal/mod.rs:281: libturbojpeg not found: JPEGs decode",
             logging.DEBUG,
         ),
         ("2026-11-22 15:12:50  WARN smg::routers::grpc::multimodal: mod.rs:1: something else", logging.WARNING),

@@ -83,8 +83,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             logger.error("protocol error: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _SessionEnded as end:
-            # A scheduler that is started first calls again and again.
-            logger.log(logging.WARNING if self._loaded.is_set() else logging.INFO, "session ended: %s", end)
+            # While the model loads a scheduler calls again and again, and a worker that stops has said so.
+            is_news = self._loaded.is_set() and not self._is_closing
+            logger.log(logging.WARNING if is_news else logging.DEBUG, "session ended: %s", end)
             await context.abort(end.code, str(end))
 
     async def _serve(self, context: grpc.aio.ServicerContext) -> None:
@@ -111,9 +112,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._holder = stream
         try:
             await stream.until_ended(self._begin(stream))
-            logger.info("epoch %d of instance %s begins", session.epoch, session.instance_id)
+            logger.info("scheduler %s has begun epoch %d", session.instance_id, session.epoch)
             await stream.exchange(self._heartbeat_interval_s)
-            logger.info("epoch %d is over: the scheduler closed the stream", session.epoch)
+            logger.info("scheduler %s has ended epoch %d", session.instance_id, session.epoch)
         finally:
             stream.engine_session.end()
             if self._holder is stream:

@@ -1,0 +1,80 @@
+"""What is told of the time in which the other side of a link is not there: calmly where that is how a start looks."""
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc.aio
+
+_PATIENCE = 3.0  # seconds without a connection before that is told
+_REPEAT_AFTER = 60.0  # seconds before what was told is told again
+_DIGITS = re.compile(r"\d+")
+_LAST_ERROR = re.compile(r".*last error: (?:\w+: )?")
+
+
+class Waiting:
+    """Logs why there is no session: what is new at once, and what differs only in its numbers once a minute."""
+
+    def __init__(
+        self,
+        name: str,
+        logger: logging.Logger,
+        *,
+        patience: float = _PATIENCE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`name` is what the other side is called; `clock` is in seconds."""
+        self._name = name
+        self._logger = logger
+        self._patience = patience
+        self._clock = clock
+        self._told: tuple[str, float] | None = None  # a reason without its numbers, and when
+
+    def tell(self, reason: str, *, is_calm: bool) -> None:
+        """`is_calm`: it passes by itself, as when the other side is starting."""
+        kind, now = _DIGITS.sub("", reason), self._clock()
+        if self._told is not None and self._told[0] == kind and now - self._told[1] < _REPEAT_AFTER:
+            return
+        self._told = (kind, now)
+        if is_calm:
+            self._logger.info("waiting for %s: %s", self._name, reason)
+        else:
+            self._logger.warning("no session with %s: %s", self._name, reason)
+
+    def end(self) -> None:
+        """The other side has come. Should it go, everything is new again."""
+        self._told = None
+
+    @asynccontextmanager
+    async def for_connection(
+        self, probe: Callable[[], grpc.aio.Call], on_reason: Callable[[str], object]
+    ) -> AsyncIterator[None]:
+        """While the block waits for a connection, which gRPC does without a word, tell why there is none.
+
+        `probe` makes a call that fails where there is no connection, instead of waiting for one. `on_reason` hears the
+        reason, too.
+        """
+        explaining = asyncio.create_task(self._explain(probe, on_reason))
+        try:
+            yield
+        finally:
+            explaining.cancel()
+            await asyncio.wait({explaining})
+        if not explaining.cancelled():
+            explaining.result()
+
+    async def _explain(self, probe: Callable[[], grpc.aio.Call], on_reason: Callable[[str], object]) -> None:
+        while True:
+            await asyncio.sleep(self._patience)
+            call = probe()
+            try:
+                await call.wait_for_connection()
+            except grpc.aio.AioRpcError as error:
+                reason = f"there is no connection ({_LAST_ERROR.sub('', error.details() or error.code().name)})"
+                self.tell(reason, is_calm=True)
+                on_reason(reason)
+            finally:
+                call.cancel()

@@ -1,0 +1,150 @@
+"""What is told while the other side of a link is not there: calm lines at a start, warnings where something is wrong."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from pagewire.supervisor import free_port
+from scheduler_service import front_end, server
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.model_info import read_model_info
+from scheduler_service.rpc.waiting import Waiting
+from tests.contract.fake_worker import FakeWorker
+
+LOOPBACK = "127.0.0.1"
+
+
+class Lines(logging.Handler):
+    """Log lines of a logger, which can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self._more = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self._more.set()
+
+    async def next(self, part: str) -> logging.LogRecord:
+        """The first line that has this part."""
+        async with asyncio.timeout(20):
+            while True:
+                for record in self.records:
+                    if part in record.getMessage():
+                        return record
+                self._more.clear()
+                await self._more.wait()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Lines]:
+    caplog.set_level(logging.INFO)
+    handler = Lines()
+    logger = logging.getLogger("scheduler_service")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+class LoadingWorker(FakeWorker):
+    """Loads until told otherwise."""
+
+    def __init__(self, digest: bytes) -> None:
+        super().__init__(digest)
+        self.num_refused = 0
+        self.is_loading = True
+
+    async def Execute(self, requests: object, context: grpc.aio.ServicerContext) -> None:
+        if self.is_loading:
+            await context.read()
+            self.num_refused += 1
+            message = f"the worker is still loading its model: {min(99, self.num_refused)} %"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, message)
+        await super().Execute(requests, context)
+
+
+@asynccontextmanager
+async def scheduling(checkpoint: Path, worker_port: int, **options: object) -> AsyncIterator[asyncio.Event]:
+    """A scheduler, and when it serves."""
+    worker = f"{LOOPBACK}:{worker_port}"
+    config = SchedulerConfig(model=str(checkpoint), worker=worker, port=0, metrics_port=0, **options)
+    stop, ready = asyncio.Event(), asyncio.Event()
+    running = asyncio.create_task(server.run(config, stop=stop, ready=lambda url: ready.set()))
+    try:
+        yield ready
+    finally:
+        stop.set()
+        assert await running == 0
+
+
+def warnings(lines: Lines) -> list[str]:
+    return [record.getMessage() for record in lines.records if record.levelno >= logging.WARNING]
+
+
+async def test_a_worker_that_is_not_up_and_then_loads_is_waited_for_calmly(checkpoint: Path, lines: Lines) -> None:
+    worker = LoadingWorker(read_model_info(str(checkpoint)).digest)
+    worker.port = free_port(LOOPBACK)
+    async with scheduling(checkpoint, worker.port, worker_timeout=0.5) as ready:
+        told = await lines.next("waiting for the worker: there is no connection")
+        assert f"{LOOPBACK}:{worker.port}" in told.getMessage()
+        assert "Connection refused" in told.getMessage()
+        await lines.next("no worker for 0.5 s: requests fail until one joins")
+        await worker.start()
+        await lines.next("waiting for the worker: the worker is still loading its model: 1 %")
+        while worker.num_refused < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        worker.is_loading = False
+        await asyncio.wait_for(ready.wait(), 20)
+        assert warnings(lines) == []
+        assert len([record for record in lines.records if "still loading" in record.getMessage()]) == 1
+        await worker.kill()
+        lost = await lines.next("lost the worker in epoch")
+        assert lost.levelno == logging.WARNING
+
+
+async def test_a_worker_of_another_model_is_a_warning(checkpoint: Path, lines: Lines) -> None:
+    worker = FakeWorker(b"another")
+    await worker.start()
+    async with scheduling(checkpoint, worker.port):
+        told = await lines.next("no session with the worker: the worker serves another model")
+        assert told.levelno == logging.WARNING
+    await worker.kill()
+
+
+async def test_a_front_end_waits_calmly_too(checkpoint: Path, lines: Lines) -> None:
+    port = free_port(LOOPBACK)
+    config = FrontEndConfig(model=str(checkpoint), scheduler=f"{LOOPBACK}:{port}", port=0)
+    stop = asyncio.Event()
+    running = asyncio.create_task(front_end.run(config, stop=stop, ready=lambda url: None))
+    told = await lines.next(f"waiting for the scheduler at {LOOPBACK}:{port}: there is no connection")
+    assert "Connection refused" in told.getMessage()
+    assert warnings(lines) == []
+    stop.set()
+    assert await running == 0
+
+
+def test_what_differs_in_numbers_alone_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    waiting = Waiting("the worker", logging.getLogger("scheduler_service.test"), clock=lambda: now)
+    for second in range(180):
+        now = float(second)
+        waiting.tell(f"loading: {second // 2} %", is_calm=True)
+    waiting.tell("another model", is_calm=False)
+    waiting.tell("another model", is_calm=False)
+    waiting.end()
+    waiting.tell("loading: 1 %", is_calm=True)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "waiting for the worker: loading: 0 %"),
+        ("INFO", "waiting for the worker: loading: 30 %"),
+        ("INFO", "waiting for the worker: loading: 60 %"),
+        ("WARNING", "no session with the worker: another model"),
+        ("INFO", "waiting for the worker: loading: 1 %"),
+    ]
