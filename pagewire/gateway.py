@@ -7,14 +7,16 @@ It is smg (PyPI, the extra `gateway`) as a process of its own. It speaks HTTP to
 import importlib.util
 import logging
 import re
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler_service.listening import check_port, join
+
 REQUIREMENT = "pagewire[gateway]"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+_METRICS_HOST = "127.0.0.1"
 _LOG_LEVELS = {"debug": "debug", "info": "warn", "warning": "warn", "error": "error"}
 # How smg's lines begin: date, time, level.
 _LINE = re.compile(r"\S+ \S+ +(?P<level>[A-Z]+) ")
@@ -49,20 +51,17 @@ class GatewayConfig:
             return
         if importlib.util.find_spec("smg") is None:
             raise ValueError(f"--gateway needs smg, which is not installed: pip install '{REQUIREMENT}'")
-        with socket.socket(socket.AF_INET6 if ":" in self.gateway_host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self.gateway_host, self.gateway_port))
-            except OSError as error:
-                raise ValueError(
-                    f"--gateway-port {self.gateway_port} on {self.gateway_host} cannot be bound ({error.strerror}); "
-                    "choose another"
-                ) from None
+
+    def check_ports(self) -> None:
+        """Raises OSError, one line that names the flag, for a port that cannot be had now."""
+        if self.gateway:
+            check_port(self.gateway_host, self.gateway_port, "--gateway-port")
+            if self.gateway_metrics_port:
+                check_port(_METRICS_HOST, self.gateway_metrics_port, "--gateway-metrics-port")
 
     @property
     def url(self) -> str:
-        host = f"[{self.gateway_host}]" if ":" in self.gateway_host else self.gateway_host
-        return f"http://{host}:{self.gateway_port}"
+        return f"http://{join(self.gateway_host, self.gateway_port)}"
 
 
 def level_of(line: str) -> int:
@@ -82,8 +81,8 @@ def gateway_command(
         "host": config.gateway_host,
         "port": config.gateway_port,
         "worker-urls": f"grpc://{_LOOPBACK.get(host, host)}:{port}",
-        "prometheus-host": "127.0.0.1",
-        "prometheus-port": config.gateway_metrics_port or free_port("127.0.0.1"),
+        "prometheus-host": _METRICS_HOST,
+        "prometheus-port": config.gateway_metrics_port or free_port(_METRICS_HOST),
         "worker-startup-check-interval": _STARTUP_CHECK_INTERVAL,
         "health-check-interval-secs": _HEALTH_CHECK_INTERVAL,
         "shutdown-grace-period-secs": _SHUTDOWN_GRACE,

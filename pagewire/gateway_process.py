@@ -25,7 +25,10 @@ def main(arguments: list[str]) -> None:
         exit_with_parent(int(parent))
     url, *flags = arguments
     threading.Thread(target=_announce, args=(url,), daemon=True).start()
-    Router.from_args(parse_router_args(flags)).start()
+    try:
+        Router.from_args(parse_router_args(flags)).start()
+    except RuntimeError as error:
+        sys.exit(f"the gateway cannot start: {error}")
 
 
 def _announce(url: str) -> None:

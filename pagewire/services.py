@@ -63,9 +63,14 @@ def serve(arguments: Sequence[str]) -> int:
     addresses = ",".join(f"{LOOPBACK}:{rank.port}" for rank in ranks)
     scheduler_config = _build(parser, resolved, SchedulerConfig, worker=addresses)
     gateway_config = _build(parser, resolved, GatewayConfig)
-    if gateway_config.gateway and scheduler_config.tls_cert is not None:
-        parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
+    if gateway_config.gateway:
+        _check_gateway(parser, gateway_config, scheduler_config)
     log_config = _start_logging(known, resolved)
+    try:
+        gateway_config.check_ports()
+    except OSError as error:
+        log.error("%s", error)
+        return 1
     found = _locate(resolved, with_weights=True)
     scheduler_config = _at(scheduler_config, found)
     ranks = [_at(rank, found) for rank in ranks]
@@ -105,6 +110,15 @@ def _exit_with_parent() -> None:
         from worker_service.server import exit_with_parent
 
         exit_with_parent(int(parent))
+
+
+def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, scheduler_config: Any) -> None:
+    """What it and the scheduler cannot have both."""
+    if scheduler_config.tls_cert is not None:
+        parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
+    for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
+        if port and port == gateway_config.gateway_port:
+            parser.error(f"{flag} and --gateway-port are both {port}; choose another for one of them")
 
 
 def _ranks(resolved: options.Resolved) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from scheduler_service.config import FrontEndConfig
+from scheduler_service.listening import join
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.rpc.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.health import Health
@@ -86,7 +87,7 @@ class _FrontEnd:
         )
         self._servicer.add_to(self._server)
         self._health = Health(self._server, [SERVICE_NAME, *self._add_vllm(model)])
-        self._url = f"grpc://{config.host}:{bind(self._server, config)}"
+        self._url = f"grpc://{join(config.host, bind(self._server, config))}"
 
     def _add_vllm(self, model: ModelInfo) -> list[str]:
         """Serve VllmEngine too; its name, if it can be served."""

@@ -29,6 +29,7 @@ from scheduler_service.core.request import (
     SchedulerStats,
     SequenceEnd,
 )
+from scheduler_service.listening import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -267,12 +268,8 @@ class MetricsServer:
         try:
             self._server, self._thread = start_http_server(DEFAULT_PORT if port is None else port, host, registry)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            if port is not None:
-                raise OSError(
-                    errno.EADDRINUSE, f"--metrics-port {port} is taken; choose another, or 0 for none"
-                ) from None
+            if port is not None or error.errno != errno.EADDRINUSE:
+                raise refusal(error, host, port or DEFAULT_PORT, "--metrics-port") from None
             self._server, self._thread = start_http_server(0, host, registry)
         self.port: int = self._server.server_port
         logger.info("metrics on http://%s:%d/metrics", host, self.port)

@@ -19,6 +19,7 @@ from scheduler_service.activity import Activity
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.kv_event_log import KvEventLog
+from scheduler_service.listening import join, listen
 from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.recording import Recorder, SchedulerArguments
@@ -169,7 +170,7 @@ class _Service:
         self._servicer.add_to(self._server)
         service_names = [SERVICE_NAME, *self._add_vllm(self._servicer.intake, model, info)]
         self._health = Health(self._server, service_names)
-        self._url = f"grpc://{config.host}:{bind(self._server, config)}"
+        self._url = f"grpc://{join(config.host, bind(self._server, config))}"
         self._probed_server = _probed_server(config, self._health)
         if self._recorder is not None:
             self._recorder.open()
@@ -364,17 +365,7 @@ def bind(server: grpc.aio.Server, config: SchedulerConfig | FrontEndConfig) -> i
     credentials = None
     if config.tls_cert is not None and config.tls_key is not None:
         credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
-    return _listen(server, f"{config.host}:{config.port}", credentials, "--port or --host")
-
-
-def _listen(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None, flags: str) -> int:
-    """The port that was bound; `flags` are those that choose it. Raises OSError."""
-    try:
-        if credentials is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"cannot bind {address}: it may be taken; choose another {flags}") from error
+    return listen(server, config.host, config.port, credentials, "--port")
 
 
 def _probed_server(config: SchedulerConfig, health: Health) -> grpc.aio.Server:
@@ -382,8 +373,7 @@ def _probed_server(config: SchedulerConfig, health: Health) -> grpc.aio.Server:
     server = grpc.aio.server(options=SERVER_OPTIONS)
     if config.health_port:
         health.add_to(server)
-        address = f"{config.health_host}:{config.health_port}"
-        _listen(server, address, None, "--health-port or --health-host")
+        listen(server, config.health_host, config.health_port, None, "--health-port")
     return server
 
 

@@ -24,6 +24,7 @@ import grpc.aio
 from pagewire import __version__
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
+from worker_service.listening import join, listen
 from worker_service.load_progress import LoadProgress
 from worker_service.preflight import check_worker
 from worker_service.rpc.credentials import server_credentials
@@ -109,7 +110,7 @@ class _Server:
         probed = grpc.aio.server(options=_SERVER_OPTIONS)
         if self._config.health_port:
             health.add_to(probed)
-            _listen(probed, self._config.health_host, self._config.health_port, None, "--health-port")
+            listen(probed, self._config.health_host, self._config.health_port, None, "--health-port")
         await server.start()
         await probed.start()
         try:
@@ -118,7 +119,7 @@ class _Server:
             if await self._until_loaded():
                 servicer.set_loaded()
                 await health.set_ready(True)
-                print(f"ready on grpc://{_join(self._config.host, port)}", flush=True)
+                print(f"ready on grpc://{join(self._config.host, port)}", flush=True)
                 await self._stop.wait()
                 logger.info("stopping")
                 await health.set_ready(False)
@@ -256,24 +257,7 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:
     credentials = None
     if config.tls_cert is not None and config.tls_key is not None:
         credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
-    return _listen(server, config.host, config.port, credentials, "--port")
-
-
-def _listen(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, flag: str
-) -> int:
-    """The port that is bound; `flag` is what chooses it. Raises OSError."""
-    address = _join(host, port)
-    try:
-        if credentials is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise OSError(f"cannot listen on {address}: the port is taken or the address is not this machine's; see {flag}")
-    return bound
+    return listen(server, config.host, config.port, credentials, "--port")
 
 
 def _worker_id() -> str:
@@ -284,10 +268,6 @@ def _worker_id() -> str:
 def _names(text: str | None) -> frozenset[str] | None:
     """Names that commas separate, None for any."""
     return None if text is None else frozenset(name.strip() for name in text.split(","))
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def exit_with_parent(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""What is told while the other side of a link is not there: calm lines at a start, warnings where something is wrong."""
+"""What is told while the other side of a link is not there: calm at a start, a warning where something is wrong."""
 
 import asyncio
 import logging

@@ -142,7 +142,7 @@ def test_a_taken_port_is_a_clear_error(model: Path) -> None:
             out, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert out == ""
-    assert f"cannot bind 127.0.0.1:{port}" in err
+    assert f"cannot listen on 127.0.0.1:{port}" in err
     assert "Traceback" not in err
 
 

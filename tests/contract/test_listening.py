@@ -1,0 +1,89 @@
+"""Ports that cannot be had: one line that names the port and its flag, nothing raw of gRPC, and exit code 1."""
+
+import errno
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from scheduler_service.listening import check_port, join, listen, refusal
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "models" / "storyteller")
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+SCHEDULER = ["scheduler", "--model", MODEL, "--worker=127.0.0.1:1"]
+SERVE = ["serve", MODEL, "--port=0"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (["serve", MODEL, "--metrics-port=0"], "--port"),
+        (SERVE, "--metrics-port"),
+        ([*SERVE, "--metrics-port=0"], "--health-port"),
+        ([*SERVE, "--metrics-port=0", "--gateway"], "--gateway-port"),
+        ([*SERVE, "--metrics-port=0", "--gateway", "--gateway-port=8017"], "--gateway-metrics-port"),
+        ([*SCHEDULER, "--metrics-port=0"], "--port"),
+        ([*SCHEDULER, "--port=0"], "--metrics-port"),
+        ([*SCHEDULER, "--port=0", "--metrics-port=0"], "--health-port"),
+        (["worker", "--model", MODEL], "--port"),
+        (["worker", "--model", MODEL, "--port=0"], "--health-port"),
+        (["frontend", "--model", MODEL, "--scheduler=127.0.0.1:1"], "--port"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_a_taken_port_is_one_clear_line(taken: int, command: list[str], flag: str) -> None:
+    full = [sys.executable, "-m", "pagewire", *command, flag, str(taken), "--log-level=warning"]
+    done = subprocess.run(full, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    told = rf"\S+ \S+ ERROR \S+ cannot listen on 127\.0\.0\.1:{taken}: port {taken} is taken; choose another {flag}\n"
+    assert re.fullmatch(told, done.stderr), done.stderr
+
+
+def test_other_reasons_have_their_own_words(taken: int) -> None:
+    with pytest.raises(OSError, match=r"^cannot listen on 203\.0\.113\.7:1234: that is no address of .*other --host$"):
+        check_port("203.0.113.7", 1234, "--port")
+    with pytest.raises(OSError, match=r"^--health-host is 'no such name', which is no address \(.*other --health-host"):
+        check_port("no such name", 1234, "--health-port")
+    with pytest.raises(OSError, match=r"^--host is '\.\.', which is no address"):
+        check_port("..", 1234, "--port")
+    for host in ("localhost", "0.0.0.0"):
+        with pytest.raises(OSError, match=f"port {taken} is taken"):
+            check_port(host, taken, "--port")
+
+
+def test_a_port_of_the_system_is_refused() -> None:
+    told = refusal(PermissionError(errno.EACCES, "Permission denied"), "127.0.0.1", 7, "--health-port")
+    assert str(told) == "cannot listen on 127.0.0.1:7: this user may not take port 7; choose another --health-port"
+
+
+async def test_a_server_listens_on_what_it_is_given() -> None:
+    server = grpc.aio.server()
+    port = listen(server, "127.0.0.1", 0, None, "--port")
+    with pytest.raises(OSError, match=f"port {port} is taken"):
+        listen(server, "127.0.0.1", port, None, "--port")
+    await server.stop(0)
+
+
+def test_an_address_of_ipv6_is_in_brackets() -> None:
+    assert join("::1", 7) == join("[::1]", 7) == "[::1]:7"
+    assert join("node-1", 7) == "node-1:7"
+
+
+def test_the_services_have_the_same_module() -> None:
+    services = [ROOT / service / "listening.py" for service in ("scheduler_service", "worker_service")]
+    assert len({path.read_text() for path in services}) == 1
