@@ -1,5 +1,19 @@
+"""The command as a process of its own: what `pagewire` and `python -m pagewire` run."""
+
+import signal
 import sys
 
-from pagewire.command import main
+# While modules load, Ctrl-C ends the process without a word: an exception might come out of any line of theirs, and
+# some would swallow it. Verbs choose for themselves what it does (`pagewire.command`).
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-sys.exit(main())
+from pagewire import command
+
+
+def main() -> int:
+    return command.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

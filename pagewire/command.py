@@ -2,8 +2,10 @@
 
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pagewire import __version__
@@ -18,13 +20,12 @@ class Verb:
     help: str
 
 
+_SERVICES = "pagewire.services"
 VERBS = {
-    "serve": Verb("pagewire.services", "serve", "serve a model: a scheduler and its worker on this machine"),
-    "worker": Verb("pagewire.services", "worker", "run only a worker, for a scheduler elsewhere"),
-    "scheduler": Verb("pagewire.services", "scheduler", "run only a scheduler, for a worker elsewhere"),
-    "frontend": Verb(
-        "pagewire.services", "frontend", "run only a front end (tokenizing, streaming), for a scheduler elsewhere"
-    ),
+    "serve": Verb(_SERVICES, "serve", "serve a model: a scheduler and its worker on this machine"),
+    "worker": Verb(_SERVICES, "worker", "run only a worker, for a scheduler elsewhere"),
+    "scheduler": Verb(_SERVICES, "scheduler", "run only a scheduler, for a worker elsewhere"),
+    "frontend": Verb(_SERVICES, "frontend", "run only a front end (tokenizing, streaming), for a scheduler elsewhere"),
     "complete": Verb("pagewire.complete", "main", "complete a text"),
     "chat": Verb("pagewire.chat", "main", "chat with the model"),
     "submit": Verb("pagewire.detached", "submit", "queue a request that runs without a connection, and print its id"),
@@ -87,12 +88,32 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
 
     try:
         function = getattr(importlib.import_module(verb.module), verb.function)
-        return function(arguments)
+        with _interrupts(verb):
+            return function(arguments)
     except PagewireError as error:
         print(f"pagewire: error: {error.code.name}: {error}", file=sys.stderr)
     except CommandError as error:
         print(f"pagewire: error: {error}", file=sys.stderr)
     return FAILURE
+
+
+@contextmanager
+def _interrupts(verb: Verb) -> Iterator[None]:
+    """What Ctrl-C does while a verb runs, where the process is the command's own (`pagewire.__main__`).
+
+    It raises KeyboardInterrupt, so that clients leave what they hold. Services drain instead: until their event loop
+    has taken the signal over they hold nothing, and Ctrl-C ends them as it ends what only loads.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        yield
+        return
+    if verb.module != _SERVICES:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        # An event loop leaves Python's own handler behind, which would print its exception as the interpreter ends.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def usage() -> str:

@@ -287,12 +287,16 @@ async def _run(config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFa
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop, stop_now)
     url: asyncio.Future[str] = loop.create_future()
-    url.add_done_callback(lambda url: _announce(url.result()))
+
+    def ready(served: str) -> None:
+        _announce(served)
+        url.set_result(served)
+
     serving = asyncio.create_task(
         server.run(
             config,
             stop=stop,
-            ready=url.set_result,
+            ready=ready,
             stop_now=stop_now,
             on_worker_hangs=lambda rank: workers[rank].kill(),
         )
@@ -317,7 +321,7 @@ async def _run(config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFa
 
 
 async def _run_gateway(gateway_of: GatewayFactory, url: "asyncio.Future[str]") -> GivenUp:
-    return await gateway_of(await url).run()
+    return await gateway_of(await asyncio.shield(url)).run()
 
 
 def _on_signal(stop: asyncio.Event, stop_now: asyncio.Event) -> None:

@@ -24,6 +24,7 @@ from scheduler_service.server import (
     SERVER_OPTIONS,
     bind,
     cancel,
+    drain,
     import_vllm,
     read_pem,
     refused,
@@ -118,7 +119,7 @@ class _FrontEnd:
             if stopping not in done:
                 logger.critical("the front end has failed", exc_info=done.pop().exception())
                 return EXIT_ERROR
-            await self._drain(stop_now)
+            await drain(self._link.drain(), stop_now, self._config.drain_timeout)
             return 0
         finally:
             self._link.end_all("the front end has shut down; send the request to another one")
@@ -140,13 +141,6 @@ class _FrontEnd:
             if is_serving and not has_served:
                 has_served = True
                 ready(self._url)
-
-    async def _drain(self, stop_now: asyncio.Event) -> None:
-        """Let running requests finish, within the limit."""
-        logger.info("draining, for at most %g s", self._config.drain_timeout)
-        ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (self._link.drain(), stop_now.wait())]
-        await asyncio.wait(ends, timeout=self._config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
-        await cancel(ends)
 
 
 def _scheduler_channel(config: FrontEndConfig) -> grpc.aio.Channel:

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 EXIT_ERROR = 1
 EXIT_REFUSED = 78  # it will not start by trying again: EX_CONFIG of sysexits.h
 EXIT_FENCED = 3
+_DRAIN_PATIENCE = 0.2  # seconds to drain before that is told
 CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
 SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -222,7 +223,7 @@ class _Service:
             done, _ = await asyncio.wait([stopping, *parts], return_when=asyncio.FIRST_COMPLETED)
             if stopping not in done:
                 return self._failed(done.pop())
-            await self._drain(stop_now)
+            await drain(self._step_loop.drain(), stop_now, self._config.drain_timeout)
             return 0
         finally:
             self._step_loop.end_all("the server has shut down; send the request to another one")
@@ -253,13 +254,6 @@ class _Service:
                 has_served = True
                 ready(self._url)
 
-    async def _drain(self, stop_now: asyncio.Event) -> None:
-        """Let running requests finish, within the limit."""
-        logger.info("draining, for at most %g s", self._config.drain_timeout)
-        ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (self._step_loop.drain(), stop_now.wait())]
-        await asyncio.wait(ends, timeout=self._config.drain_timeout, return_when=asyncio.FIRST_COMPLETED)
-        await cancel(ends)
-
     def _failed(self, part: asyncio.Task[Any]) -> int:
         """A part of the service ended, which none does by itself."""
         error = part.exception()
@@ -268,6 +262,18 @@ class _Service:
             return EXIT_FENCED
         logger.critical("the scheduler has failed", exc_info=error)
         return EXIT_ERROR
+
+
+async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, limit: float) -> None:
+    """Let running requests finish, but not beyond `limit` seconds or `stop_now`."""
+    logger.info("stopping")
+    ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (drained, stop_now.wait())]
+    patience = min(_DRAIN_PATIENCE, limit)
+    done, _ = await asyncio.wait(ends, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+    if not done and limit > patience:
+        logger.info("requests are running: they have %g s to end; a second signal ends them at once", limit)
+        await asyncio.wait(ends, timeout=limit - patience, return_when=asyncio.FIRST_COMPLETED)
+    await cancel(ends)
 
 
 async def cancel(tasks: list[asyncio.Task[Any]]) -> None:
