@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pagewire import installation, logs, options
@@ -116,6 +117,8 @@ def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, schedu
     """What it and the scheduler cannot have both."""
     if scheduler_config.tls_cert is not None:
         parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
+    if not (Path(scheduler_config.model) / "tokenizer.json").is_file():
+        parser.error(f"--gateway needs a tokenizer, but {scheduler_config.model} has no tokenizer.json")
     for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
         if port and port == gateway_config.gateway_port:
             parser.error(f"{flag} and --gateway-port are both {port}; choose another for one of them")

@@ -29,6 +29,7 @@ from scheduler_service.server import (
     read_pem,
     refused,
     serve_until_signalled,
+    warn_of,
 )
 from scheduler_service.stream import Outlet
 from scheduler_service.tokenizer import Tokenizer
@@ -65,6 +66,7 @@ class _FrontEnd:
     def __init__(self, config: FrontEndConfig) -> None:
         """Raises ValueError and OSError, one line each."""
         model = read_model_info(config.model)
+        warn_of(model)
         self._config = config
         self._tokenizer = Tokenizer(model.tokenizer_path) if model.tokenizer_path else None
         self._availability_changed = asyncio.Event()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from scheduler_service.chat_template import ChatTemplate, read_chat_template
+
 # The keys under which the families of models give their greatest length.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 _MAX_SIZE = 1 << 24  # of a vocabulary and of a length: far above any model there is
@@ -37,13 +39,26 @@ class ModelInfo:
     bos_token_id: int | None
     pad_token_id: int | None
     sampling_defaults: SamplingDefaults
-    chat_template: str | None
+    chat_template: ChatTemplate | None
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None
 
     @property
     def has_tokenizer(self) -> bool:
         return self.tokenizer_path is not None
+
+    def warnings(self) -> list[str]:
+        """What does not work with this checkpoint. Raises ValueError if nobody should be given it."""
+        found = []
+        if not self.has_tokenizer:
+            found.append(
+                f"{self.directory} has no tokenizer.json: prompts and outputs are token ids only; text prompts, stop "
+                "texts, chat and the gateway do not work"
+            )
+        fault = None if self.chat_template is None else self.chat_template.fault()
+        if fault is not None:
+            found.append(f"{fault}; chat does not work")
+        return found
 
 
 def read_model_info(directory: str) -> ModelInfo:
@@ -70,7 +85,7 @@ def read_model_info(directory: str) -> ModelInfo:
         bos_token_id=_token_id(config, "bos_token_id"),
         pad_token_id=_token_id(config, "pad_token_id"),
         sampling_defaults=_sampling_defaults(generation, path),
-        chat_template=_chat_template(path),
+        chat_template=read_chat_template(path, _read_json(path / "tokenizer_config.json")),
         special_tokens=_special_tokens(path),
         tokenizer_path=tokenizer_path if has_tokenizer else None,
     )
@@ -157,18 +172,6 @@ def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaul
             raise _error(path / "generation_config.json", key, value, expected)
         values[key] = value
     return SamplingDefaults(**values)
-
-
-def _chat_template(path: Path) -> str | None:
-    """The Jinja2 text: chat_template.jinja, else the (default) chat_template of tokenizer_config.json."""
-    template_path = path / "chat_template.jinja"
-    if template_path.is_file():
-        return template_path.read_text(encoding="utf-8")
-    template = _read_json(path / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
 
 
 def _special_tokens(path: Path) -> dict[str, str]:

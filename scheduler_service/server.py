@@ -99,6 +99,12 @@ def refused(error: ValueError | OSError) -> int:
     return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_ERROR
 
 
+def warn_of(model: ModelInfo) -> None:
+    """Say what will not work with it. Raises ValueError."""
+    for line in model.warnings():
+        logger.warning("%s", line)
+
+
 def import_vllm() -> ModuleType | None:
     """The module that serves VllmEngine. Without its stubs everything else is served."""
     try:
@@ -127,6 +133,7 @@ class _Service:
     def __init__(self, config: SchedulerConfig, on_worker_hangs: Callable[[int], None]) -> None:
         """Raises ValueError and OSError, one line each."""
         model = read_model_info(config.model)
+        warn_of(model)
         self._config = config
         self._tokenizer = Tokenizer(model.tokenizer_path) if model.tokenizer_path else None
         self._metrics = Metrics()
@@ -355,7 +362,7 @@ def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) 
         version=__version__,
         served_model_name=config.served_model_name or model.name,
         instance_id=secrets.token_hex(8),
-        chat_template=model.chat_template,
+        chat_template=None if model.chat_template is None else model.chat_template.text,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

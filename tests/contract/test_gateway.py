@@ -38,6 +38,11 @@ def test_the_gateway_dials_the_scheduler(url: str, dialled: str) -> None:
     )
 
 
+def test_a_checkpoint_without_a_tokenizer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", str(tmp_path), "--gateway", "--gateway-port", str(free_port("127.0.0.1"))]) == 2
+    assert f"--gateway needs a tokenizer, but {tmp_path} has no tokenizer.json" in capsys.readouterr().err
+
+
 def test_a_port_that_the_scheduler_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SERVE, "--port=9000", "--gateway-port=9000"]) == 2
     assert "--port and --gateway-port are both 9000; choose another for one" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""The files of a chat template: what is wrong with them is named with the file, and the line where there is one."""
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import grpc
+import pytest
+
+from scheduler_service import server
+from scheduler_service.config import SchedulerConfig
+from scheduler_service.model_info import read_model_info
+from scheduler_service.server import warn_of
+from tests.contract.scheduler_stack import make_checkpoint, request, serve
+
+CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (TEMPLATE, b"{{ messages }}\n\xff\n", f"{TEMPLATE}, line 2: not UTF-8 (invalid start byte, byte 0xff)"),
+        (CONFIG, b'{\n"chat_template":\n}', f"{CONFIG} is not JSON: Expecting value: line 3 column 1"),
+        (CONFIG, b'{"a": "\xff"}', f"{CONFIG} is not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (CONFIG, b"[" * 100_000, f"{CONFIG} is not JSON that can be read: it is nested too deeply"),
+        (CONFIG, b"[]", f"{CONFIG} holds list"),
+        (CONFIG, b'{"chat_template": 5}', f"{CONFIG}: chat_template is int, but must be a text or a list"),
+        (CONFIG, b'{"chat_template": ["a"]}', f"{CONFIG}: chat_template is a list, but not one of objects"),
+        (CONFIG, b'{"chat_template": [{"name": [], "template": 1}]}', f"{CONFIG}: chat_template is a list, but not"),
+        ("generation_config.json", b"{", "generation_config.json is not JSON: "),
+        (TEMPLATE, b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end"),
+    ],
+)
+async def test_a_file_that_cannot_be_read_ends_the_start_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: bytes, told: str
+) -> None:
+    path = make_checkpoint(tmp_path / "bad", with_tokenizer=False)
+    (path / name).write_bytes(content)
+    config = SchedulerConfig(model=str(path), worker="127.0.0.1:1", port=0, metrics_port=0)
+    assert await server.run(config, stop=server.asyncio.Event(), ready=lambda url: None) == 1
+    [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert told in line
+    assert str(path / name) in line
+    assert "\n" not in line
+
+
+def warned(path: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    warn_of(read_model_info(str(path)))
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_what_will_not_work_is_a_warning_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    (path / TEMPLATE).write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert warned(path, caplog) == []
+    (path / TEMPLATE).write_text("\n{{ messages.content.text }}")
+    [line] = warned(path, caplog)
+    assert line.startswith(f"{path / TEMPLATE}: the chat template makes no prompt of a plain question: line 2: ")
+    assert line.endswith("; chat does not work")
+    (path / TEMPLATE).unlink()
+    (path / CONFIG).write_text(json.dumps({"chat_template": [{"name": "default", "template": "{% if %}"}]}))
+    [line] = warned(path, caplog)
+    assert line.startswith(f"{path / CONFIG}: the chat template makes no prompt of a plain question: line 1: ")
+    (path / CONFIG).unlink()
+    (path / "tokenizer.json").unlink()
+    [line] = warned(path, caplog)
+    assert line.startswith(f"{path} has no tokenizer.json: prompts and outputs are token ids only; text prompts, ")
+
+
+async def test_without_a_tokenizer_token_ids_work_and_text_is_the_clients_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(make_checkpoint(tmp_path / "model", with_tokenizer=False)) as stack:
+        assert "has no tokenizer.json" in caplog.text
+        assert len((await stack.generate(request([1, 2, 3], max_tokens=2))).token_ids[0]) == 2
+        message = request([], max_tokens=2)
+        message.text = "hello"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stack.generate(message)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "tokenizer" in refused.value.details()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_the_files_hold_is_read_or_named(tmp_path: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    path = make_checkpoint(tmp_path / "model", temperature=0.5, top_k=3)
+    config = {"chat_template": [{"name": "default", "template": "{{ messages }}"}], "eos_token": {"content": "<end>"}}
+    sources = {
+        CONFIG: json.dumps(config).encode(),
+        "generation_config.json": (path / "generation_config.json").read_bytes(),
+        TEMPLATE: "{% for m in messages %}{{ m.content }}é{% endfor %}".encode(),
+    }
+    pieces = [
+        b"null",
+        b"{}",
+        b"[]",
+        b"-1",
+        b"1e999",
+        b"NaN",
+        b'"x"',
+        b"true",
+        b"\xff",
+        b"{%",
+        b"}}",
+        b"9" * 5000,
+        b"\0",
+    ]
+    for _ in range(300):
+        name = rng.choice(list(sources))
+        content = bytearray(sources[name])
+        for _ in range(rng.randrange(1, 4)):
+            place = rng.randrange(len(content) + 1)
+            content[place : place + rng.randrange(12)] = rng.choice(pieces)
+        (path / name).write_bytes(content)
+        told = name
+        try:
+            read_model_info(str(path)).warnings()
+        except ValueError as error:
+            told = str(error)
+        assert name in told, content
+        (path / name).unlink()

@@ -1,0 +1,195 @@
+"""What a chat template may do, and that whatever it does ends: counted in steps, not in seconds."""
+
+import contextlib
+import random
+import string
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from scheduler_service.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure
+
+MESSAGES = [
+    {"role": "system", "content": "Be kind & <short>."},
+    {"role": "user", "content": " Hello\n"},
+    {
+        "role": "assistant",
+        "content": "<think>hm</think>Hi",
+        "tool_calls": [{"name": "f", "arguments": {"a": [1, "é"]}}],
+    },
+    {"role": "user", "content": "Bye"},
+]
+VARIABLES = {"messages": MESSAGES, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+# As the hub's: ChatML, Llama's, Mistral's and Qwen's ways with messages.
+TEMPLATES = [
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "{{- bos_token }}\n{%- if messages[0]['role'] == 'system' %}\n{%- set system = messages[0]['content'] | trim %}\n"
+    "{%- set messages = messages[1:] %}\n{%- else %}{%- set system = '' %}{%- endif %}\n{{- system ~ '|' }}\n"
+    "{%- for m in messages %}\n{%- if not (m.role == 'ipython' or 'tool_calls' in m) %}{{- m.content | trim }}\n"
+    "{%- elif m.tool_calls is defined and m.tool_calls is iterable %}{{- m.tool_calls[0].arguments | tojson }}\n"
+    "{{- m.tool_calls | tojson(indent=2) }}{%- endif %}\n{%- endfor %}",
+    "{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}{{ users | length }}"
+    "{%- set ns = namespace(index=0, last=none) %}{% for m in messages[::-1] %}"
+    "{% set i = (messages|length - 1) - loop.index0 %}"
+    "{% if ns.last is none and m.role == 'user' %}{% set ns.last = i %}{% endif %}"
+    "{% set ns.index = ns.index + 1 %}"
+    "{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}"
+    "{% else %}none{% endfor %}{{ ns.last }}{{ ns.index % 2 }}",
+    "{% macro show(m) %}[{{ m.role.upper() }}]{{ caller() if caller }}{% endmacro %}"
+    "{% for m in messages if m.role != 'system' %}{{ show(m) }}{% if '</think>' in m.content %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% continue %}{% endif %}{% generation %}"
+    "{{ m.content | length }}"
+    "{% endgeneration %}{% endfor %}{{ '%05.1f' % 2 }}{{ {'a': 1}.items() | list }}{{ ['b', 'a'] | sort | join('-') }}",
+]
+
+
+@pytest.mark.parametrize("number", range(len(TEMPLATES)))
+def test_templates_of_the_hub_render_as_in_transformers(number: int) -> None:
+    template = TEMPLATES[number]
+    others = {name: value for name, value in VARIABLES.items() if name != "messages"}
+    [expected], _ = render_jinja_template([MESSAGES], chat_template=template, **others)
+    assert Template(template).render(VARIABLES) == expected
+
+
+def growing(step: str, start: str = "'ab'", rest: str = "{{ ns.s|length }}") -> str:
+    """Something that doubles, or worse, a hundred times."""
+    return f"{{% set ns = namespace(s={start}) %}}{{% for i in range(100) %}}{step}{{% endfor %}}{rest}"
+
+
+NESTED = "{% set ns.s = [ns.s, ns.s] %}"
+TUPLES = "{% set ns.s = (ns.s, ns.s) %}"
+BIG = "{% set s = 'x' * 1000000 %}{% for i in range(99999) %}"
+ENDLESS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for x in range(99999) recursive %}{% if loop.depth < 9 %}{{ loop(range(99999)) }}{% endif %}{% endfor %}",
+    "{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}",
+    "{% for i in range(99999) %}{{ range(99999) | list | length }}{% endfor %}",
+    "{% for i in range(99999) %}{% if 99998 in range(99999) | map('string') | map('length') %}{% endif %}{% endfor %}",
+    "{{ 'a' * 10**15 }}",
+    "{{ [1] * 10**12 }}",
+    *map(
+        growing,
+        [
+            "{% set ns.s = ns.s ~ ns.s %}",
+            "{% set ns.s = ns.s + ns.s %}",
+            "{% set ns.s = ns.s * 2 %}",
+            "{% set ns.s = ns.s.replace('', ns.s) %}",
+            "{% set ns.s = ns.s | replace('a', ns.s) %}",
+            "{% set ns.s = ns.s.join(ns.s) %}",
+            "{% set ns.s = [ns.s, ns.s] | join %}",
+            "{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}",
+            "{% set ns.s = '%s%s' % (ns.s, ns.s) %}",
+            "{% set ns.s = '%s%s' | format(ns.s, ns.s) %}",
+            "{% set ns.s = '{0}{0}'.format(ns.s) %}",
+        ],
+    ),
+    *[
+        growing(NESTED, "[1]", rest)
+        for rest in ("{{ ns.s }}", "{{ ns.s | tojson }}", "{{ ns.s | string }}", "{{ '%s' % ns.s }}", "{{ '' ~ ns.s }}")
+    ],
+    growing(NESTED + "{% set ns.t = [ns.t, ns.t] %}", "[1], t=[1]", "{{ ns.s == ns.t }}"),
+    *[growing(TUPLES, "(1,)", rest) for rest in ("{{ {ns.s: 1} }}", "{{ {}[ns.s] }}", "{{ {}.get(ns.s) }}")],
+    growing("{% set ns.s = {'a': ns.s, 'b': ns.s} %}", "1", "{{ ns.s.items() }}"),
+    *[
+        BIG + step + "{% endfor %}"
+        for step in ("{% set t = s[:] %}", "{% set t = s.upper() %}", "{% if 'y' in s %}{% endif %}")
+    ],
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_what_would_not_end_or_grow_without_bounds_is_cut_off(template: str) -> None:
+    with pytest.raises(Overspent, match=f"line 1: it does not end within {MAX_STEPS} steps"):
+        Template(template).render(VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("\n\n{{ 1 / 0 }}", "line 3: division by zero"),
+        ("{% if x %}\n{% for %}", "line 2: "),
+        ("\n{{ messages[9].content }}", "line 2: list object has no element 9"),
+        ("{{ raise_exception('roles must alternate') }}", "line 1: roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "nested too deeply"),
+        ("{% for a in b %}" * 60 + "{% endfor %}" * 60, "too many statically nested blocks"),
+        ("{{ 'x' | center(999999999) }}", "1000 is the most"),
+        ("{{ 'x'.rjust(width) }}", "1000 is the most"),
+        ("{{ [1, 2] | tojson(indent=99999999) }}", "1000 is the most"),
+        ("{{ '%999999999d' % 1 }}", "a width that is not small"),
+        ("{{ '%*d' % (999999999, 1) }}", "a width that is not small"),
+        ("{{ '{:999999999}'.format(1) }}", "a width that is not small"),
+        ("{{ '{:{w}}'.format(1, w=999999999) }}", "a width that is not small"),
+        ("{{ 9 ** 9999 }}", "4096 are the most"),
+        ("{{ lipsum(n=10**6) }}", "'lipsum' is undefined"),
+        ("{{ [[1]] | sum(start=[]) }}", "adds numbers only"),
+        ("{% include 'x' %}", "no loader"),
+        ("x" * ((1 << 20) + 1), "1048576 are the most"),
+    ],
+)
+def test_what_fails_says_why_and_where(template: str, reason: str) -> None:
+    with pytest.raises(TemplateFailure) as failed:
+        Template(template).render(VARIABLES | {"width": 10**9})
+    assert reason in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+def test_a_failure_leaves_nothing_behind() -> None:
+    template = Template("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{{ n }}")
+    for _ in range(2):
+        assert template.render({"n": 100}) == "100"
+        with pytest.raises(Overspent):
+            template.render({"n": 9999})
+
+
+@pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")  # Jinja2's lexer, of odd texts
+@pytest.mark.parametrize("seed", range(4))
+def test_any_text_is_a_template_or_a_clear_error(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    pieces = [
+        "{{",
+        "}}",
+        "{%",
+        "%}",
+        " for ",
+        " in ",
+        " if ",
+        "endfor",
+        "endif",
+        " else ",
+        "messages",
+        "|",
+        "tojson",
+        "~",
+    ]
+    pieces += [
+        "(",
+        ")",
+        "[",
+        "]",
+        "'",
+        " set ",
+        "=",
+        "range(9)",
+        ".x",
+        "loop",
+        "macro f()",
+        "**",
+        "9",
+        "{#",
+        "#}",
+        "-",
+        "*",
+    ]
+    for _ in range(500):
+        source = list(rng.choice(TEMPLATES)) if rng.random() < 0.7 else []
+        for _ in range(rng.randrange(1, 12)):
+            place = rng.randrange(len(source) + 1)
+            source[place : place + rng.randrange(4)] = rng.choice([*pieces, rng.choice(string.printable)])
+        with contextlib.suppress(TemplateFailure):
+            Template("".join(source)).render(VARIABLES)
