@@ -1,24 +1,16 @@
 """A model's chat template: messages in, the prompt's text out.
 
-It is code of the model's author and runs in a sandbox.
+It is code of the model's author, and runs in the sandbox of `scheduler_service.template_sandbox`.
 """
 
 import functools
-import itertools
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes, pass_context
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from scheduler_service.template_sandbox import Template, TemplateFailure
 
 # A message of a conversation: its role, its content, and whatever else the template knows.
 Message = Mapping[str, Any]
-# Of all loops of a template together, while it renders one conversation.
-MAX_ITERATIONS = 1_000_000
-_ITERATIONS = "pagewire_iterations"
 
 
 class ChatTemplateError(ValueError):
@@ -37,44 +29,17 @@ def render(
 
     `variables` are more of the template's own, such as `enable_thinking`.
     """
-    known: dict[str, Any] = {**special_tokens, "add_generation_prompt": add_generation_prompt, **(variables or {})}
-    known[_ITERATIONS] = itertools.count(1)
+    plain = [_plain(message) for message in messages]
+    given = {**special_tokens, "add_generation_prompt": add_generation_prompt, **(variables or {}), "messages": plain}
     try:
-        return _compile(template).render(messages=[_plain(message) for message in messages], **known)
-    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
-        if isinstance(error, ChatTemplateError):
-            raise
-        reason = str(error) or type(error).__name__
-        raise ChatTemplateError(f"the model's chat template fails: {reason}") from None
+        return _compile(template).render(given)
+    except TemplateFailure as error:
+        raise ChatTemplateError(f"the model's chat template fails: {error}") from None
 
 
 @functools.lru_cache(maxsize=8)
 def _compile(chat_template: str) -> Template:
-    """A template with the names that templates of the hub rely on."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["counted"] = _counted
-    parsed = environment.parse(chat_template)
-    for loop in list(parsed.find_all(nodes.For)):
-        loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None)
-    return environment.from_string(parsed)
-
-
-@pass_context
-def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """What a loop of the template runs over, as long as all its loops together have not taken too many turns."""
-    for item in items:
-        if next(context[_ITERATIONS]) > MAX_ITERATIONS:
-            raise TemplateError(f"its loops have taken more than {MAX_ITERATIONS} turns")
-        yield item
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
+    return Template(chat_template)
 
 
 def _plain(message: Message) -> dict[str, Any]:

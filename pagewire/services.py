@@ -73,6 +73,8 @@ def serve(arguments: Sequence[str]) -> int:
         log.error("%s", error)
         return 1
     found = _locate(resolved, with_weights=True)
+    if gateway_config.gateway and not (Path(found.directory) / "tokenizer.json").is_file():
+        parser.error(f"--gateway needs a tokenizer, but {found.directory} has no tokenizer.json")
     scheduler_config = _at(scheduler_config, found)
     ranks = [_at(rank, found) for rank in ranks]
     try:
@@ -117,8 +119,6 @@ def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, schedu
     """What it and the scheduler cannot have both."""
     if scheduler_config.tls_cert is not None:
         parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
-    if not (Path(scheduler_config.model) / "tokenizer.json").is_file():
-        parser.error(f"--gateway needs a tokenizer, but {scheduler_config.model} has no tokenizer.json")
     for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
         if port and port == gateway_config.gateway_port:
             parser.error(f"{flag} and --gateway-port are both {port}; choose another for one of them")

@@ -39,13 +39,18 @@ class ModelInfo:
     bos_token_id: int | None
     pad_token_id: int | None
     sampling_defaults: SamplingDefaults
-    chat_template: ChatTemplate | None
+    template_file: ChatTemplate | None
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None
 
     @property
     def has_tokenizer(self) -> bool:
         return self.tokenizer_path is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """Its text."""
+        return None if self.template_file is None else self.template_file.text
 
     def warnings(self) -> list[str]:
         """What does not work with this checkpoint. Raises ValueError if nobody should be given it."""
@@ -55,7 +60,7 @@ class ModelInfo:
                 f"{self.directory} has no tokenizer.json: prompts and outputs are token ids only; text prompts, stop "
                 "texts, chat and the gateway do not work"
             )
-        fault = None if self.chat_template is None else self.chat_template.fault()
+        fault = None if self.template_file is None else self.template_file.fault()
         if fault is not None:
             found.append(f"{fault}; chat does not work")
         return found
@@ -85,7 +90,7 @@ def read_model_info(directory: str) -> ModelInfo:
         bos_token_id=_token_id(config, "bos_token_id"),
         pad_token_id=_token_id(config, "pad_token_id"),
         sampling_defaults=_sampling_defaults(generation, path),
-        chat_template=read_chat_template(path, _read_json(path / "tokenizer_config.json")),
+        template_file=read_chat_template(path, _read_json(path / "tokenizer_config.json")),
         special_tokens=_special_tokens(path),
         tokenizer_path=tokenizer_path if has_tokenizer else None,
     )

@@ -362,7 +362,7 @@ def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) 
         version=__version__,
         served_model_name=config.served_model_name or model.name,
         instance_id=secrets.token_hex(8),
-        chat_template=None if model.chat_template is None else model.chat_template.text,
+        chat_template=model.chat_template,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

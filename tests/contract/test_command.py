@@ -339,6 +339,7 @@ def test_chat_goes_on_after_a_failed_answer(
         "{{ messages.append(1) }}",
         "{{ raise_exception('roles must alternate') }}",
         "{% if %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
 def test_templates_run_in_a_sandbox_and_fail_clearly(template: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from pagewire.command import main
 from pagewire.gateway import GatewayConfig, gateway_command, level_of
 from pagewire.supervisor import free_port
+from tests.contract.scheduler_stack import make_checkpoint
 
 SERVE = ["serve", "models/storyteller", "--gateway"]
 
@@ -39,7 +40,9 @@ def test_the_gateway_dials_the_scheduler(url: str, dialled: str) -> None:
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["serve", str(tmp_path), "--gateway", "--gateway-port", str(free_port("127.0.0.1"))]) == 2
+    model = make_checkpoint(tmp_path, with_tokenizer=False)
+    (model / "model.safetensors").touch()
+    assert main(["serve", str(model), "--gateway", "--gateway-port", str(free_port("127.0.0.1"))]) == 2
     assert f"--gateway needs a tokenizer, but {tmp_path} has no tokenizer.json" in capsys.readouterr().err
 
 
