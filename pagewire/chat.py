@@ -15,9 +15,6 @@ from pagewire.options import Parser, suggestion
 from pagewire.sampling import SamplingParams
 from pagewire.server import ServerInfo
 
-if TYPE_CHECKING:
-    from scheduler_service.template_sandbox import Template
-
 COMMANDS = ("/help", "/clear", "/system", "/exit")
 HELP = """\
 /clear        forget the conversation

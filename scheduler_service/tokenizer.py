@@ -31,6 +31,7 @@ class Tokenizer:
             self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        self._path = path
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
@@ -39,9 +40,10 @@ class Tokenizer:
         self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens that belong around one or without."""
-        encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return (await asyncio.get_running_loop().run_in_executor(self._threads, encode)).ids
+        """Token ids of a prompt, with the special tokens that belong around one or without. Raises ValueError for a
+        text that it has no tokens for."""
+        encode = partial(self._encode, text, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """What `decode` returns, off the event loop."""
@@ -76,6 +78,12 @@ class Tokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises bare Exceptions
+            raise ValueError(f"{self._path} makes no tokens of this text: {error}") from None
 
 
 class IncrementalDecoder:

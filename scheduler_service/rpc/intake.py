@@ -12,7 +12,7 @@ from scheduler_service.rpc.authentication import tenant_of_call
 from scheduler_service.rpc.delivery import Delivery, Delta
 from scheduler_service.rpc.generate_request import ServedModel, check_before_tokenizing, resolve_request, text_options
 from scheduler_service.rpc.quota import Claim, Quotas
-from scheduler_service.rpc.status import RpcError
+from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.transcript import Decoder, Transcript
 
 _ADMISSION_CODES = {
@@ -101,7 +101,10 @@ class Intake:
         try:
             await self._step_loop.wait_for_first_worker()
             if message.WhichOneof("prompt") == "text" and self._tokenizer is not None:
-                return await self._tokenizer.encode(message.text)
+                try:
+                    return await self._tokenizer.encode(message.text)
+                except ValueError as error:
+                    raise invalid("text", str(error)) from None
             return list(message.token_ids.ids)
         finally:
             self._num_pending -= 1

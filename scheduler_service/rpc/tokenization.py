@@ -16,8 +16,12 @@ class Tokenization:
         tokenizer = self._required("texts")
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
         response = scheduler_pb2.TokenizeResponse()
-        for text in request.texts:
-            response.prompts.add(ids=await tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        for index, text in enumerate(request.texts):
+            try:
+                token_ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            except ValueError as error:
+                raise invalid(f"texts[{index}]", str(error)) from None
+            response.prompts.add(ids=token_ids)
         return response
 
     async def detokenize(self, request: scheduler_pb2.DetokenizeRequest) -> scheduler_pb2.DetokenizeResponse:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tokenizers import Tokenizer, models
 
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
@@ -83,6 +84,21 @@ async def test_without_a_tokenizer_token_ids_work_and_text_is_the_clients_fault(
             await stack.generate(message)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "tokenizer" in refused.value.details()
+
+
+async def test_a_text_that_the_tokenizer_fails_on_is_the_clients_fault(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    tokenizer = Tokenizer(models.WordLevel({"hello": 0}, unk_token="<unknown>"))
+    tokenizer.save(str(path / "tokenizer.json"))
+    async with serve(path) as stack:
+        message = request([], max_tokens=2)
+        message.text = "goodbye"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stack.generate(message)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert str(path / "tokenizer.json") in refused.value.details()
+        message.text = "hello"
+        assert (await stack.generate(message)).token_ids[0]
 
 
 @pytest.mark.parametrize("seed", range(3))
