@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from pagewire import chat_template, complete, connection, sampling_flags
+from pagewire import complete, connection, sampling_flags
 from pagewire.chat_terminal import ChatTerminal, history_path
 from pagewire.client import Client
 from pagewire.completion import Completion, CompletionBuilder
@@ -55,6 +55,8 @@ class Conversation:
     def _prompt(self, messages: list[dict[str, str]]) -> str:
         if self._template is None:
             return "".join(message["content"] for message in messages)
+        from pagewire import chat_template  # with Jinja2, which --help need not load
+
         try:
             return chat_template.render(self._template, messages, special_tokens={})
         except chat_template.ChatTemplateError as error:

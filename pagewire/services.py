@@ -70,7 +70,7 @@ def serve(arguments: Sequence[str]) -> int:
     try:
         gateway_config.check_ports()
     except OSError as error:
-        log.error("%s", error)
+        log.critical("%s", error)
         return 1
     found = _locate(resolved, with_weights=True)
     if gateway_config.gateway and not (Path(found.directory) / "tokenizer.json").is_file():

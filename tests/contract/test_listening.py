@@ -50,8 +50,8 @@ def test_a_taken_port_is_one_clear_line(taken: int, command: list[str], flag: st
     done = subprocess.run(full, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 1
     assert done.stdout == ""
-    told = rf"\S+ \S+ ERROR \S+ cannot listen on 127\.0\.0\.1:{taken}: port {taken} is taken; choose another {flag}\n"
-    assert re.fullmatch(told, done.stderr), done.stderr
+    told = rf"\S+ \S+ CRITICAL \S+ cannot listen on 127\.0\.0\.1:{taken}: port {taken} is taken; choose another {flag}"
+    assert re.fullmatch(told + "\n", done.stderr), done.stderr
 
 
 def test_other_reasons_have_their_own_words(taken: int) -> None:
