@@ -17,7 +17,7 @@ from types import FrameType
 from typing import IO
 
 from pagewire.errors import CommandError, StartError
-from pagewire.supervisor import READY_PREFIX
+from pagewire.supervisor import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX
 
 # Ports of its own choice, so that it runs beside anything.
 SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--metrics-port=0", "--log-level=warning")
@@ -97,7 +97,7 @@ class LocalServer:
             self._watching.join()
 
     def _watch(self) -> None:
-        environ = {**os.environ, "PAGEWIRE_EXIT_WITH_PARENT": str(self.owner)}
+        environ = {**os.environ, EXIT_WITH_PARENT: str(self.owner)}
         try:
             # A group of its own: Ctrl-C on the terminal is for this process, which then ends the server.
             self._process = subprocess.Popen(
@@ -142,7 +142,7 @@ class LocalServer:
                         ready = re.search(rf"^{READY_PREFIX}(grpc://\S+)\n", out, re.MULTILINE)
                         if ready is not None:
                             self._url.set_result(ready[1])
-        return "" if self._url.done() else out.strip().removeprefix("cannot start: ")
+        return "" if self._url.done() else out.strip().removeprefix(REFUSAL_PREFIX)
 
     def _tell(self, text: str, file: IO[str] | None) -> None:
         self._tail.extend(text)

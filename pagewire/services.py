@@ -108,7 +108,7 @@ def serve_options() -> dict[str, options.Option]:
 
 def _exit_with_parent() -> None:
     """Where this process was started by another one for itself alone, it does not outlive that."""
-    parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
+    parent = os.environ.get(EXIT_WITH_PARENT)
     if parent:
         from worker_service.server import exit_with_parent
 

@@ -140,6 +140,20 @@ def test_it_is_one_line_and_an_exit_code_of_its_own(sound: Path, tmp_path: Path,
         assert ended.stderr.count("the worker is process") == 1
 
 
+@pytest.mark.parametrize("name", ["architecture", "pool"])
+def test_whoever_watches_a_server_is_told_on_its_standard_output(sound: Path, tmp_path: Path, name: str) -> None:
+    change, flags, expected = ALL[name]
+    model = tmp_path / "model"
+    shutil.copytree(sound, model)
+    change(model)
+    ended = run("serve", model, flags, PAGEWIRE_EXIT_WITH_PARENT=str(os.getpid()))
+    assert ended.returncode == EXIT_REFUSED
+    assert refusals(ended.stderr) == []
+    [line] = ended.stdout.splitlines()
+    assert line.startswith("cannot start: ")
+    assert expected in line
+
+
 @pytest.mark.parametrize("verb", ["serve", "worker"])
 def test_without_torch_it_says_what_to_install(sound: Path, tmp_path: Path, verb: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
