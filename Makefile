@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-gateway bench-frontend bench-overload gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos docs model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-gateway bench-frontend bench-overload gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -54,6 +54,9 @@ protos: .venv-protos/.ready  ## generate the stubs under protos/gen
 	$(PYTHON) -m venv .venv-protos
 	.venv-protos/bin/python -m pip install -q grpcio-tools==1.76.0
 	touch $@
+
+docs: $(READY)  ## write the pages of docs/ that say what the code says
+	$(BIN)/python -m docs.reference
 
 model: $(READY)  ## train the bundled model again
 	$(BIN)/python -m models.train_storyteller $(MODEL)

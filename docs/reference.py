@@ -1,0 +1,208 @@
+"""Writes the pages that say what the code says: docs/metrics.md, docs/api.md and docs/worker_protocol.md.
+
+`make docs`, or `python -m docs.reference`. A test sees that the pages are up to date.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+    ServiceDescriptorProto,
+)
+from prometheus_client.metrics_core import Metric
+
+from scheduler_service.core.plan import WorkerCapacity
+from scheduler_service.core.request import SchedulerStats
+from scheduler_service.metrics import Metrics, MetricsCollector
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs"
+SCHEDULER = "pagewire/scheduler/v1/scheduler.proto"
+WORKER = "pagewire/worker/v1/worker.proto"
+MADE = "<!-- Made by `make docs`; do not edit. -->"
+
+METRICS_TITLE = """# Metrics
+
+The scheduler serves metrics in Prometheus' text format over HTTP: `curl -s 127.0.0.1:9090/metrics`. `--metrics-host`
+and `--metrics-port` choose the address; port 0 turns them off. Names and buckets that begin with `vllm:` are those of
+vLLM, so dashboards and gateways made for it work here too. Names of our own begin with `pagewire:`.
+
+Every series has the labels `model_name` and `engine` (always "0"). A histogram has the series `_bucket`, `_sum` and
+`_count`. A dashboard and alerts are in [deploy/components/monitoring](../deploy/components/monitoring)."""
+API_TITLE = """# API reference
+
+What the public port serves, made from the comments of
+[scheduler.proto](../protos/pagewire/scheduler/v1/scheduler.proto). The same port also serves gRPC health, reflection,
+and `vllm.grpc.engine.VllmEngine` for gateways (see [openai.md](openai.md))."""
+WORKER_TITLE = """# The protocol between scheduler and worker
+
+Internal: no client needs it, and it may change with every release. Made from the comments of
+[worker.proto](../protos/pagewire/worker/v1/worker.proto). Which versions go together is said in
+[upgrading.md](upgrading.md)."""
+
+# Numbers of the fields in google/protobuf/descriptor.proto, of which the paths of comments are made.
+FILE_PACKAGE, FILE_MESSAGE, FILE_ENUM, FILE_SERVICE = 2, 4, 5, 6
+MESSAGE_FIELD, MESSAGE_NESTED, MESSAGE_ENUM = 2, 3, 4
+ENUM_VALUE = SERVICE_METHOD = 2
+FILE_SYNTAX = 12
+IGNORED_COMMENT = "buf:lint:ignore"
+
+FieldPath = tuple[int, ...]
+
+
+def metrics_page() -> str:
+    rows = ["| series | type | labels of its own | what it says |", "|---|---|---|---|"]
+    for family in _exported().collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = {label for sample in family.samples for label in sample.labels} - {"model_name", "engine", "le"}
+        own = ", ".join(_described_label(family, label) for label in sorted(labels))
+        rows.append(f"| `{name}` | {family.type} | {own} | {family.documentation} |")
+    return "\n".join([METRICS_TITLE, "", MADE, "", *rows, ""])
+
+
+def _described_label(family: Metric, label: str) -> str:
+    values = sorted({sample.labels[label] for sample in family.samples})
+    return f"`{label}`" if all(map(str.isdigit, values)) else f"`{label}`: {', '.join(values)}"
+
+
+def _exported() -> MetricsCollector:
+    metrics = Metrics()
+    metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
+    stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats)})
+    return MetricsCollector(metrics, lambda: stats, "model")
+
+
+def api_page() -> str:
+    return ProtoPage(_described(SCHEDULER)).render(API_TITLE)
+
+
+def worker_page() -> str:
+    return ProtoPage(_described(WORKER)).render(WORKER_TITLE)
+
+
+def _described(source: str) -> FileDescriptorProto:
+    """With its comments."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "descriptors"
+        command = [sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", "--include_source_info"]
+        subprocess.run([*command, f"--descriptor_set_out={output}", f"protos/{source}"], cwd=ROOT, check=True)
+        (file,) = FileDescriptorSet.FromString(output.read_bytes()).file
+    return file
+
+
+class ProtoPage:
+    """One .proto file as Markdown: its services, then its messages and enums in the order of the file."""
+
+    def __init__(self, file: FileDescriptorProto) -> None:
+        self._file = file
+        self._comments = {tuple(place.path): place.leading_comments for place in file.source_code_info.location}
+        (self._introduction,) = (
+            place.leading_detached_comments[0] if place.leading_detached_comments else place.leading_comments
+            for place in file.source_code_info.location
+            if tuple(place.path) == (FILE_SYNTAX,)
+        )
+
+    def render(self, title: str) -> str:
+        parts = [title, MADE, _paragraphs(self._introduction)]
+        for i, service in enumerate(self._file.service):
+            parts += self._service((FILE_SERVICE, i), service)
+        for i, message in enumerate(self._file.message_type):
+            parts += self._message((FILE_MESSAGE, i), message)
+        for i, enum in enumerate(self._file.enum_type):
+            parts += self._enum((FILE_ENUM, i), enum)
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _service(self, path: FieldPath, service: ServiceDescriptorProto) -> Iterator[str]:
+        yield f"## {self._file.package}.{service.name}"
+        yield self._text(path)
+        for i, method in enumerate(service.method):
+            request = ("stream " if method.client_streaming else "") + self._link(method.input_type)
+            response = ("stream " if method.server_streaming else "") + self._link(method.output_type)
+            yield f"### {method.name}"
+            yield f"{request} → {response}"
+            yield self._text((*path, SERVICE_METHOD, i))
+
+    def _message(self, path: FieldPath, message: DescriptorProto) -> Iterator[str]:
+        yield f"## {message.name}"
+        yield self._text(path)
+        rows = []
+        for i, field in enumerate(message.field):
+            text = self._cell((*path, MESSAGE_FIELD, i))
+            rows.append(f"| {field.number} | `{field.name}` | {self._type(message, field)} | {text} |")
+        yield "\n".join(["| | field | type | |", "|---|---|---|---|", *rows]) if rows else "It has no fields."
+        for i, enum in enumerate(message.enum_type):
+            yield from self._enum((*path, MESSAGE_ENUM, i), enum)
+
+    def _enum(self, path: FieldPath, enum: EnumDescriptorProto) -> Iterator[str]:
+        yield f"## {enum.name}"
+        yield self._text(path)
+        rows = [
+            f"| {value.number} | `{value.name}` | {self._cell((*path, ENUM_VALUE, i))} |"
+            for i, value in enumerate(enum.value)
+        ]
+        yield "\n".join(["| | value | |", "|---|---|---|", *rows])
+
+    def _type(self, message: DescriptorProto, field: FieldDescriptorProto) -> str:
+        if not field.type_name:
+            name = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+        else:
+            name = self._map(message, field.type_name) or self._link(field.type_name)
+        if name.startswith("map"):
+            return name
+        if field.label == FieldDescriptorProto.LABEL_REPEATED:
+            return f"repeated {name}"
+        if field.proto3_optional:
+            return f"optional {name}"
+        if field.HasField("oneof_index"):
+            return f"{name}, one of `{message.oneof_decl[field.oneof_index].name}`"
+        return name
+
+    def _map(self, message: DescriptorProto, type_name: str) -> str:
+        """What a map holds; empty for any other type."""
+        for nested in message.nested_type:
+            if nested.options.map_entry and type_name.endswith(f".{message.name}.{nested.name}"):
+                key, value = (self._type(nested, field) for field in nested.field)
+                return f"map of {key} to {value}"
+        return ""
+
+    def _link(self, type_name: str) -> str:
+        name = type_name.rpartition(".")[2]
+        return f"[{name}](#{name.lower()})"
+
+    def _text(self, path: FieldPath) -> str:
+        return _paragraphs(self._comments.get(path, ""))
+
+    def _cell(self, path: FieldPath) -> str:
+        return self._text(path).replace("\n\n", "<br>").replace("\n", " ").replace("|", "\\|")
+
+
+def _paragraphs(comment: str) -> str:
+    lines = [line.strip() for line in comment.splitlines() if IGNORED_COMMENT not in line]
+    text = "\n".join(lines).strip()
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+PAGES = {"metrics.md": metrics_page, "api.md": api_page, "worker_protocol.md": worker_page}
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments:
+        print("usage: python -m docs.reference", file=sys.stderr)
+        return 2
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page(), encoding="utf-8")
+        print(FOLDER / name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

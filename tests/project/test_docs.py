@@ -1,0 +1,255 @@
+"""What the documents say is so: links lead somewhere, commands parse, and what is named exists."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.reference import FOLDER, PAGES
+from pagewire import options
+from pagewire.bench.command import VERBS as BENCH_VERBS
+from pagewire.command import VERBS
+from tests.project.test_monitoring import NAME as METRIC
+from tests.project.test_monitoring import exported
+
+ROOT = Path(__file__).parents[2]
+TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+# Git knows what is a document; a source archive without git has them all.
+DOCUMENTS = sorted(Path(name) for name in TRACKED if name.endswith(".md"))
+SERVICES = ("serve", "scheduler", "worker", "frontend")
+MAX_README_LINES = 120
+
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"(?:^|\s|\$\()pagewire (?=[a-z-])([^|)#&;>\n]*)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+VARIABLE = re.compile(r"\bPAGEWIRE_[A-Z_]+\b")
+MAKE_TARGET = re.compile(r"\bmake ([a-z][a-z-]+)\b")
+SOURCE_PATH = re.compile(r"^(?:[\w.-]+/)+[\w.-]+\.\w+$|^(?:[\w.-]+/)+$")
+MODULE_NAME = re.compile(r"^[\w/]+\.py$")
+
+documents = pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+
+
+def read(path: Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def fences(path: Path, *languages: str) -> list[str]:
+    """The code blocks in these languages, "" for none named."""
+    return [text for _, language, text in FENCE.findall(read(path)) if language in languages]
+
+
+def spans(path: Path) -> list[str]:
+    """Code within lines."""
+    return CODE_SPAN.findall(FENCE.sub("", read(path)))
+
+
+# Pages that are made
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_made_page_is_up_to_date(name: str) -> None:
+    assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name](), "run `make docs`"
+
+
+# Links
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@documents
+def test_relative_links_resolve(path: Path) -> None:
+    for link in LINK.findall(FENCE.sub("", read(path))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (ROOT / path.parent / name).resolve() if name else ROOT / path
+        assert target.exists(), f"{path} links to {link}"
+        assert target.is_relative_to(ROOT), f"{path} links out of the repository: {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path} links to {link}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    seen: set[Path] = set()
+    unread = [Path("README.md")]
+    while unread:
+        path = unread.pop()
+        seen.add(path)
+        links = {link.partition("#")[0] for link in LINK.findall(read(path)) if not re.match(r"[a-z]+:", link)}
+        targets = {Path(os.path.normpath(path.parent / link)) for link in links if link.endswith(".md")}
+        unread += targets - seen - set(unread)
+    assert set(DOCUMENTS) - seen == set()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(read(Path("README.md")).splitlines()) <= MAX_README_LINES
+
+
+# Commands
+
+
+class ParsedError(Exception):
+    """A command was understood; it must not run."""
+
+    def __init__(self, parser: options.Parser | None = None) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+def command_lines(path: Path) -> Iterator[list[str]]:
+    """What follows `pagewire` in the blocks of a shell, as arguments."""
+    for block in fences(path, "", "sh", "bash", "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in COMMAND.findall(line.partition(" # ")[0]):
+                yield shlex.split(command)
+
+
+def understand(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parses a command as the program does. SystemExit if it is refused."""
+    parse, resolve = options.Parser.parse_args, options.resolve
+
+    def parse_only(self: options.Parser, args: Any = None, namespace: Any = None) -> Any:
+        parsed = parse(self, args, namespace)
+        if arguments[0] not in SERVICES:
+            raise ParsedError(self)
+        return parsed
+
+    def resolve_only(*positional: Any, **named: Any) -> Any:
+        resolve(*positional, **named)
+        raise ParsedError
+
+    monkeypatch.setattr(options.Parser, "parse_args", parse_only)
+    monkeypatch.setattr(options, "resolve", resolve_only)
+    verb = VERBS[arguments[0]]
+    with pytest.raises(ParsedError):
+        getattr(import_module(verb.module), verb.function)(list(arguments[1:]))
+
+
+COMMANDS = [(path, arguments) for path in DOCUMENTS for arguments in command_lines(path)]
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments"), COMMANDS, ids=[f"{path}: {shlex.join(command)[:60]}" for path, command in COMMANDS]
+)
+def test_command_parses(path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert arguments[0] in VERBS, f"{path}: pagewire {arguments[0]}"
+    understand(arguments, monkeypatch)
+
+
+@pytest.mark.parametrize("command", ["serve models/storyteller --max-seqs 3", "complete --temprature 0 x"])
+def test_an_unknown_flag_would_be_noticed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        understand(shlex.split(command), monkeypatch)
+
+
+@documents
+def test_verbs_in_the_text_exist(path: Path) -> None:
+    for span in spans(path):
+        if match := re.match(r"pagewire ([a-z]+)(?: ([a-z]+))?", span):
+            assert match[1] in VERBS, f"{path}: {span}"
+            if match[1] == "bench" and match[2]:
+                assert match[2] in BENCH_VERBS, f"{path}: {span}"
+
+
+# What is named
+
+
+@cache
+def our_flags() -> set[str]:
+    verbs = [[verb] for verb in VERBS if verb != "bench"] + [["bench", verb] for verb in BENCH_VERBS]
+    found: set[str] = set()
+    for verb in verbs:
+        command = [sys.executable, "-m", "pagewire", *verb, "--help"]
+        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        found |= set(FLAG.findall(re.sub(r"-\n\s+", "-", text)))
+    return found
+
+
+# Of other programs that the documents name: pip, docker, kubectl, smg, curl, git, npm, the programs of bench/, and of
+# engines that people come from.
+FOREIGN_FLAGS = {
+    *("--build-arg", "--extra-index-url", "--index-url", "--branch", "--no-deps"),
+    *("--policy", "--worker-urls", "--parts", "--output", "--device"),
+}
+
+
+@documents
+def test_flags_exist(path: Path) -> None:
+    if path.name in ("CHANGELOG.md", "migrating.md"):
+        pytest.skip("it names flags of other programs, or that have gone")
+    named = {flag for span in spans(path) for flag in FLAG.findall(span)}
+    assert named <= our_flags() | FOREIGN_FLAGS, f"{path}: {sorted(named - our_flags() - FOREIGN_FLAGS)}"
+
+
+@documents
+def test_metrics_exist(path: Path) -> None:
+    histograms = {name.removesuffix("_bucket") for name in exported() if name.endswith("_bucket")}
+    named = {name.rstrip(":") for name in METRIC.findall(read(path))} - {"vllm", "pagewire"}
+    assert named <= {*exported(), *histograms}
+
+
+@cache
+def sources() -> str:
+    names = [name for name in TRACKED if name.endswith((".py", ".yaml", "Makefile")) or "Dockerfile" in name]
+    return "\n".join(read(Path(name)) for name in names if (ROOT / name).is_file())
+
+
+@cache
+def our_variables() -> set[str]:
+    from pagewire.gateway import GatewayConfig
+    from pagewire.logs import LogConfig
+    from scheduler_service.config import FrontEndConfig, SchedulerConfig
+    from worker_service.config import WorkerConfig
+
+    configs = (SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig, LogConfig)
+    return {f"PAGEWIRE_{field.name.upper()}" for config in configs for field in fields(config)}
+
+
+@documents
+def test_variables_exist(path: Path) -> None:
+    for name in set(VARIABLE.findall(read(path))) - our_variables():
+        assert f'"{name}"' in sources() or f"${name}" in sources() or f"{name}=" in sources(), f"{path}: {name}"
+
+
+@documents
+def test_make_targets_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z][a-z-]*):", read(Path("Makefile")), re.MULTILINE))
+    code = [*spans(path), *fences(path, "", "sh", "bash", "console")]
+    assert {name for text in code for name in MAKE_TARGET.findall(text)} <= targets
+
+
+@documents
+def test_paths_in_the_text_exist(path: Path) -> None:
+    """Either from the root, from the document's folder, or, for a module, from somewhere in the source."""
+    names = [name for name in TRACKED if name]
+    for span in spans(path):
+        if SOURCE_PATH.match(span) or MODULE_NAME.match(span):
+            places = (ROOT / span, ROOT / path.parent / span)
+            is_tail = any(f"/{name}".endswith(f"/{span}") or f"/{span}" in f"/{name}" for name in names)
+            assert is_tail or any(place.exists() for place in places), f"{path}: {span}"
+
+
+# Examples
+
+
+@documents
+def test_python_in_the_text_is_python(path: Path) -> None:
+    for block in fences(path, "python"):
+        compile(block, str(path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
