@@ -179,7 +179,7 @@ class MetricsCollector(Collector):
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
         kinds = {"swap": stats.num_swap_preemptions, "recompute": num_recomputed}
         yield self._counters(
-            "pagewire:preemptions", "Requests preempted, by what became of their blocks.", "kind", kinds
+            "pagewire:preemptions", "Requests preempted, by how their KV cache was handled.", "kind", kinds
         )
         directions = {"out": stats.num_moved_blocks_out, "in": stats.num_moved_blocks_in}
         text = "Blocks moved from device to host (out) and back (in)."
@@ -191,7 +191,7 @@ class MetricsCollector(Collector):
         yield self._counter("pagewire:invariant_failures", text, metrics.num_invariant_failures)
         yield self._counter("pagewire:worker_losses", "Workers lost.", metrics.num_worker_losses)
         yield self._counter("pagewire:epochs", "Epochs begun.", metrics.num_epochs)
-        text = "Time of all steps on the worker, by what it did."
+        text = "Seconds of all steps on the worker, by part of the step."
         yield self._counters("pagewire:step_part_seconds", text, "part", metrics.part_seconds())
         for name, histogram in metrics.histograms.items():
             family = HistogramMetricFamily(name, _HISTOGRAMS[name][0], labels=list(self._labels))
@@ -203,14 +203,14 @@ class MetricsCollector(Collector):
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
         yield self._gauge("vllm:num_requests_swapped", "Sequences swapped out or on their way.", stats.num_swapped)
         usage = stats.num_held_blocks / stats.num_device_blocks if stats.num_device_blocks else 0.0
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the blocks that sequences hold, 0 to 1.", usage)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the device blocks that sequences hold, 0 to 1.", usage)
         usage = stats.num_held_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0
-        yield self._gauge("vllm:cpu_cache_usage_perc", "The same of host blocks.", usage)
+        yield self._gauge("vllm:cpu_cache_usage_perc", "Share of the host blocks that sequences hold, 0 to 1.", usage)
         for tier, num_blocks, num_held, num_cached in (
             ("device", stats.num_device_blocks, stats.num_held_blocks, stats.num_cached_blocks),
             ("host", stats.num_host_blocks, stats.num_held_host_blocks, stats.num_cached_host_blocks),
         ):
-            yield self._gauge(f"pagewire:{tier}_blocks", "Blocks of the pool.", num_blocks)
+            yield self._gauge(f"pagewire:{tier}_blocks", f"Blocks of the {tier}'s pool.", num_blocks)
             yield self._gauge(f"pagewire:held_{tier}_blocks", "Blocks that sequences hold.", num_held)
             yield self._gauge(f"pagewire:cached_{tier}_blocks", "Blocks whose content can be matched.", num_cached)
         capacity = self._metrics.capacity
@@ -223,11 +223,17 @@ class MetricsCollector(Collector):
             yield self._gauge("vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
 
     def _prefix_counters(self, stats: SchedulerStats) -> Iterator[Metric]:
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prompt_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_cached_prompt_tokens)
+        yield self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.num_prompt_tokens
+        )
+        yield self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.num_cached_prompt_tokens
+        )
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
         tiers = {"device": num_from_device, "host": stats.num_host_cached_prompt_tokens}
-        yield self._counters("pagewire:cached_prompt_tokens", "Prompt tokens found, by where.", "tier", tiers)
+        yield self._counters(
+            "pagewire:cached_prompt_tokens", "Prompt tokens found in the cache, by tier.", "tier", tiers
+        )
 
     def _gauge(self, name: str, text: str, value: float, **labels: str) -> Metric:
         family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
