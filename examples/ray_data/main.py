@@ -1,0 +1,55 @@
+"""A data set over many machines: Ray Data hands out the rows, and each of its actors has a `pagewire.LLM` of its own.
+
+    pip install -r examples/ray_data/requirements.txt       # beside Pagewire with the extra worker, on every machine
+    python examples/ray_data/main.py MODEL PROMPTS.txt OUTPUT_FOLDER
+
+An actor is a scheduler and a worker on its machine, with CPUS_PER_ACTOR cores. It batches continuously within the rows
+that it is given. On a cluster run it with `ray job submit`, or set RAY_ADDRESS; alone it starts Ray on this machine.
+"""
+
+import os
+import sys
+from typing import Any
+
+import ray
+
+from pagewire import LLM, SamplingParams
+
+NUM_ACTORS = int(os.environ.get("NUM_ACTORS", "2"))
+CPUS_PER_ACTOR = 1
+ROWS_PER_BATCH = 64
+SAMPLING = SamplingParams(temperature=0, max_tokens=24)
+
+
+class Completer:
+    """What an actor is: made once, called with every batch it gets, and ended with it."""
+
+    def __init__(self, model: str) -> None:
+        self._llm = LLM(model, num_threads=CPUS_PER_ACTOR)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        outputs = self._llm.generate(list(batch["text"]), SAMPLING, use_tqdm=False)
+        batch["completion"] = [output.outputs[0].text for output in outputs]
+        batch["actor"] = [os.getpid()] * len(outputs)
+        return batch
+
+
+def main(model: str, prompts: str, folder: str) -> None:
+    completed = ray.data.read_text(prompts).map_batches(
+        Completer,
+        fn_constructor_args=(os.path.abspath(model),),
+        batch_size=ROWS_PER_BATCH,
+        compute=ray.data.ActorPoolStrategy(size=NUM_ACTORS),
+        num_cpus=CPUS_PER_ACTOR,
+    )
+    completed.write_json(folder)
+    written = ray.data.read_json(folder)
+    print(f"{written.count()} rows by {len(written.unique('actor'))} actors in {folder}")
+    for row in written.sort("text").take(3):
+        print(f"{row['text']}{row['completion']}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(f"usage: {sys.argv[0]} MODEL PROMPTS.txt OUTPUT_FOLDER")
+    main(*sys.argv[1:])
