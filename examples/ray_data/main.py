@@ -4,7 +4,8 @@
     python examples/ray_data/main.py MODEL PROMPTS.txt OUTPUT_FOLDER
 
 An actor is a scheduler and a worker on its machine, with CPUS_PER_ACTOR cores. It batches continuously within the rows
-that it is given. On a cluster run it with `ray job submit`, or set RAY_ADDRESS; alone it starts Ray on this machine.
+that it is given. On a cluster set RAY_ADDRESS or use `ray job submit`, and leave a core for reading and writing; else
+Ray runs on this machine alone.
 """
 
 import os
@@ -35,7 +36,12 @@ class Completer:
 
 
 def main(model: str, prompts: str, folder: str) -> None:
-    completed = ray.data.read_text(prompts).map_batches(
+    if "RAY_ADDRESS" in os.environ:
+        ray.init()
+    else:  # a core more than the actors take: reading and writing need one
+        ray.init("local", num_cpus=NUM_ACTORS * CPUS_PER_ACTOR + 1)
+    rows = ray.data.read_text(prompts).repartition(target_num_rows_per_block=ROWS_PER_BATCH)
+    completed = rows.map_batches(
         Completer,
         fn_constructor_args=(os.path.abspath(model),),
         batch_size=ROWS_PER_BATCH,
@@ -45,7 +51,7 @@ def main(model: str, prompts: str, folder: str) -> None:
     completed.write_json(folder)
     written = ray.data.read_json(folder)
     print(f"{written.count()} rows by {len(written.unique('actor'))} actors in {folder}")
-    for row in written.sort("text").take(3):
+    for row in written.take(3):
         print(f"{row['text']}{row['completion']}")
 
 
