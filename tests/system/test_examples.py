@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tests.system.services import ENVIRON, Service, free_port
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
+DEFAULT_URL = "127.0.0.1:50051"
 READY_GATEWAY = "ready on http://"
 TIMEOUT_S = 120
 
@@ -45,6 +47,11 @@ def run(command: Sequence[str | Path], folder: Path = ROOT) -> str:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+def blocks(path: str, language: str) -> list[str]:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return [block for name, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S) if name == language]
 
 
 def expected(url: str, prompt: str, max_tokens: int) -> str:
@@ -107,6 +114,22 @@ def test_grpcurl(url: str) -> None:
     assert output.count("FINISH_REASON_LENGTH") == 2
     (text,) = [line for line in output.splitlines() if line.strip().startswith('"text": ') and len(line) > 60]
     assert json.loads(f"{{{text.strip().rstrip(',')}}}")["text"] == expected(url, "The little fox", 40)
+
+
+@pytest.mark.skipif(not (shutil.which("grpcurl") or (BIN / "grpcurl").exists()), reason="grpcurl is not installed")
+def test_grpcurl_lines_of_the_documents(url: str) -> None:
+    """One after the other, as they stand there: they submit a request, poll it, and attach to it."""
+    lines = [block for block in blocks("docs/migrating.md", "") if "grpcurl" in block]
+    (script,) = [block.replace(DEFAULT_URL, url) for block in lines]
+    output = run(["sh", "-eu", "-c", script])
+    assert output.count('"turtle-1"') >= 3
+    assert "FINISH_REASON_LENGTH" in output
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/python.md"])
+def test_python_of_the_documents(url: str, path: str) -> None:
+    for block in blocks(path, "python"):
+        assert run([sys.executable, "-c", block.replace(DEFAULT_URL, url)])
 
 
 @pytest.mark.skipif(not (shutil.which("node") and shutil.which("npm")), reason="Node.js is not installed")
