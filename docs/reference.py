@@ -1,4 +1,4 @@
-"""Writes the pages that say what the code says: docs/metrics.md, docs/api.md and docs/worker_protocol.md.
+"""Writes the pages that say what the code says: metrics, the APIs, the options of LLM.
 
 `make docs`, or `python -m docs.reference`. A test sees that the pages are up to date.
 """
@@ -6,7 +6,7 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from google.protobuf.descriptor_pb2 import (
 )
 from prometheus_client.metrics_core import Metric
 
+from pagewire.compatibility import LLM_OPTIONS, SAMPLING_FIELDS, Foreign
+from pagewire.llm_options import MAPPED
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Metrics, MetricsCollector
@@ -48,6 +50,14 @@ WORKER_TITLE = """# The protocol between scheduler and worker
 Internal: no client needs it, and it may change with every release. Made from the comments of
 [worker.proto](../protos/pagewire/worker/v1/worker.proto). Which versions go together is said in
 [upgrading.md](upgrading.md)."""
+
+LLM_TITLE = """# Options of `LLM` and `SamplingParams` for users of vLLM and nano-vllm
+
+`LLM(model, **options)` takes the options of `pagewire serve` under their names in YAML (`max_num_seqs=64`), many of
+which have vLLM's name and meaning: `dtype`, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`,
+`gpu_memory_utilization`, `tensor_parallel_size`, `block_size`, `kv_cache_dtype`, `enable_prefix_caching`,
+`load_format`, `served_model_name`, `swap_space` (a number is in GiB). `seed` makes equal programs give equal outputs.
+The tables say what happens to the others. A name that is in none of them is a TypeError with the nearest known name."""
 
 # Numbers of the fields in google/protobuf/descriptor.proto, of which the paths of comments are made.
 FILE_PACKAGE, FILE_MESSAGE, FILE_ENUM, FILE_SERVICE = 2, 4, 5, 6
@@ -97,6 +107,28 @@ def _described(source: str) -> FileDescriptorProto:
         subprocess.run([*command, f"--descriptor_set_out={output}", f"protos/{source}"], cwd=ROOT, check=True)
         (file,) = FileDescriptorSet.FromString(output.read_bytes()).file
     return file
+
+
+def llm_page() -> str:
+    mapped = ["| theirs | ours |", "|---|---|"]
+    # What 1 asks for: every option is mapped to the same ones, whatever its value.
+    mapped += [f"| `{name}` | {', '.join(f'`{ours}`' for ours in convert(1))} |" for name, convert in MAPPED.items()]
+    parts = [LLM_TITLE, MADE, "## Mapped to options of ours", "\n".join(mapped)]
+    parts += ["## Other options of `LLM`", _foreign_table(LLM_OPTIONS)]
+    parts += ["## Fields of `SamplingParams` that are not ours", _foreign_table(SAMPLING_FIELDS)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _foreign_table(options: Mapping[str, Foreign]) -> str:
+    rows = [
+        "| option | values that change nothing | any other value | why, or what to do instead |",
+        "|---|---|---|---|",
+    ]
+    for name, option in options.items():
+        harmless = ", ".join(f"`{value!r}`" for value in option.harmless)
+        treatment = "refused (ValueError)" if option.is_refused else "ignored, with a warning"
+        rows.append(f"| `{name}` | {harmless} | {treatment} | {option.text} |")
+    return "\n".join(rows)
 
 
 class ProtoPage:
@@ -191,7 +223,7 @@ def _paragraphs(comment: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-PAGES = {"metrics.md": metrics_page, "api.md": api_page, "worker_protocol.md": worker_page}
+PAGES = {"metrics.md": metrics_page, "api.md": api_page, "worker_protocol.md": worker_page, "llm_options.md": llm_page}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -245,17 +245,17 @@ def test_paths_in_the_text_exist(path: Path) -> None:
             assert is_tail or any(place.exists() for place in places), f"{path}: {span}"
 
 
-# Python
+# Python. tests/project/test_types.py checks what stands in the documents.
 
 
-def test_python_in_the_text_has_types(tmp_path: Path) -> None:
-    """And so have the examples, but for those of packages that are not here."""
+def test_examples_have_types() -> None:
+    """But for those of packages that are not here."""
     paths = [ROOT / "examples" / f"{name}.py" for name in ("async_client", "batch", "detached")]
-    for path in DOCUMENTS:
-        for number, block in enumerate(fences(path, "python")):
-            paths.append(tmp_path / f"{path.stem.lower()}_{number}.py")
-            paths[-1].write_text(block)
-    assert len(paths) > 3
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--scripts-are-modules"]
     result = subprocess.run([*command, *map(str, paths)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_wheel_has_its_name() -> None:
+    for path in (Path("README.md"), Path("docs/install.md")):
+        assert set(re.findall(r"pagewire-([\d.]+)-py3", read(path))) == {metadata.version("pagewire")}
