@@ -1,6 +1,7 @@
 """The last events of the prefix cache, in numbered batches, for subscribers who come, go and come back.
 
-Pure: whoever appends wakes whoever waits. What is held is bounded in batches and in tokens; the oldest goes first.
+Pure: whoever appends wakes whoever waits. Nothing is kept while nobody follows, since a subscriber begins with a
+snapshot; what is kept is bounded in batches and in bytes, and the oldest goes first.
 """
 
 from collections import deque
@@ -9,8 +10,12 @@ from dataclasses import dataclass
 
 from scheduler_service.core.request import BlockStored, KvEvent
 
-# Tokens of stored blocks that the batches may name together: some 150 MB, whatever the number of batches.
-_MAX_TOKENS = 4 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
+# Seconds for which events are kept for a follower who may come back.
+RETENTION = 60.0
+# What an event takes in memory, more or less, and each token of it.
+_EVENT_BYTES = 200
+_TOKEN_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +29,14 @@ class KvEventBatch:
 class KvEventLog:
     """A ring of batches. Numbers begin at 1 and rise by 1."""
 
-    def __init__(self, max_batches: int, max_tokens: int = _MAX_TOKENS) -> None:
+    def __init__(self, max_batches: int, max_bytes: int = MAX_BYTES, retention: float = RETENTION) -> None:
         self._max_batches = max_batches
-        self._max_tokens = max_tokens
+        self._max_bytes = max_bytes
+        self._retention = retention
         self._batches: deque[KvEventBatch] = deque()
-        self._num_tokens = 0
+        self._num_followers = 0
+        self._kept_until = float("-inf")
+        self.num_bytes = 0
         self.last_sequence_number = 0
 
     @property
@@ -36,12 +44,31 @@ class KvEventLog:
         """The smallest number after which everything is held. The greatest is `last_sequence_number`."""
         return self.last_sequence_number - len(self._batches)
 
+    def follow(self) -> None:
+        """Somebody reads what is appended from now on."""
+        self._num_followers += 1
+
+    def leave(self, now: float) -> None:
+        """Who followed has gone, and may come back. `now` in seconds of any monotonic clock."""
+        self._num_followers -= 1
+        self._kept_until = now + self._retention
+
+    def is_kept(self, now: float) -> bool:
+        """Whether events are to be appended. If not, `skip` says that there were some."""
+        return self._num_followers > 0 or now < self._kept_until
+
+    def skip(self) -> None:
+        """Something happened that nobody followed: what was held before leads nowhere."""
+        self.last_sequence_number += 1
+        self._batches.clear()
+        self.num_bytes = 0
+
     def append(self, events: Sequence[KvEvent]) -> None:
         self.last_sequence_number += 1
         self._batches.append(KvEventBatch(self.last_sequence_number, tuple(events)))
-        self._num_tokens += _num_tokens(events)
-        while len(self._batches) > self._max_batches or (self._num_tokens > self._max_tokens and self._batches):
-            self._num_tokens -= _num_tokens(self._batches.popleft().events)
+        self.num_bytes += _num_bytes(events)
+        while len(self._batches) > self._max_batches or (self.num_bytes > self._max_bytes and self._batches):
+            self.num_bytes -= _num_bytes(self._batches.popleft().events)
 
     def after(self, sequence_number: int) -> KvEventBatch | None:
         """The batch after this one, or None while there is none. Raises LookupError outside the range of starts."""
@@ -52,5 +79,8 @@ class KvEventLog:
         return self._batches[sequence_number - self.first_start]
 
 
-def _num_tokens(events: Sequence[KvEvent]) -> int:
-    return sum(len(event.token_ids) for event in events if isinstance(event, BlockStored))
+def _num_bytes(events: Sequence[KvEvent]) -> int:
+    return sum(
+        _EVENT_BYTES + _TOKEN_BYTES * (len(event.token_ids) if isinstance(event, BlockStored) else 0)
+        for event in events
+    )

@@ -8,6 +8,7 @@ import errno
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import add
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -21,11 +22,8 @@ from prometheus_client.registry import Collector
 
 from scheduler_service.core.plan import PART_NAMES, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
-    BlockRemoved,
-    BlockStored,
-    CacheCleared,
     EndReason,
-    KvEvent,
+    KvEventCounts,
     SchedulerStats,
     SequenceEnd,
 )
@@ -58,11 +56,6 @@ _HISTOGRAMS = {
     "pagewire:step_duration_seconds": ("Time of a step on the worker.", _STEP_SECONDS),
     "pagewire:plan_bytes": ("Size of a plan on the wire.", _BYTES),
 }
-_KV_EVENT_KINDS: dict[type[KvEvent], str] = {
-    BlockStored: "stored",
-    BlockRemoved: "removed",
-    CacheCleared: "cleared",
-}
 _FINISHED_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
 
 
@@ -93,7 +86,7 @@ class Metrics:
         self.num_ended = dict.fromkeys(EndReason, 0)
         self.num_worker_losses = 0
         self.num_epochs = 0
-        self.num_kv_events = dict.fromkeys(_KV_EVENT_KINDS, 0)
+        self.num_kv_events = KvEventCounts()
         self.num_invariant_failures = 0
         self.capacity: WorkerCapacity | None = None
         self._time_to_first_token = self.histograms["vllm:time_to_first_token_seconds"]
@@ -133,9 +126,8 @@ class Metrics:
             self.num_epochs += 1
             self.capacity = capacity
 
-    def kv_events_happened(self, events: list[KvEvent]) -> None:
-        for event in events:
-            self.num_kv_events[type(event)] += 1
+    def kv_events_happened(self, counts: KvEventCounts) -> None:
+        self.num_kv_events = KvEventCounts(*map(add, self.num_kv_events, counts))
 
     def invariant_failed(self) -> None:
         self.num_invariant_failures += 1
@@ -185,7 +177,8 @@ class MetricsCollector(Collector):
         text = "Blocks moved from device to host (out) and back (in)."
         yield self._counters("pagewire:moved_blocks", text, "direction", directions)
         yield self._finished()
-        kv_events = {kind: metrics.num_kv_events[event_type] for event_type, kind in _KV_EVENT_KINDS.items()}
+        num_stored, num_removed, num_cleared = metrics.num_kv_events
+        kv_events = {"stored": num_stored, "removed": num_removed, "cleared": num_cleared}
         yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
         text = "Invariants of the scheduler found broken."
         yield self._counter("pagewire:invariant_failures", text, metrics.num_invariant_failures)

@@ -7,6 +7,7 @@ from scheduler_service.core.request import (
     BlockMap,
     BlockStored,
     KvEvent,
+    KvEventCounts,
     Request,
     RequestReport,
     SchedulerStats,
@@ -89,6 +90,9 @@ class RecordingScheduler:
 
     def take_kv_events(self) -> list[KvEvent]:
         return self._scheduler.take_kv_events()
+
+    def drop_kv_events(self) -> KvEventCounts:
+        return self._scheduler.drop_kv_events()
 
     def kv_snapshot(self) -> list[BlockStored]:
         return self._scheduler.kv_snapshot()

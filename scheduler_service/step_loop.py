@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,11 +19,13 @@ from scheduler_service.core.request import (
     BlockMap,
     BlockStored,
     KvEvent,
+    KvEventCounts,
     Request,
     RequestReport,
     SchedulerStats,
     SequenceEnd,
     TokenOutputs,
+    count_kv_events,
 )
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.kv_event_log import KvEventBatch, KvEventLog
@@ -70,6 +73,8 @@ class Scheduler(Protocol):
 
     def take_kv_events(self) -> list[KvEvent]: ...
 
+    def drop_kv_events(self) -> KvEventCounts: ...
+
     def kv_snapshot(self) -> list[BlockStored]: ...
 
     def check_sample(self) -> None: ...
@@ -99,7 +104,7 @@ class StepObserver(Protocol):
     def worker_changed(self, capacity: WorkerCapacity | None, epoch: int) -> None:
         """A worker joined, or (None) was lost."""
 
-    def kv_events_happened(self, events: list[KvEvent]) -> None: ...
+    def kv_events_happened(self, counts: KvEventCounts) -> None: ...
 
     def invariant_failed(self) -> None: ...
 
@@ -323,6 +328,16 @@ class StepLoop:
         self._take_kv_events()
         return True
 
+    @contextmanager
+    def following_kv_events(self) -> Iterator[None]:
+        """Inside the block, what happens to the cache is kept. Otherwise nobody is there to read it."""
+        self._take_kv_events()
+        self._kv_event_log.follow()
+        try:
+            yield
+        finally:
+            self._kv_event_log.leave(self._clock())
+
     def kv_snapshot(self) -> KvEventBatch:
         """What is cached now, under the number of the last batch."""
         self._take_kv_events()
@@ -341,10 +356,16 @@ class StepLoop:
         return batch
 
     def _take_kv_events(self) -> None:
+        if not self._kv_event_log.is_kept(self._clock()):
+            counts = self._scheduler.drop_kv_events()
+            if any(counts):
+                self._kv_event_log.skip()
+                self._observer.kv_events_happened(counts)
+            return
         events = self._scheduler.take_kv_events()
         if events:
             self._kv_event_log.append(events)
-            self._observer.kv_events_happened(events)
+            self._observer.kv_events_happened(count_kv_events(events))
             self._kv_event_log_grew.set()
             self._kv_event_log_grew = asyncio.Event()
 

@@ -152,6 +152,13 @@ class PrefixIndex:
             host_blocks += found_on_host
         return blocks, host_blocks
 
+    def dissolve(self) -> None:
+        """The index is needed no more. Parents and children no longer hold each other, so that all are freed without a
+        garbage collection."""
+        for node in self.nodes():
+            node.children.clear()
+        self._roots.clear()
+
     def take_events(self) -> list[KvEvent]:
         """What can be matched now and could not at the last call, and the other way round, in order."""
         changes, self._changes = self._changes, []
@@ -159,6 +166,12 @@ class PrefixIndex:
             _stored(node, tier) if is_stored else BlockRemoved(node.block_hash, tier, *node.root_key[:2])
             for node, tier, is_stored in changes
         ]
+
+    def drop_events(self) -> tuple[int, int]:
+        """Forget what `take_events` would tell; how often something was stored, and removed."""
+        changes, self._changes = self._changes, []
+        num_stored = sum(is_stored for _, _, is_stored in changes)
+        return num_stored, len(changes) - num_stored
 
     def nodes(self) -> list[Node]:
         """Every node, parents before children, roots included."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 from scheduler_service.core.plan import SamplingParams
 
@@ -228,3 +229,19 @@ class CacheCleared:
 
 
 KvEvent = BlockStored | BlockRemoved | CacheCleared
+
+
+class KvEventCounts(NamedTuple):
+    """How many events of each kind there were."""
+
+    num_stored: int = 0
+    num_removed: int = 0
+    num_cleared: int = 0
+
+
+def count_kv_events(events: list[KvEvent]) -> KvEventCounts:
+    return KvEventCounts(
+        sum(isinstance(event, BlockStored) for event in events),
+        sum(isinstance(event, BlockRemoved) for event in events),
+        sum(isinstance(event, CacheCleared) for event in events),
+    )

@@ -40,12 +40,14 @@ from scheduler_service.core.request import (
     EndReason,
     Hypothesis,
     KvEvent,
+    KvEventCounts,
     Request,
     RequestReport,
     SchedulerStats,
     SequenceEnd,
     TokenLogprobs,
     TokenOutputs,
+    count_kv_events,
 )
 from scheduler_service.core.sequence import BeamGroup, GroupQueue, GroupState, Sequence, SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
@@ -274,6 +276,7 @@ class Scheduler:
         self._events.append(CacheCleared())
         self._num_moved_out += epoch.cache.moves.num_moved_out
         self._num_moved_in += epoch.cache.moves.num_moved_in
+        epoch.cache.index.dissolve()
         self._running = GroupQueue()
         for group in self._groups.values():
             is_queued = group.state not in (GroupState.RUNNING, GroupState.SWAPPING_IN)
@@ -361,6 +364,15 @@ class Scheduler:
         if self._epoch is not None:
             events.extend(self._epoch.cache.index.take_events())
         return events
+
+    def drop_kv_events(self) -> KvEventCounts:
+        """Forget what `take_kv_events` would tell, where nobody wants to know; how many events these were."""
+        events, self._events = self._events, []
+        counts = count_kv_events(events)
+        if self._epoch is None:
+            return counts
+        num_stored, num_removed = self._epoch.cache.index.drop_events()
+        return counts._replace(num_stored=counts.num_stored + num_stored, num_removed=counts.num_removed + num_removed)
 
     def kv_snapshot(self) -> list[BlockStored]:
         """What is cached, parents first."""
@@ -887,7 +899,6 @@ class Scheduler:
         assert beam is not None
         first = group.sequences[0]
         best = beam.search.best(len(beam.output_ids))
-        self._leave(group)
         for sequence_id, found in zip(beam.output_ids, best, strict=False):
             outputs.hypotheses.append(Hypothesis(sequence_id, found.token_ids, found.cumulative_logprob))
             reason = EndReason.LENGTH if found.stop_token_id is None else EndReason.STOP
@@ -895,6 +906,7 @@ class Scheduler:
             outputs.ended.append(end)
         for sequence_id in beam.output_ids[len(best) :]:  # a vocabulary smaller than the beam
             outputs.ended.append(_sequence_end(first, sequence_id, EndReason.LENGTH, 0, None, ""))
+        self._leave(group)
 
     # Ends
 
@@ -953,9 +965,9 @@ class Scheduler:
         for sequence in group.sequences:
             if self._epoch is not None:
                 self._epoch.drop(sequence)
-        self._leave(group)
         for sequence_id in group.beam.output_ids:
             outputs.ended.append(_sequence_end(group.sequences[0], sequence_id, reason, 0, None, message))
+        self._leave(group)
 
     def _leave(self, group: SequenceGroup) -> None:
         """The group's last sequence has ended: nothing remembers it."""
@@ -966,10 +978,7 @@ class Scheduler:
             self._waiting.remove(group)
         if self._epoch is not None:
             self._epoch.forget(group)
-        group.state = GroupState.FINISHED
-        group.num_unfinished = 0
-        for sequence in group.sequences:
-            sequence.is_finished = True
+        group.dissolve()
         del self._groups[tenant, group.request.request_id]
         self._quarantine.cleared(group)
         self._num_tenant_requests[tenant] -= 1

@@ -95,6 +95,18 @@ class SequenceGroup:
         if len(self.pauses) % 2:
             self.pauses.append(now)
 
+    def dissolve(self) -> None:
+        """Its last sequence has ended. A group and its sequences no longer hold each other, so that both are freed when
+        the last plan that knows them is, without a garbage collection."""
+        self.state = GroupState.FINISHED
+        self.num_unfinished = 0
+        for sequence in self.sequences:
+            sequence.is_finished = True
+        self.sequences.clear()
+        if self.beam is not None:
+            self.beam.beams.clear()
+            self.beam.candidates.clear()
+
     def reset(self) -> None:
         """The worker is lost, and everything the group had there."""
         self.state = GroupState.WAITING

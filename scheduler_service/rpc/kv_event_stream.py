@@ -1,6 +1,7 @@
 """One subscription to the events of the prefix cache."""
 
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractContextManager, aclosing
 from typing import Protocol
 
 import grpc
@@ -30,6 +31,9 @@ class KvEventSource(Protocol):
 
     def kv_snapshot(self) -> KvEventBatch: ...
 
+    def following_kv_events(self) -> AbstractContextManager[None]:
+        """Events are kept inside the block."""
+
     async def next_kv_events(self, sequence_number: int) -> KvEventBatch | None:
         """None when the server ends. Raises LookupError for a number outside the range."""
         ...
@@ -48,11 +52,13 @@ async def kv_event_messages(
             "instance_id",
         )
     is_first = True
-    async for message in _endless(request, source):
-        if is_first:
-            message.instance_id = instance_id
-            is_first = False
-        yield message
+    with source.following_kv_events():
+        async with aclosing(_endless(request, source)) as messages:
+            async for message in messages:
+                if is_first:
+                    message.instance_id = instance_id
+                    is_first = False
+                yield message
 
 
 async def _endless(

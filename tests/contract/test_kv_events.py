@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.core.request import BlockStored, CacheCleared, KvEvent, Tier
+from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 from scheduler_service.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.kv_event_stream import kv_event_messages
@@ -165,6 +165,7 @@ async def test_hashes_are_chained_and_depend_on_tenant_and_salt(checkpoint: Path
 async def test_a_subscriber_goes_on_where_it_was(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         first, again, late = Mirror(), Mirror(), Mirror()
+        await snapshot(stack)  # from here on events are kept
         async with following(stack, first):
             await stack.generate(request([1, 2, 3, 4, 5], max_tokens=8))
             await until_equal(stack, first)
@@ -226,13 +227,47 @@ def test_the_log_is_a_ring_with_numbers() -> None:
                 log.after(start)
 
 
-def test_the_log_is_bounded_in_tokens_too() -> None:
-    log = KvEventLog(100, max_tokens=20)
+def test_the_log_is_bounded_in_bytes_too() -> None:
+    log = KvEventLog(100, max_bytes=5 * 1000)
     for number in range(1, 20):
-        log.append([stored(number), CacheCleared()])
+        log.append([stored(number), *[BlockRemoved(number, Tier.DEVICE)] * 3])
         assert log.last_sequence_number - log.first_start == min(number, 5)
-    log.append([stored(20, num_tokens=21)])
+    log.append([stored(20, num_tokens=200)])
     assert log.first_start == log.last_sequence_number == 20
+    assert log.num_bytes == 0
+
+
+def test_the_log_keeps_nothing_that_nobody_follows() -> None:
+    log = KvEventLog(100, retention=60.0)
+    assert not log.is_kept(0.0)
+    log.skip()
+    log.follow()
+    assert log.is_kept(1.0)
+    log.append([stored(1)])
+    log.leave(10.0)
+    assert log.is_kept(69.0)
+    assert log.after(1) == KvEventBatch(2, (stored(1),))
+    assert not log.is_kept(70.0)
+    log.skip()
+    assert (log.first_start, log.last_sequence_number, log.num_bytes) == (3, 3, 0)
+    for start in (1, 2):
+        with pytest.raises(LookupError):
+            log.after(start)
+
+
+async def test_events_that_nobody_follows_are_only_counted(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        await stack.generate(request([1, 2, 3, 4, 5], max_tokens=8))
+        unseen = await snapshot(stack)
+        assert unseen.last > 0
+        error = await refusal_of(stack, start_sequence_number=unseen.last - 1)
+        assert f"those after {unseen.last} to {unseen.last} are" in error.details()
+        await stack.generate(request([6, 7, 8, 9, 10], max_tokens=8))
+        seen = Mirror()
+        seen.last, seen.cached = unseen.last, dict(unseen.cached)
+        async with following(stack, seen, start_sequence_number=unseen.last):
+            await until_equal(stack, seen)
+        assert len(seen.cached) > len(unseen.cached)
 
 
 class Source:
@@ -248,6 +283,9 @@ class Source:
 
     def kv_snapshot(self) -> KvEventBatch:
         return KvEventBatch(self._log.last_sequence_number, self._content)
+
+    def following_kv_events(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     async def next_kv_events(self, sequence_number: int) -> KvEventBatch | None:
         batch = self._log.after(sequence_number)

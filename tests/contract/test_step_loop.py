@@ -206,22 +206,27 @@ async def test_a_broken_invariant_ends_the_epoch_and_nothing_else(monkeypatch: p
 
 async def test_waiting_for_kv_events() -> None:
     async with running_loop(kv_event_log=KvEventLog(2)) as loop:
-        loop.worker_ready(CAPACITY, 1, LocalLink(loop))
-        assert loop.kv_snapshot().events == ()
-        start = loop.kv_event_starts[1]
-        waiting = [asyncio.create_task(loop.next_kv_events(start)) for _ in range(3)]
-        await asyncio.sleep(0)
-        assert not any(task.done() for task in waiting)
-        reader = Reader()
-        loop.submit(make_request(1), reader.deliver)
-        batches = await asyncio.wait_for(asyncio.gather(*waiting), 5)
-        assert {batch.sequence_number for batch in batches} == {start + 1}
-        assert batches[0].events
-        await asyncio.wait_for(reader.ended.wait(), 5)
-        snapshot = loop.kv_snapshot()
-        assert (snapshot.sequence_number, len(snapshot.events)) == (loop.kv_event_starts[1], 24 // 4)
-        with pytest.raises(LookupError):
-            await loop.next_kv_events(start)
+        with loop.following_kv_events():
+            await _wait_for_kv_events(loop)
+
+
+async def _wait_for_kv_events(loop: StepLoop) -> None:
+    loop.worker_ready(CAPACITY, 1, LocalLink(loop))
+    assert loop.kv_snapshot().events == ()
+    start = loop.kv_event_starts[1]
+    waiting = [asyncio.create_task(loop.next_kv_events(start)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    reader = Reader()
+    loop.submit(make_request(1), reader.deliver)
+    batches = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    assert {batch.sequence_number for batch in batches} == {start + 1}
+    assert batches[0].events
+    await asyncio.wait_for(reader.ended.wait(), 5)
+    snapshot = loop.kv_snapshot()
+    assert (snapshot.sequence_number, len(snapshot.events)) == (loop.kv_event_starts[1], 24 // 4)
+    with pytest.raises(LookupError):
+        await loop.next_kv_events(start)
 
 
 def _one_step() -> StepPlan:

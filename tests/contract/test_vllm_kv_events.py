@@ -269,6 +269,9 @@ class FakeSource:
     def kv_snapshot(self) -> KvEventBatch:
         return KvEventBatch(3, self._events)
 
+    def following_kv_events(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     async def next_kv_events(self, sequence_number: int) -> KvEventBatch:
         assert sequence_number == 3
         await asyncio.Event().wait()

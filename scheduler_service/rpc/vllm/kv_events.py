@@ -8,6 +8,7 @@ tenants and salts is left out: no request of this service can hit it.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 
 from smg_grpc_proto.generated import common_pb2
 
@@ -43,6 +44,14 @@ class KvEventFeed:
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """As long as the server lives."""
+        with self._source.following_kv_events():
+            async with aclosing(self._batches(request)) as batches:
+                async for batch in batches:
+                    yield batch
+
+    async def _batches(
+        self, request: common_pb2.SubscribeKvEventsRequest
+    ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         last = request.start_sequence_number - self._first_number  # as the log counts
         is_known = self._is_held(last)
         while True:
