@@ -18,7 +18,6 @@ from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.model_info import read_model_info
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-NUM_DEVICE_BLOCKS = 65_536
 HEARTBEAT_INTERVAL_S = 0.5
 # Of the bundled tokenizer: past single bytes and special tokens, so that every token is text.
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 700
@@ -58,7 +57,7 @@ class Rows:
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
-    def __init__(self, model: str, step_s: float) -> None:
+    def __init__(self, model: str, step_s: float, num_device_blocks: int) -> None:
         info = read_model_info(model)
         self._step_s = step_s
         self._rng = random.Random(0)
@@ -68,7 +67,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             block_size=16,
-            num_device_blocks=NUM_DEVICE_BLOCKS,
+            num_device_blocks=num_device_blocks,
             block_bytes=1,
             max_num_seqs=4096,
             max_num_batched_tokens=65_536,
@@ -117,14 +116,14 @@ async def _beat(outbox: asyncio.Queue, epoch: int) -> None:
         outbox.put_nowait(worker_pb2.ExecuteResponse(heartbeat=worker_pb2.Heartbeat(epoch=epoch)))
 
 
-async def serve(model: str, step_s: float) -> None:
+async def serve(model: str, step_s: float, num_device_blocks: int) -> None:
     options = [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.http2.max_ping_strikes", 0),
     ]
     server = grpc.aio.server(options=options)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(ScriptedWorker(model, step_s), server)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(ScriptedWorker(model, step_s, num_device_blocks), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"ready on grpc://127.0.0.1:{port}", flush=True)
@@ -135,8 +134,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.scripted_worker", description="A worker without a model.")
     parser.add_argument("model", help="checkpoint directory, of which only config.json and tokenizer.json are read")
     parser.add_argument("--step-ms", type=float, default=4.0, help="duration of a step (default: 4)")
+    parser.add_argument("--num-device-blocks", type=int, default=65_536, help="of 16 tokens (default: 65536)")
     arguments = parser.parse_args()
-    asyncio.run(serve(arguments.model, arguments.step_ms / 1000))
+    asyncio.run(serve(arguments.model, arguments.step_ms / 1000, arguments.num_device_blocks))
 
 
 if __name__ == "__main__":

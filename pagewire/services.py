@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pagewire import installation, logs, options
+from pagewire import garbage_collection, installation, logs, options
 from pagewire.gateway import GatewayConfig, gateway_command, level_of
 from pagewire.model_source import MISSING, DownloadError, LocatedModel, ModelSourceConfig, ModelSourceError, locate
 from pagewire.option_groups import GROUPS
@@ -145,6 +145,7 @@ def scheduler(arguments: Sequence[str]) -> int:
     config = _service_config("scheduler", description, SchedulerConfig, arguments)
     from scheduler_service import server
 
+    garbage_collection.keep_short()
     return server.serve(config)
 
 
@@ -156,6 +157,7 @@ def frontend(arguments: Sequence[str]) -> int:
     config = _service_config("frontend", description, FrontEndConfig, arguments)
     from scheduler_service import front_end
 
+    garbage_collection.keep_short()
     return front_end.serve(config)
 
 
@@ -167,6 +169,7 @@ def worker(arguments: Sequence[str]) -> int:
     config = _service_config("worker", description, WorkerConfig, arguments, with_weights=True)
     from worker_service import server
 
+    garbage_collection.keep_short()
     try:
         return server.serve(config, _refuse)
     except ValueError as error:
@@ -285,6 +288,7 @@ async def _run(config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFa
     has, and the workers last."""
     from scheduler_service import server
 
+    garbage_collection.keep_short()
     loop = asyncio.get_running_loop()
     stop, stop_now = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,6 +6,7 @@ many equal observations at once, which keeps the cost of a step independent of i
 
 import errno
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import add
@@ -39,6 +40,7 @@ _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 2
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_PAUSE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
 _BYTES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 16_384, 65_536, 1_048_576, 8_388_608)
 
 _HISTOGRAMS = {
@@ -55,6 +57,7 @@ _HISTOGRAMS = {
     "vllm:iteration_tokens_total": ("Prompt and output tokens of a step.", _STEP_TOKENS),
     "pagewire:step_duration_seconds": ("Time of a step on the worker.", _STEP_SECONDS),
     "pagewire:plan_bytes": ("Size of a plan on the wire.", _BYTES),
+    "pagewire:gc_pause_seconds": ("Time for which a garbage collection stopped the scheduler.", _PAUSE_SECONDS),
 }
 _FINISHED_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
 
@@ -96,6 +99,14 @@ class Metrics:
         self._plan_bytes = self.histograms["pagewire:plan_bytes"]
         self._num_computed_prompt_tokens = 0
         self._part_us = [0] * len(PART_NAMES)
+        self._collection_began_at = 0.0
+
+    def collection(self, phase: str, info: dict[str, Any]) -> None:
+        """A callback of Python's garbage collector."""
+        if phase == "start":
+            self._collection_began_at = time.perf_counter()
+        else:
+            self._observe("pagewire:gc_pause_seconds", time.perf_counter() - self._collection_began_at)
 
     def step_finished(self, result: StepResult, stats: SchedulerStats, now: float) -> None:
         # A prompt counts in the step in which its sequence first runs, all chunks of it together.

@@ -1,6 +1,7 @@
 """Puts the scheduler service together, runs it, and takes it apart in order."""
 
 import asyncio
+import gc
 import logging
 import secrets
 import signal
@@ -212,6 +213,7 @@ class _Service:
         return [vllm.SERVICE_NAME]
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
+        gc.callbacks.append(self._metrics.collection)
         await self._health.set_liveness()
         await self._health.set_readiness(False)
         await self._server.start()
@@ -233,6 +235,7 @@ class _Service:
             await drain(self._step_loop.drain(), stop_now, self._config.drain_timeout)
             return 0
         finally:
+            gc.callbacks.remove(self._metrics.collection)
             self._step_loop.end_all("the server has shut down; send the request to another one")
             self._servicer.close()
             await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
@@ -354,7 +357,7 @@ def _interceptors(tenants: TenantFile | None, tracing: "Tracing | None") -> list
         enters.append(Authentication(tenants).enter)
     if tracing is not None:
         enters.append(note_trace_context)
-    return [Interception(enters), MalformedRequests()] if enters else [MalformedRequests()]
+    return [Interception(enters), MalformedRequests()]
 
 
 def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> ServerInfo:

@@ -68,6 +68,11 @@ class Delivery:
         self.error: RpcError | None = None  # the request failed
         self.sequence_ids: list[int] = []  # known before the first delta
 
+    def close(self) -> None:
+        """Nobody waits for news any more. Whoever did and this no longer refer to each other, so that both are freed
+        without a garbage collection."""
+        self._on_news = _ignore
+
     def fail(self, error: RpcError) -> None:
         """The request ends with this."""
         self.error = error
@@ -87,3 +92,7 @@ class Delivery:
         if failure is not None:
             self.error = RpcError(_FAILURES[failure.reason], failure.message)
         self._on_news()
+
+
+def _ignore() -> None:
+    """News that nobody waits for."""

@@ -99,6 +99,7 @@ class DetachedRequest:
         )
         if self._has_ended:
             self.on_end()
+            self.delivery.close()
 
 
 class DetachedRequests:

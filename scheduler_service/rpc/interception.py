@@ -1,5 +1,5 @@
-"""What happens before every call, for all services of a port. It runs in the call's own task, so that whoever serves
-the call sees the context variables that it sets."""
+"""What happens around every call, for all services of a port: what comes before it, and where `status.abort` ends. It
+runs in the call's own task, so that whoever serves the call sees the context variables that are set before it."""
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
+
+from scheduler_service.rpc.status import CallEnded
 
 Enter = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
 
@@ -37,13 +39,19 @@ class Interception(grpc.aio.ServerInterceptor):
         }
 
         async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._enter(context)
-            return await serve(request, context)
+            try:
+                await self._enter(context)
+                return await serve(request, context)
+            except CallEnded:
+                return None
 
         async def guarded_generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            await self._enter(context)
-            async for response in serve(request, context):
-                yield response
+            try:
+                await self._enter(context)
+                async for response in serve(request, context):
+                    yield response
+            except CallEnded:
+                return
 
         return make(guarded_generator if inspect.isasyncgenfunction(serve) else guarded, **settings)
 

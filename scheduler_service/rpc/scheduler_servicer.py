@@ -263,7 +263,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             for index, transcript in enumerate(self._intake.transcripts(message, request))
         ]
         detached = DetachedRequest(request.tenant, request.request_id, histories, self._step_loop)
-        self._intake.submit(request, detached.delivery)
+        try:
+            self._intake.submit(request, detached.delivery)
+        except RpcError:
+            detached.delivery.close()
+            raise
         self._detached.add(detached)
         return request.request_id
 

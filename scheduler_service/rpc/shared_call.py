@@ -252,7 +252,8 @@ class SharedCall:
         self._fail(request, RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
 
     def _fail(self, request: _Request, error: RpcError) -> None:
-        request.error = request.failure or error
+        # Without its traceback, whose frames refer to the request.
+        request.error = request.failure or error.with_traceback(None)
         self._mark_ready(request)
 
     def _cancel(self, request: _Request) -> None:
@@ -267,6 +268,7 @@ class SharedCall:
             self._streams.pop(request.stream_id + index, None)
         if request.delivery is not None:
             self._step_loop.cancel(request.delivery.sequence_ids)
+            request.delivery.close()
 
     # Down
 

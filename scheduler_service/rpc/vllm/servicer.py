@@ -246,6 +246,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                         await context.write(translation)
         finally:
             self._engine.cancel(call.delivery.sequence_ids)
+            call.delivery.close()
 
     async def _load(self, context: grpc.aio.ServicerContext) -> Load:
         try:
