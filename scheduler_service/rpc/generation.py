@@ -41,12 +41,11 @@ async def generate(
         for index, transcript in enumerate(intake.transcripts(message, request))
     ]
     call = Call(samples, ender)
+    intake.submit(request, call.delivery)
     try:
-        intake.submit(request, call.delivery)
         await write_all(call.responses(), context)
     finally:
         ender.cancel(call.delivery.sequence_ids)
-        call.delivery.close()
 
 
 async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:

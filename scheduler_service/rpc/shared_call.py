@@ -17,6 +17,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.delivery import Delivery
 from scheduler_service.rpc.generate_request import MAX_SAMPLES
+from scheduler_service.rpc.news import News
 from scheduler_service.rpc.sample import Sample
 from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
 from scheduler_service.rpc.trace_context import continue_trace
@@ -115,7 +116,8 @@ class SharedCall:
     ) -> None:
         self._intake = intake
         self._step_loop = step_loop
-        self._outlet = make_outlet(self._wake)
+        self._news = News()
+        self._outlet = make_outlet(self._news.tell)
         self._server_info = server_info
         self._loads = loads
         self._announces = True  # the next message tells the server's state
@@ -125,18 +127,16 @@ class SharedCall:
         self._ready: dict[_Request, None] = {}  # those with something new, in order
         self._next_stream_id = 0
         self._is_closing = False  # nothing more is submitted
-        self._has_news = False
-        self._waiter: asyncio.Future[None] | None = None
 
     def announce(self) -> None:
         """The server's state has changed."""
         self._announces = True
-        self._wake()
+        self._news.tell()
 
     def close(self) -> None:
         """The call ends with its last request."""
         self._is_closing = True
-        self._wake()
+        self._news.tell()
 
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
@@ -155,7 +155,7 @@ class SharedCall:
                 elif self._is_closing and not self._requests:
                     return
                 else:
-                    await self._news()
+                    await self._news.wait()
         finally:
             reading.cancel()
             for request in list(self._requests.values()):
@@ -245,7 +245,7 @@ class SharedCall:
         if self._loads is None:
             raise invalid("get_loads", "a front end does not tell loads; call the scheduler itself")
         self._tells_loads = True
-        self._wake()
+        self._news.tell()
 
     def _expire(self, request: _Request) -> None:
         message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
@@ -262,6 +262,7 @@ class SharedCall:
         self._ready.pop(request, None)
         if request.task is not None and request.task is not asyncio.current_task():
             request.task.cancel()
+            request.task = None  # whose frames refer to the request
         if request.timer is not None:
             request.timer.cancel()
         for index in range(len(request.samples)):
@@ -275,18 +276,7 @@ class SharedCall:
     def _mark_ready(self, request: _Request) -> None:
         if request.stream_id in self._requests:
             self._ready[request] = None
-            self._wake()
-
-    def _wake(self) -> None:
-        self._has_news = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _news(self) -> None:
-        if not self._has_news:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._has_news = False
+            self._news.tell()
 
     def _has_something(self) -> bool:
         return bool(self._outlet.streams or self._ready or self._announces or self._tells_loads)

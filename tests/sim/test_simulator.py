@@ -4,6 +4,7 @@ The seeds are always the same, from 0 on, so that a run of the tests says someth
 `make sim FIRST=n` tries others.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from tests.sim.campaign import command_for, run_campaign, run_seed, run_seeds
 from tests.sim.known_seeds import KNOWN_SEEDS
+from tests.sim.simulation import Simulation
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +31,28 @@ def test_half_a_minute_of_seeds():
 @pytest.mark.parametrize("seed", KNOWN_SEEDS)
 def test_known_seeds(seed):
     assert not run_seed(seed).failures
+
+
+def test_what_has_ended_is_freed_without_the_collector():
+    """Requests of every kind and faults of every kind leave no object of the scheduler that only a collection frees."""
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(100):
+            simulation = Simulation(seed)
+            simulation.run()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            gc.set_debug(0)
+            left = {type(found) for found in gc.garbage if type(found).__module__.startswith("scheduler_service")}
+            gc.garbage.clear()
+            assert not left, f"seed {seed}"
+            del simulation  # the whole of it is a circle
+            gc.collect()
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_a_seed_is_a_history():

@@ -1,0 +1,83 @@
+"""What has ended is freed by its reference counts, and collections stay short whatever is remembered."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from scheduler_service.metrics import Metrics
+from tests.contract.scheduler_stack import Stack, serve
+
+ROOT = Path(__file__).parents[2]
+# What gRPC itself leaves of every call before the call is served.
+OF_GRPC = {"_Metadatum", "tuple", "__pyx_scope_struct_35__find_method_handler", "cython_function_or_method"}
+OF_GRPC |= {"_HandlerCallDetails"}
+
+
+async def send(stack: Stack, number: int) -> None:
+    command = [sys.executable, "-m", "tests.contract.mixed_traffic", stack.url.removeprefix("grpc://"), str(number)]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
+    assert await process.wait() == 0
+    await stack.until_idle()
+
+
+def unreachable() -> Counter[str]:
+    """Types of the objects that only a collection would free."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    found = Counter(type(each).__name__ for each in gc.garbage)
+    gc.garbage.clear()
+    return found
+
+
+async def test_requests_of_every_kind_leave_nothing_to_collect(checkpoint: Path) -> None:
+    async with serve(checkpoint, detached_retention=0.01) as stack:
+        await send(stack, 100)  # what is made once, and what the client of this process leaves
+        gc.collect()
+        gc.disable()
+        try:
+            await send(stack, 2000)
+            await stack.worker.kill()
+            await stack.until(lambda loads: not loads.worker_connected)
+            await stack.worker.start()
+            await stack.until(lambda loads: loads.worker_connected)
+            left = unreachable()
+        finally:
+            gc.enable()
+        print(left)
+        assert {name for name, count in left.items() if count > 20} <= OF_GRPC
+
+
+def test_survivors_are_hidden_from_the_next_collection() -> None:
+    """A process that keeps a million objects: no collection looks at more than those made since the last full one."""
+    program = """
+import gc
+from pagewire import garbage_collection
+garbage_collection.keep_short()
+most = 0
+def count(phase, info):
+    global most
+    if phase == "start":
+        most = max(most, sum(len(gc.get_objects(generation)) for generation in range(info["generation"] + 1)))
+gc.callbacks.insert(0, count)
+kept = [[] for _ in range(1_000_000)]
+assert gc.get_freeze_count() > 900_000, gc.get_freeze_count()
+assert most < 50_000, most
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_the_metric_times_collections() -> None:
+    metrics = Metrics()
+    gc.callbacks.append(metrics.collection)
+    try:
+        gc.collect()
+        gc.collect()
+    finally:
+        gc.callbacks.remove(metrics.collection)
+    histogram = metrics.histograms["pagewire:gc_pause_seconds"]
+    assert histogram.buckets()[-1][1] >= 2
+    assert histogram.sum > 0
