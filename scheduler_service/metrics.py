@@ -4,15 +4,12 @@ The step loop reports once per step; everything is put into Prometheus' form onl
 many equal observations at once, which keeps the cost of a step independent of its number of rows.
 """
 
-import errno
-import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import add
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -28,11 +25,6 @@ from scheduler_service.core.request import (
     SchedulerStats,
     SequenceEnd,
 )
-from scheduler_service.listening import refusal
-
-logger = logging.getLogger(__name__)
-
-DEFAULT_PORT = 9090
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip  # noqa: E501
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -265,26 +257,3 @@ class MetricsCollector(Collector):
         errors = sum(count for reason, count in self._metrics.num_ended.items() if reason not in _FINISHED_REASONS)
         family.add_metric([*self._labels.values(), "error"], errors)
         return family
-
-
-class MetricsServer:
-    """/metrics over HTTP, on a thread of its own."""
-
-    def __init__(self, collector: Collector, host: str, port: int | None) -> None:
-        """`port` None: the usual one, or any free one where that is taken. Raises OSError for another that is taken."""
-        registry = CollectorRegistry()
-        registry.register(collector)
-        self._server: Any
-        try:
-            self._server, self._thread = start_http_server(DEFAULT_PORT if port is None else port, host, registry)
-        except OSError as error:
-            if port is not None or error.errno != errno.EADDRINUSE:
-                raise refusal(error, host, port or DEFAULT_PORT, "--metrics-port") from None
-            self._server, self._thread = start_http_server(0, host, registry)
-        self.port: int = self._server.server_port
-        logger.info("metrics on http://%s:%d/metrics", host, self.port)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

@@ -21,7 +21,8 @@ from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.listening import join, listen
-from scheduler_service.metrics import Metrics, MetricsCollector, MetricsServer
+from scheduler_service.metrics import Metrics, MetricsCollector
+from scheduler_service.metrics_server import MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.recording import Recorder, SchedulerArguments
 from scheduler_service.recording_scheduler import RecordingScheduler

@@ -1,0 +1,96 @@
+"""/metrics over HTTP, for Prometheus.
+
+It always answers in the text format 0.0.4. Asked as Prometheus 2 and 3 ask, the client library would answer in
+OpenMetrics, whose names have no colons: `vllm:num_requests_waiting` would become `vllm_num_requests_waiting`, and no
+dashboard, rule or scaler made for vLLM's names would find anything.
+"""
+
+import errno
+import logging
+import socket
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from scheduler_service.listening import refusal
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 9090
+# Connections at a time; more are closed at once. Each has a thread, and a few scrapers are all that there should be.
+MAX_CONNECTIONS = 16
+# Seconds for which a connection may be silent before its request has come or while its answer goes.
+TIMEOUT = 5.0
+
+
+class MetricsServer:
+    """Answers on threads of its own."""
+
+    def __init__(self, collector: Collector, host: str, port: int | None) -> None:
+        """`port` None: the usual one, or any free one where that is taken. Raises OSError for another that is taken."""
+        registry = CollectorRegistry()
+        registry.register(collector)
+        try:
+            self._server = _Server(registry, host, DEFAULT_PORT if port is None else port)
+        except OSError as error:
+            if port is not None or error.errno != errno.EADDRINUSE:
+                raise refusal(error, host, port or DEFAULT_PORT, "--metrics-port") from None
+            self._server = _Server(registry, host, 0)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+        self.port: int = self._server.server_port
+        logger.info("metrics on http://%s:%d/metrics", host, self.port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False  # a silent connection holds nobody up
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self.registry = registry
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a connection to the metrics port broke", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = TIMEOUT
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] not in ("/", "/metrics"):
+            self.send_error(HTTPStatus.NOT_FOUND, explain="the metrics are at /metrics")
+            return
+        body = generate_latest(self.server.registry)
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes come every few seconds: they are not worth a line."""

@@ -1,0 +1,77 @@
+"""The metrics port, asked as Prometheus asks, and as nobody should."""
+
+import http.client
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib import metadata
+
+import pytest
+from prometheus_client import exposition
+from prometheus_client.parser import text_string_to_metric_families
+
+from scheduler_service import metrics_server
+from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.metrics import Metrics, MetricsCollector
+from scheduler_service.metrics_server import MAX_CONNECTIONS, MetricsServer
+
+# What these versions send by default.
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+)
+PROMETHEUS_3 = (
+    "application/openmetrics-text;escaping=allow-utf-8;version=1.0.0;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;escaping=allow-utf-8;version=1.0.0;q=0.3,"
+    "text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+    server = MetricsServer(MetricsCollector(Metrics(), scheduler.stats, "tiny"), "127.0.0.1", 0)
+    yield server
+    server.close()
+
+
+def get(server: MetricsServer, path: str = "/metrics", accept: str = "") -> tuple[int, str, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("GET", path, headers={"Accept": accept} if accept else {})
+    response = connection.getresponse()
+    found = response.status, response.headers["Content-Type"], response.read().decode()
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize("accept", ["", PROMETHEUS_2, PROMETHEUS_3], ids=["curl", "Prometheus 2", "Prometheus 3"])
+def test_names_keep_their_colons_whoever_asks(server: MetricsServer, accept: str) -> None:
+    status, content_type, text = get(server, accept=accept)
+    assert (status, content_type) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    names = {family.name for family in text_string_to_metric_families(text)}
+    assert {"vllm:num_requests_waiting", "vllm:num_requests_running", "pagewire:device_blocks"} <= names
+    assert not {name for name in names if name.startswith(("vllm_", "pagewire_"))}
+
+
+def test_the_client_library_would_answer_otherwise() -> None:
+    """Why the port does not choose by the header: see `metrics_server`."""
+    _, content_type = exposition.choose_encoder(PROMETHEUS_2)
+    assert "openmetrics" in content_type, metadata.version("prometheus-client")
+
+
+def test_other_paths_are_not_found(server: MetricsServer) -> None:
+    assert get(server, "/secret")[0] == 404
+
+
+def test_silent_connections_are_closed_and_bounded(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.5)
+    num_threads = threading.active_count()
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10)) for _ in range(100)
+        ]
+        for connection in silent:
+            assert connection.recv(1) == b"", "the server closes it"
+        assert threading.active_count() <= num_threads + MAX_CONNECTIONS
+        assert get(server)[0] == 200
