@@ -39,7 +39,11 @@ class SchedulerConfig:
     max_tenant_waiting_requests: int | None = _option(
         None, "how many sequences of one tenant can wait (default: no limit)"
     )
-    policy: str = _option("priority", "which waiting request runs next", POLICIES)
+    policy: str = _option(
+        "auto",
+        "which waiting request runs next; auto is fair between tenants if there are any, else by priority",
+        ("auto", *POLICIES),
+    )
     preemption: str = _option(
         "auto",
         "how a preempted request's KV cache is handled: swapped, recomputed, or whichever is cheaper (auto)",

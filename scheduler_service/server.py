@@ -314,10 +314,17 @@ def _scheduler_arguments(config: SchedulerConfig, max_model_len: int) -> Schedul
         max_tenant_waiting_requests=config.max_tenant_waiting_requests,
         enable_prefix_caching=config.enable_prefix_caching,
         watermark=config.watermark,
-        policy=config.policy,
+        policy=_policy(config),
         preemption=config.preemption,
         max_decode_slowdown=config.max_decode_slowdown,
     )
+
+
+def _policy(config: SchedulerConfig) -> str:
+    """By priority alone, a tenant could have itself served before all others, for ever."""
+    if config.policy != "auto":
+        return config.policy
+    return "fair" if config.tenants else "priority"
 
 
 def _tracing(config: SchedulerConfig, info: ServerInfo) -> "Tracing | None":

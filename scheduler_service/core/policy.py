@@ -1,8 +1,8 @@
 """Who is served next: small named policies, chosen by `--policy`.
 
-A policy gives each request a static key and each tenant a rank that may change. Of all waiting requests the next is the
-one of the least (rank of its tenant, key); among running ones the key alone decides who is served first and who is
-preempted last.
+A policy gives each request static keys and each tenant a rank that may change. Of all waiting requests the next is the
+one of the least (rank of its tenant, key); among running ones the running key alone decides who is served first and who
+is preempted last.
 """
 
 import math
@@ -21,7 +21,11 @@ class Policy(Protocol):
     ranks_tenants: bool  # False: every rank is 0 at all times
 
     def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
-        """Lower is served first. `arrival` counts the requests."""
+        """Lower is next among those of its tenant that wait. `arrival` counts the requests."""
+        ...
+
+    def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
+        """Lower is served first among all that run, and preempted last."""
         ...
 
     def rank(self, tenant: str) -> float:
@@ -64,6 +68,9 @@ class StaticPolicy:
         self._key = key
 
     def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
+        return self._key(request, arrival)
+
+    def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
         return self._key(request, arrival)
 
     def rank(self, tenant: str) -> float:
@@ -117,6 +124,10 @@ class FairPolicy:
 
     def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
         return request.priority, arrival
+
+    def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
+        """A tenant's priorities say nothing about others: by them, it could have everybody else preempted."""
+        return (arrival,)
 
     def rank(self, tenant: str) -> float:
         return self._counters[tenant]

@@ -124,7 +124,8 @@ class Scheduler:
         """Queue a request; the ids of its outputs, one per sample or hypothesis. Raises AdmissionError."""
         self._check_admission(request)
         self._num_arrivals += 1
-        group = SequenceGroup(request, self._policy.key(request, self._num_arrivals), now)
+        keys = self._policy.key(request, self._num_arrivals), self._policy.running_key(request, self._num_arrivals)
+        group = SequenceGroup(request, *keys, now)
         group.sequences = [self._new_sequence(group, index) for index in range(group.num_rows)]
         output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]
         if request.beam is not None:

@@ -38,7 +38,8 @@ class SequenceGroup:
     """A request until its last sequence has ended."""
 
     request: Request
-    order: tuple[Any, ...]  # of its policy: lower is served first
+    waiting_order: tuple[Any, ...]  # by its policy, among those of its tenant that wait: lower is next
+    order: tuple[Any, ...]  # by its policy, among those that run: lower is served first, and preempted last
     arrived_at: float
     sequences: list["Sequence"] = field(default_factory=list)
     num_unfinished: int = 0

@@ -17,7 +17,7 @@ class Group(Protocol):
     def request(self) -> Request: ...
 
     @property
-    def order(self) -> tuple[Any, ...]:
+    def waiting_order(self) -> tuple[Any, ...]:
         """The policy's key: unique."""
         ...
 
@@ -30,7 +30,7 @@ class Group(Protocol):
 
 GroupT = TypeVar("GroupT", bound=Group)
 
-_order = attrgetter("order")
+_order = attrgetter("waiting_order")
 
 
 class WaitingQueue(Generic[GroupT]):
@@ -70,9 +70,9 @@ class WaitingQueue(Generic[GroupT]):
         """Raises KeyError for a group that is not queued."""
         tenant = group.request.tenant
         groups = self._groups[tenant]
-        index = bisect_left(groups, group.order, key=_order)
+        index = bisect_left(groups, group.waiting_order, key=_order)
         if index == len(groups) or groups[index] is not group:
-            raise KeyError(group.order)
+            raise KeyError(group.waiting_order)
         head = groups[0]
         del groups[index]
         self._change_head(head, groups[0] if groups else None)
@@ -88,7 +88,7 @@ class WaitingQueue(Generic[GroupT]):
     def __iter__(self) -> Iterator[GroupT]:
         """In the order in which they would be served if no rank changed."""
         groups = [group for tenant in self._groups.values() for group in tenant]
-        return iter(sorted(groups, key=lambda group: (self._policy.rank(group.request.tenant), group.order)))
+        return iter(sorted(groups, key=lambda group: (self._policy.rank(group.request.tenant), group.waiting_order)))
 
     def position(self, group: GroupT) -> int:
         """From 1, in that order. The group is queued."""
@@ -99,7 +99,7 @@ class WaitingQueue(Generic[GroupT]):
             if other < rank:
                 num_before += len(groups)
             elif other == rank:
-                num_before += bisect_left(groups, group.order, key=_order)
+                num_before += bisect_left(groups, group.waiting_order, key=_order)
         return num_before + 1
 
     def num_tenant_sequences(self, tenant: str) -> int:
@@ -110,7 +110,9 @@ class WaitingQueue(Generic[GroupT]):
         if not self._policy.ranks_tenants:
             yield from self._heads
             return
-        heads = [(self._policy.rank(tenant), groups[0].order, groups[0]) for tenant, groups in self._groups.items()]
+        heads = [
+            (self._policy.rank(tenant), groups[0].waiting_order, groups[0]) for tenant, groups in self._groups.items()
+        ]
         heapify(heads)
         while heads:
             yield heappop(heads)[2]
@@ -119,7 +121,7 @@ class WaitingQueue(Generic[GroupT]):
         if self._policy.ranks_tenants or old is new:
             return
         if old is not None:
-            del self._heads[bisect_left(self._heads, old.order, key=_order)]
+            del self._heads[bisect_left(self._heads, old.waiting_order, key=_order)]
         if new is not None:
             insort(self._heads, new, key=_order)
 

@@ -101,6 +101,35 @@ async def test_only_known_callers_are_served(checkpoint: Path, tenants: Path) ->
         assert await code_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=lower_case)) is None
 
 
+async def test_no_tenants_priority_stands_above_a_fair_share(checkpoint: Path, tenants: Path) -> None:
+    """Globex sends without end, at the highest priority there is, to a server of one row: acme has its turn."""
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    await worker.start()
+    worker.step_seconds = 0.005
+    async with serve(checkpoint, worker=worker, tenants=str(tenants), max_num_seqs=1) as stack:
+        num_hostile = 0
+        queue_is_full = asyncio.Event()
+
+        async def send_without_end() -> None:
+            nonlocal num_hostile
+            while True:
+                message = request(PROMPT, max_tokens=5)
+                message.priority = -(2**31)
+                await generate(stack, message, "globex")
+                num_hostile += 1
+                queue_is_full.set()
+
+        hostile = [asyncio.create_task(send_without_end()) for _ in range(8)]
+        await queue_is_full.wait()
+        before = num_hostile
+        async with asyncio.timeout(20):
+            await generate(stack, request(PROMPT, max_tokens=5), "acme")
+        assert num_hostile - before <= 8
+        for task in hostile:
+            task.cancel()
+        await asyncio.gather(*hostile, return_exceptions=True)
+
+
 async def test_our_client_and_command_send_a_key(
     checkpoint: Path, tenants: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,15 @@ def test_static_orders() -> None:
     assert served("deadline", requests) == [2, 1, 3, 0]
 
 
+def test_fair_sharing_lets_no_priority_preempt_another_tenant() -> None:
+    policy = create_policy("fair")
+    polite, hostile = request("polite", priority=0), request("hostile", priority=-(2**31))
+    assert policy.running_key(polite, 1) < policy.running_key(hostile, 2)
+    for name in set(POLICIES) - {"fair"}:
+        static = create_policy(name)
+        assert static.running_key(hostile, 2) == static.key(hostile, 2)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_has_its_name(name: str) -> None:
     assert create_policy(name).name == name

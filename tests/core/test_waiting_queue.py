@@ -15,7 +15,7 @@ from scheduler_service.core.waiting_queue import WaitingQueue
 @dataclass(frozen=True)
 class Item:
     request: Request
-    order: tuple[Any, ...]
+    waiting_order: tuple[Any, ...]
     num_waiting_sequences: int = 1
     num_waiting_tokens: int = 3
 
@@ -118,7 +118,7 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
         else:
             queue.remove(waiting.pop(rng.randrange(len(waiting))))
         policy.charge(rng.choice(tenants), rng.randint(0, 9), rng.randint(0, 9))
-        waiting.sort(key=lambda group: (policy.rank(group.request.tenant), group.order))
+        waiting.sort(key=lambda group: (policy.rank(group.request.tenant), group.waiting_order))
         assert list(queue) == waiting
         assert (len(queue), queue.num_sequences) == (len(waiting), len(waiting))
         assert queue.num_prompt_tokens == 3 * len(waiting)
