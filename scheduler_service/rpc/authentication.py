@@ -83,7 +83,8 @@ class Authentication:
             key = text[len(_BEARER) :] if text.lower().startswith(_BEARER) else ""
             tenant = self._tenants.by_key(key.strip())
         else:
-            names = [name.decode(errors="replace") for name in identity.get("x509_subject_alternative_name", ())]
+            # Of DNS names alone: an authority that lets somebody choose an e-mail address did not mean a host by it.
+            names = [name.decode(errors="replace") for name in identity.get("peer_dns", ())]
             tenant = self._tenants.by_certificate(names) if names else self._tenants.anonymous()
         if tenant is None:
             raise RpcError(

@@ -2,6 +2,7 @@
 
 import datetime
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +45,12 @@ class Authority:
         path.write_bytes(self.cert)
         return str(path)
 
-    def issue(self, name: str, *, ends_in: datetime.timedelta = DAY) -> Certificate:
+    def issue(
+        self, name: str, *, ends_in: datetime.timedelta = DAY, other_names: Sequence[x509.GeneralName] = ()
+    ) -> Certificate:
         """For a server or client of this DNS name or IP address. It began two days ago."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = _alternative_names(name)
+        names = _alternative_names(name, other_names)
         builder = _builder(self._name, _name(name), key, ends_in=ends_in).add_extension(names, critical=False)
         return Certificate(_pem(builder.sign(self._key, hashes.SHA256())), _key_pem(key))
 
@@ -75,11 +78,11 @@ def _builder(
     )
 
 
-def _alternative_names(name: str) -> x509.SubjectAlternativeName:
+def _alternative_names(name: str, others: Sequence[x509.GeneralName] = ()) -> x509.SubjectAlternativeName:
     try:
-        return x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(name))])
+        return x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(name)), *others])
     except ValueError:
-        return x509.SubjectAlternativeName([x509.DNSName(name)])
+        return x509.SubjectAlternativeName([x509.DNSName(name), *others])
 
 
 def _name(text: str) -> x509.Name:

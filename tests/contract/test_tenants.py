@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 import yaml
+from cryptography import x509
 
 from pagewire import Client, SamplingParams, command
 from pagewire.errors import PagewireError
@@ -367,6 +368,24 @@ async def test_certificates_name_tenants_too(checkpoint: Path, tmp_path: Path) -
                 assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_only_dns_names_of_a_certificate_name_a_tenant(checkpoint: Path, tmp_path: Path) -> None:
+    """An e-mail address or a URI of the same text is somebody else's."""
+    authority = Authority("pagewire")
+    cert, key = authority.issue("localhost").write(tmp_path, "server")
+    (tmp_path / "ca.crt").write_bytes(authority.cert)
+    files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(tmp_path / "ca.crt")}
+    write_tenants(tmp_path / "tenants.yaml", initech={"certificates": ["initech.test"]})
+    options = {**files, "host": "localhost", "tenants": str(tmp_path / "tenants.yaml")}
+    others = (x509.RFC822Name("initech.test"), x509.UniformResourceIdentifier("initech.test"))
+    async with serve(checkpoint, **options) as stack:
+        for other in others:
+            client = authority.issue("stranger.test", other_names=[other])
+            secure = grpc.ssl_channel_credentials(authority.cert, client.key, client.cert)
+            async with grpc.aio.secure_channel(stack.url.removeprefix("grpc://"), secure) as channel:
+                call = type(stack.stub)(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=10)
+                assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_who_shows_nothing_may_be_a_tenant(checkpoint: Path, tenants: Path) -> None:
     write_tenants(tenants, gateway={"anonymous": True, "max_requests": 0})
     async with serve(checkpoint, tenants=str(tenants)) as stack:
@@ -390,6 +409,11 @@ async def test_who_shows_nothing_may_be_a_tenant(checkpoint: Path, tenants: Path
         ("tenants: {a: {certificates: [x]}, b: {certificates: [x]}}", "have the same credentials"),
         ("tenants: {a: 3}", "must be a mapping"),
         ("a: [", "not YAML"),
+        ("tenants: {a: {max_requests: 1}, b: {}, a: {operator: true}}", "found 'a' twice"),
+        ("tenants: {a: {max_blocks: 1, max_blocks: 2}}", "found 'max_blocks' twice"),
+        ("tenants: {? [a] : 3}", "not YAML"),
+        ("[" * 100_000, "nested too deeply"),
+        ("tenants: " + "{a: " * 100_000, "nested too deeply"),
     ],
 )
 def test_a_bad_file_is_refused_with_a_reason(text: str, complaint: str) -> None:

@@ -125,7 +125,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._client_names is None:
             return
         identity = context.auth_context()
-        names = {name.decode() for name in identity.get("x509_subject_alternative_name", ())}
+        names = {name.decode() for name in identity.get("peer_dns", ())}
         if not names & self._client_names:
             logger.error("refused a client whose certificate bears the names %s", sorted(names))
             raise _SessionEnded(grpc.StatusCode.PERMISSION_DENIED, "the client's certificate is not a scheduler's")
