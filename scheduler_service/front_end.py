@@ -11,6 +11,7 @@ import grpc.aio
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.listening import join
 from scheduler_service.model_info import ModelInfo, read_model_info
+from scheduler_service.rpc.authentication import Anybody
 from scheduler_service.rpc.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.interception import Interception
@@ -78,7 +79,7 @@ class _FrontEnd:
             eos_token_ids=model.eos_token_ids,
             on_availability_changed=self._availability_changed.set,
         )
-        interceptors = [Interception([note_trace_context]), MalformedRequests()]
+        interceptors = [Interception([Anybody().enter, note_trace_context]), MalformedRequests()]
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._servicer = FrontEndServicer(
             self._link,

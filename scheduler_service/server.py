@@ -27,7 +27,7 @@ from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.recording import Recorder, SchedulerArguments
 from scheduler_service.recording_scheduler import RecordingScheduler
 from scheduler_service.request_log import RequestLog
-from scheduler_service.rpc.authentication import Authentication
+from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.credentials import server_credentials
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.health import Health
@@ -166,7 +166,9 @@ class _Service:
             on_worker_hangs=on_worker_hangs,
         )
         tenants = TenantFile(config.tenants) if config.tenants else None
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=_interceptors(tenants, self._tracing))
+        self._authentication = Authentication(tenants) if tenants is not None else None
+        interceptors = _interceptors(self._authentication or Anybody(), self._tracing)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         self._servicer = SchedulerServicer(
             self._step_loop,
             model,
@@ -226,6 +228,7 @@ class _Service:
                 self._worker_link.run(),
                 self._activity.run(),
                 self._report_readiness(ready),
+                *([self._authentication.watch()] if self._authentication is not None else []),
             )
         ]
         stopping = asyncio.create_task(stop.wait())
@@ -358,11 +361,9 @@ def _request_observers(config: SchedulerConfig, tracing: "Tracing | None") -> di
     return {"begin_trace": tracing.begin, "on_submitted": tracing.submitted, "on_sequence_ended": ended}
 
 
-def _interceptors(tenants: TenantFile | None, tracing: "Tracing | None") -> list[grpc.aio.ServerInterceptor]:
+def _interceptors(callers: Authentication | Anybody, tracing: "Tracing | None") -> list[grpc.aio.ServerInterceptor]:
     """What stands before a call: who calls comes first, then whether it can be read."""
-    enters: list[Enter] = []
-    if tenants is not None:
-        enters.append(Authentication(tenants).enter)
+    enters: list[Enter] = [callers.enter]
     if tracing is not None:
         enters.append(note_trace_context)
     return [Interception(enters), MalformedRequests()]

@@ -1,19 +1,23 @@
 """Who calls: told from the API key or the certificate before a call is served, for whoever serves it to ask.
 
-Without tenants nobody is told apart: a request's own field names its tenant.
+Without tenants nobody is told apart: a request's own field names its tenant. A call of which nobody has told who makes
+it is refused.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import grpc
 import grpc.aio
 
-from scheduler_service.rpc.status import RpcError, abort
+from scheduler_service.rpc.status import RpcError, abort, set_status
 
 _BEARER = "bearer "
+# Seconds between two looks whether running calls are still those of tenants.
+_WATCH_INTERVAL = 1.0
 
 
 class Tenant(Protocol):
@@ -32,60 +36,123 @@ class Tenants(Protocol):
 
     def anonymous(self) -> Tenant | None: ...
 
-
-@dataclass(frozen=True, slots=True)
-class _Caller:
-    name: str
-    is_operator: bool
+    @property
+    def revision(self) -> str:
+        """Of what is known now: another text whenever that is something else."""
 
 
-_caller: ContextVar[_Caller | None] = ContextVar("caller", default=None)
+class Caller(Protocol):
+    """Who makes a call."""
+
+    def tenant(self, named: str) -> str:
+        """The tenant of a request that itself names `named`. Raises RpcError."""
+        ...
+
+    def check_operator(self, what: str) -> None:
+        """Raises RpcError unless the caller may see what belongs to all tenants."""
+
+
+_caller: ContextVar[Caller] = ContextVar("caller")
 
 
 def tenant_of_call(named: str) -> str:
     """The tenant of the call that is being served; `named` is what the request itself says. Raises RpcError."""
-    caller = _caller.get()
-    if caller is None or named == caller.name:
-        return named
-    if not named:
-        return caller.name
-    if caller.is_operator:
-        return named
-    raise RpcError(
-        grpc.StatusCode.PERMISSION_DENIED, "the request names another tenant than its sender; leave it unset", "tenant"
-    )
+    return _calling().tenant(named)
 
 
 def check_operator(what: str) -> None:
     """Raises RpcError unless the caller may see what belongs to all tenants."""
-    caller = _caller.get()
-    if caller is not None and not caller.is_operator:
-        raise RpcError(grpc.StatusCode.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
+    _calling().check_operator(what)
+
+
+def _calling() -> Caller:
+    """Raises RpcError where nothing has told who calls: nobody is trusted by default."""
+    caller = _caller.get(None)
+    if caller is None:
+        raise RpcError(grpc.StatusCode.UNAUTHENTICATED, "the server has not told who calls; this is a defect of it")
+    return caller
+
+
+class Anybody:
+    """Callers of a server without tenants: a request names its tenant, and everything may be seen."""
+
+    async def enter(self, context: grpc.aio.ServicerContext) -> None:
+        """To be run before every call. A key that nobody would look at is refused: its sender relies on it."""
+        if "authorization" in dict(context.invocation_metadata() or ()):
+            message = (
+                "this server knows no tenants, and would ignore the API key; start it with --tenants, or send none"
+            )
+            await abort(context, RpcError(grpc.StatusCode.UNAUTHENTICATED, message))
+        _caller.set(self)
+
+    def tenant(self, named: str) -> str:
+        return named
+
+    def check_operator(self, what: str) -> None:
+        pass
 
 
 class Authentication:
+    """Callers of a server with tenants."""
+
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
+        self._calls: dict[asyncio.Task[object], tuple[_Credentials, grpc.aio.ServicerContext]] = {}
 
     async def enter(self, context: grpc.aio.ServicerContext) -> None:
         """To be run before every call. Ends those of strangers."""
+        credentials = _Credentials.shown_in(context)
         try:
-            tenant = self._identify(dict(context.invocation_metadata() or ()), context.auth_context())
+            credentials.identify(self._tenants)
         except RpcError as error:
             await abort(context, error)
-        _caller.set(_Caller(tenant.name, tenant.is_operator))
+        _caller.set(_TenantCaller(self._tenants, credentials))
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = credentials, context
+        task.add_done_callback(self._calls.pop)
 
-    def _identify(self, metadata: Mapping[str, str | bytes], identity: Mapping[str, Sequence[bytes]]) -> Tenant:
+    async def watch(self) -> NoReturn:
+        """End the running calls of those who are no tenants any more, UNAUTHENTICATED."""
+        revision = self._tenants.revision
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL)
+            if self._tenants.revision == revision:
+                continue
+            revision = self._tenants.revision
+            for task, (credentials, context) in list(self._calls.items()):
+                try:
+                    credentials.identify(self._tenants)
+                except RpcError as error:
+                    set_status(context, error)
+                    task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Credentials:
+    """What a call shows of its caller."""
+
+    authorization: str | bytes | None
+    certificate_names: tuple[str, ...]
+
+    @staticmethod
+    def shown_in(context: grpc.aio.ServicerContext) -> "_Credentials":
+        metadata: Mapping[str, str | bytes] = dict(context.invocation_metadata() or ())
+        identity: Mapping[str, Sequence[bytes]] = context.auth_context()
+        # DNS names alone: an authority that lets somebody choose an e-mail address did not mean a host by it.
+        names = tuple(name.decode(errors="replace") for name in identity.get("peer_dns", ()))
+        return _Credentials(metadata.get("authorization"), names)
+
+    def identify(self, tenants: Tenants) -> Tenant:
         """Raises RpcError. A key counts before a certificate; a wrong one is never overlooked."""
-        authorization = metadata.get("authorization")
-        if authorization is not None:
-            text = authorization if isinstance(authorization, str) else ""
+        if self.authorization is not None:
+            text = self.authorization if isinstance(self.authorization, str) else ""
             key = text[len(_BEARER) :] if text.lower().startswith(_BEARER) else ""
-            tenant = self._tenants.by_key(key.strip())
+            tenant = tenants.by_key(key.strip())
+        elif self.certificate_names:
+            tenant = tenants.by_certificate(self.certificate_names)
         else:
-            # Of DNS names alone: an authority that lets somebody choose an e-mail address did not mean a host by it.
-            names = [name.decode(errors="replace") for name in identity.get("peer_dns", ())]
-            tenant = self._tenants.by_certificate(names) if names else self._tenants.anonymous()
+            tenant = tenants.anonymous()
         if tenant is None:
             raise RpcError(
                 grpc.StatusCode.UNAUTHENTICATED,
@@ -93,3 +160,27 @@ class Authentication:
                 "certificate that the server knows",
             )
         return tenant
+
+
+class _TenantCaller:
+    """Looked up anew whenever it matters: a call may outlive its caller's being a tenant."""
+
+    def __init__(self, tenants: Tenants, credentials: _Credentials) -> None:
+        self._tenants = tenants
+        self._credentials = credentials
+
+    def tenant(self, named: str) -> str:
+        caller = self._credentials.identify(self._tenants)
+        if not named or named == caller.name:
+            return caller.name
+        if caller.is_operator:
+            return named
+        raise RpcError(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "the request names another tenant than its sender; leave it unset",
+            "tenant",
+        )
+
+    def check_operator(self, what: str) -> None:
+        if not self._credentials.identify(self._tenants).is_operator:
+            raise RpcError(grpc.StatusCode.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")

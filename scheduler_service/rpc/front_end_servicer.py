@@ -7,6 +7,7 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_service.rpc.authentication import tenant_of_call
 from scheduler_service.rpc.generate_request import ServedModel
 from scheduler_service.rpc.generation import generate
 from scheduler_service.rpc.intake import Intake, Tokenizer
@@ -71,7 +72,9 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.AbortResponse:
         try:
-            self._link.abort(request.tenant, request.request_id)
+            self._link.abort(tenant_of_call(request.tenant), request.request_id)
+        except RpcError as error:
+            await abort(context, error)
         except KeyError:
             message = f"no request {request.request_id!r} of this tenant runs through this front end"
             await abort(context, RpcError(grpc.StatusCode.NOT_FOUND, message, "request_id"))

@@ -1,6 +1,7 @@
 """What happens around every call, for all services of a port: what comes before it, and where `status.abort` ends. It
 runs in the call's own task, so that whoever serves the call sees the context variables that are set before it."""
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from scheduler_service.rpc.status import CallEnded
+from scheduler_service.rpc.status import CallEnded, has_status
 
 Enter = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
 
@@ -44,6 +45,10 @@ class Interception(grpc.aio.ServerInterceptor):
                 return await serve(request, context)
             except CallEnded:
                 return None
+            except asyncio.CancelledError:
+                if not has_status(context):
+                    raise
+                return None
 
         async def guarded_generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             try:
@@ -52,6 +57,9 @@ class Interception(grpc.aio.ServerInterceptor):
                     yield response
             except CallEnded:
                 return
+            except asyncio.CancelledError:
+                if not has_status(context):
+                    raise
 
         return make(guarded_generator if inspect.isasyncgenfunction(serve) else guarded, **settings)
 

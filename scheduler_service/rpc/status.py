@@ -40,10 +40,20 @@ async def abort(context: grpc.aio.ServicerContext, error: RpcError) -> NoReturn:
     gRPC's own abort keeps its exception with the call, and so the call, its frames and its request refer to each other
     until a garbage collection comes.
     """
+    set_status(context, error)
+    raise CallEnded
+
+
+def set_status(context: grpc.aio.ServicerContext, error: RpcError) -> None:
+    """With what the call ends, when it ends."""
     context.set_trailing_metadata(_details(error))
     context.set_details(str(error))
     context.set_code(error.code)
-    raise CallEnded
+
+
+def has_status(context: grpc.aio.ServicerContext) -> bool:
+    """Whether somebody has set with what the call ends."""
+    return context.code() not in (None, 0, grpc.StatusCode.OK)
 
 
 def _details(error: RpcError) -> tuple[tuple[str, bytes], ...]:

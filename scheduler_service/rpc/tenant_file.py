@@ -77,6 +77,15 @@ class TenantFile:
     def anonymous(self) -> Tenant | None:
         return next((tenant for tenant in self._current().values() if tenant.is_anonymous), None)
 
+    @property
+    def revision(self) -> str:
+        """Digest of the file's content, as far as it makes sense."""
+        self._current()
+        return self._revision
+
+    def has(self, name: str) -> bool:
+        return name in self._current()
+
     def quota(self, name: str) -> Quota:
         """Of a tenant that an operator may have made up: then there is no limit."""
         tenant = self._current().get(name)
@@ -105,7 +114,10 @@ class TenantFile:
     def _read(self) -> dict[str, Tenant]:
         """Raises OSError, ValueError."""
         try:
-            return parse_tenants(self._path.read_text(encoding="utf-8"))
+            content = self._path.read_bytes()
+            tenants = parse_tenants(content.decode())
+            self._revision = hashlib.sha256(content).hexdigest()
+            return tenants
         except ValueError as error:  # not UTF-8, or not what it should be
             raise ValueError(f"{self._path}: {error}") from None
 

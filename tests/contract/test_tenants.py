@@ -1,6 +1,7 @@
 """Tenants over real gRPC: who is let in, what each may use, and that nobody sees anything of another."""
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import re
@@ -20,6 +21,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.model_info import read_model_info
+from scheduler_service.rpc import authentication
+from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.tenant_file import parse_tenants
 from tests.contract.certificates import Authority
 from tests.contract.fake_worker import FakeWorker
@@ -346,6 +349,59 @@ async def test_the_file_is_read_again_when_it_changes(
         assert len([line for line in caplog.messages if "the tenants stay as they were" in line]) == 1
         write_tenants(tenants)
         assert await code("acme") is None
+
+
+async def test_a_revoked_tenants_calls_end(checkpoint: Path, tenants: Path) -> None:
+    """Those that stream, and those that are kept open for more requests, with whatever they have queued."""
+    async with slow_stack(checkpoint, tenants) as stack:
+        stream = stack.stub.Generate(request(PROMPT, max_tokens=200), metadata=credentials("acme"))
+        await stream.read()
+        shared = stack.stub.GenerateMany(metadata=credentials("acme"))
+        await shared.write(submission(0))
+        while not (await shared.read()).deltas:
+            pass
+        other = stack.stub.Generate(request(PROMPT, max_tokens=200), metadata=credentials("globex"))
+        await other.read()
+        write_tenants(tenants, acme={"api_keys": []})
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await shared.write(submission(16))
+        for call in (stream, shared):
+            async with asyncio.timeout(10):
+                while await code_of(call.read()) is None:
+                    pass
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        await until_requests(stack, 1)
+        assert await code_of(other.read()) is None
+        other.cancel()
+
+
+async def test_an_operator_names_tenants_without_limits(checkpoint: Path, tenants: Path) -> None:
+    write_tenants(tenants, acme={"max_requests": 0})
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        for named, code in (("made up", None), ("acme", grpc.StatusCode.RESOURCE_EXHAUSTED)):
+            message = request(PROMPT, max_tokens=2)
+            message.tenant = named
+            assert await code_of(generate(stack, message, "root")) is code
+
+
+async def test_a_server_without_tenants_refuses_a_key_that_it_would_ignore(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        assert await code_of(stack.stub.GetServerInfo(pb.GetServerInfoRequest())) is None
+        with pytest.raises(grpc.aio.AioRpcError, match="start it with --tenants") as error:
+            await generate(stack, request(PROMPT, max_tokens=2), "acme")
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_nobody_is_trusted_by_default() -> None:
+    """A call of which nothing has told who makes it, as if an interceptor were missing."""
+    with pytest.raises(RpcError, match="has not told who calls"):
+        authentication.tenant_of_call("acme")
+    with pytest.raises(RpcError, match="has not told who calls"):
+        authentication.check_operator("everything")
+
+
+def submission(stream_id: int) -> pb.GenerateManyRequest:
+    return pb.GenerateManyRequest(submit=pb.Submission(stream_id=stream_id, request=request(PROMPT, max_tokens=200)))
 
 
 async def test_certificates_name_tenants_too(checkpoint: Path, tmp_path: Path) -> None:
