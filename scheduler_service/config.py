@@ -39,6 +39,11 @@ class SchedulerConfig:
     max_tenant_waiting_requests: int | None = _option(
         None, "how many sequences of one tenant can wait (default: no limit)"
     )
+    max_prompt_bytes: int = _option(1_048_576, "how long the text of one prompt can be, in bytes")
+    max_waiting_text_bytes: int = _option(67_108_864, "how many bytes of prompts can wait to be tokenized")
+    max_tenant_waiting_text_bytes: int = _option(
+        16_777_216, "how many bytes of one tenant's prompts can wait to be tokenized"
+    )
     policy: str = _option(
         "auto",
         "which waiting request runs next; auto is fair between tenants if there are any, else by priority",
@@ -122,6 +127,7 @@ class SchedulerConfig:
             _check_need(self, name, needed)
 
 
+_TEXT_MINIMA = {"max_prompt_bytes": 1, "max_waiting_text_bytes": 1, "max_tenant_waiting_text_bytes": 1}
 _MINIMA = {
     "max_model_len": 2,
     "max_num_seqs": 1,
@@ -137,6 +143,7 @@ _MINIMA = {
     "detached_retention": 0,
     "max_detached_requests": 0,
     "kv_events_buffer": 1,
+    **_TEXT_MINIMA,
 }
 _TLS_NEEDS = (
     ("tls_cert", "tls_key"),
@@ -170,13 +177,18 @@ class FrontEndConfig:
     )
     scheduler_tls_key: str | None = _option(None, "PEM file with the private key of that certificate")
     scheduler_tls_name: str | None = _option(None, "name in the scheduler's certificate, if it differs from its host")
+    max_prompt_bytes: int = _option(1_048_576, "how long the text of one prompt can be, in bytes")
+    max_waiting_text_bytes: int = _option(67_108_864, "how many bytes of prompts can wait to be tokenized")
+    max_tenant_waiting_text_bytes: int = _option(
+        16_777_216, "how many bytes of one tenant's prompts can wait to be tokenized"
+    )
 
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
         _check_model(self.model)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port is {self.port}, but must be 0 to 65535")
-        for name, minimum in (("drain_timeout", 0), ("max_pending_calls", 1)):
+        for name, minimum in (("drain_timeout", 0), ("max_pending_calls", 1), *_TEXT_MINIMA.items()):
             if not getattr(self, name) >= minimum:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, but must be at least {minimum}")
         _check_address("scheduler", self.scheduler)

@@ -16,6 +16,7 @@ from scheduler_service.rpc.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.interception import Interception
 from scheduler_service.rpc.malformed import MalformedRequests
+from scheduler_service.rpc.prompt_text import TextLimits
 from scheduler_service.rpc.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
 from scheduler_service.rpc.trace_context import note_trace_context
@@ -88,6 +89,9 @@ class _FrontEnd:
             self._tokenizer,
             Outlet,
             max_pending_calls=config.max_pending_calls,
+            text_limits=TextLimits(
+                config.max_prompt_bytes, config.max_waiting_text_bytes, config.max_tenant_waiting_text_bytes
+            ),
         )
         self._servicer.add_to(self._server)
         self._health = Health(self._server, [SERVICE_NAME, *self._add_vllm(model)])

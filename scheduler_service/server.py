@@ -34,6 +34,7 @@ from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.interception import Enter, Interception
 from scheduler_service.rpc.malformed import MalformedRequests
+from scheduler_service.rpc.prompt_text import TextLimits
 from scheduler_service.rpc.quota import Quotas
 from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME, SchedulerServicer, ServerInfo
 from scheduler_service.rpc.tenant_file import TenantFile
@@ -380,6 +381,9 @@ def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) 
         max_num_batched_tokens=config.max_num_batched_tokens,
         pipeline_depth=config.pipeline_depth,
         max_pending_calls=config.max_waiting_requests,
+        text_limits=TextLimits(
+            config.max_prompt_bytes, config.max_waiting_text_bytes, config.max_tenant_waiting_text_bytes
+        ),
         model_digest=model.digest,
         special_tokens=model.special_tokens,
     )

@@ -35,15 +35,23 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._long_text_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer of long texts")
+        self.max_token_bytes = _max_token_bytes(self._tokenizer)
         # Byte-level tokens are bytes, whatever stands around them: what one alone makes of whole characters stays.
         self._has_pieces = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._pieces: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by skip_special_tokens
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens that belong around one or without. Raises ValueError for a
-        text that it has no tokens for."""
-        encode = partial(self._encode, text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+    async def encode(
+        self, text: str, max_tokens: int, *, add_special_tokens: bool = True, is_long: bool = False
+    ) -> list[int] | int:
+        """Token ids of a prompt, with the special tokens that belong around one or without; their number where there
+        are more than `max_tokens`. Raises ValueError for a text that it has no tokens for.
+
+        Long texts have a thread of their own, so that no other waits for one.
+        """
+        threads = self._long_text_thread if is_long else self._threads
+        encode = partial(self._encode, text, max_tokens, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """What `decode` returns, off the event loop."""
@@ -78,12 +86,28 @@ class Tokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._long_text_thread.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, max_tokens: int, add_special_tokens: bool) -> list[int] | int:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # Only the functions for batches let other threads run meanwhile.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises bare Exceptions
             raise ValueError(f"{self._path} makes no tokens of this text: {error}") from None
+        # No other thread runs while a list of ids is made.
+        return encoding.ids if len(encoding) <= max_tokens else len(encoding)
+
+
+def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:
+    """Bytes of text that the longest token stands for. None where a token is not the bytes that its name has."""
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel) or tokenizer.normalizer is not None:
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None  # it takes the spaces around it along, however many
+    # A byte-level token's name has a character for each byte; that of an added one is its text.
+    lengths = [len(name) for name in tokenizer.get_vocab(with_added_tokens=False)]
+    return max([*lengths, *(len(token.content.encode()) for token in added)], default=None)
 
 
 class IncrementalDecoder:

@@ -11,6 +11,7 @@ from scheduler_service.rpc.authentication import tenant_of_call
 from scheduler_service.rpc.generate_request import ServedModel
 from scheduler_service.rpc.generation import generate
 from scheduler_service.rpc.intake import Intake, Tokenizer
+from scheduler_service.rpc.prompt_text import TextLimits
 from scheduler_service.rpc.scheduler_link import SchedulerLink
 from scheduler_service.rpc.shared_call import OutletFactory, SharedCalls
 from scheduler_service.rpc.status import RpcError, abort
@@ -27,6 +28,7 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         make_outlet: OutletFactory,
         *,
         max_pending_calls: int,
+        text_limits: TextLimits,
     ) -> None:
         """`address` is the scheduler's, for messages."""
         self._link = link
@@ -38,9 +40,10 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             model,
             tokenizer,
             max_pending_calls=max_pending_calls,
+            text_limits=text_limits,
             is_taken=lambda tenant, request_id: False,  # the scheduler knows
         )
-        self._tokenization = Tokenization(tokenizer, model)
+        self._tokenization = Tokenization(tokenizer, self.intake.texts, model)
         self._shared_calls = SharedCalls(self.intake, link, make_outlet, link.server_info, None)
 
     def add_to(self, server: grpc.aio.Server) -> None:

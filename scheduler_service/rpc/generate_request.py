@@ -12,6 +12,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.rpc.beam_search import MAX_BEAM_WIDTH, check_beam_search, num_candidates, resolve_beam
+from scheduler_service.rpc.prompt_text import too_many_tokens
 from scheduler_service.rpc.status import invalid
 
 MAX_REQUEST_ID_CHARS = 128
@@ -219,11 +220,7 @@ def _check_prompt(
     if not token_ids:
         raise invalid(field, "the prompt has no tokens; send at least 1")
     if len(token_ids) >= max_sequence_tokens:
-        raise invalid(
-            field,
-            f"the prompt has {len(token_ids)} tokens, this server allows {max_sequence_tokens} for prompt and output "
-            f"together; shorten the prompt to {max_sequence_tokens - 1} tokens or less",
-        )
+        raise too_many_tokens(field, len(token_ids), max_sequence_tokens)
     largest = max(token_ids)
     if largest >= model.vocab_size:
         _check_token_id(f"{field}[{token_ids.index(largest)}]" if field != "text" else field, largest, model)

@@ -8,11 +8,13 @@ import grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
+from scheduler_service.rpc import prompt_text
 from scheduler_service.rpc.authentication import tenant_of_call
 from scheduler_service.rpc.delivery import Delivery, Delta
 from scheduler_service.rpc.generate_request import ServedModel, check_before_tokenizing, resolve_request, text_options
+from scheduler_service.rpc.prompt_text import PromptTexts, TextLimits
 from scheduler_service.rpc.quota import Claim, Quotas
-from scheduler_service.rpc.status import RpcError, invalid
+from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.transcript import Decoder, Transcript
 
 _ADMISSION_CODES = {
@@ -41,9 +43,7 @@ class Availability(Protocol):
 Submit = Callable[[Request, Callable[[Delta], None], Callable[[RpcError], None], Any, int], list[int]]
 
 
-class Tokenizer(Protocol):
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
+class Tokenizer(prompt_text.Tokenizer, Protocol):
     async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
     def text_decoder(
@@ -66,6 +66,7 @@ class Intake:
         tokenizer: Tokenizer | None,
         *,
         max_pending_calls: int,
+        text_limits: TextLimits,
         is_taken: Callable[[str, str], bool],
         quotas: Quotas | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class Intake:
         self._submit = submit
         self._model = model
         self._tokenizer = tokenizer
+        self.texts = PromptTexts(tokenizer, text_limits) if tokenizer is not None else None
         self._max_pending_calls = max_pending_calls
         self._is_taken = is_taken
         self._quotas = quotas
@@ -100,11 +102,9 @@ class Intake:
         self._num_pending += 1
         try:
             await self._step_loop.wait_for_first_worker()
-            if message.WhichOneof("prompt") == "text" and self._tokenizer is not None:
-                try:
-                    return await self._tokenizer.encode(message.text)
-                except ValueError as error:
-                    raise invalid("text", str(error)) from None
+            if message.WhichOneof("prompt") == "text" and self.texts is not None:
+                limit = self._step_loop.max_sequence_tokens
+                return await self.texts.encode(message.text, message.tenant, limit)
             return list(message.token_ids.ids)
         finally:
             self._num_pending -= 1

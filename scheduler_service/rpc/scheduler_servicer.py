@@ -19,6 +19,7 @@ from scheduler_service.rpc.generate_request import ServedModel
 from scheduler_service.rpc.generation import generate, write_all
 from scheduler_service.rpc.history import History
 from scheduler_service.rpc.kv_event_stream import kv_event_messages
+from scheduler_service.rpc.prompt_text import TextLimits
 from scheduler_service.rpc.quota import Quotas
 from scheduler_service.rpc.shared_call import OutletFactory, SharedCalls
 from scheduler_service.rpc.status import RpcError, abort
@@ -72,6 +73,7 @@ class ServerInfo:
     max_num_batched_tokens: int
     pipeline_depth: int
     max_pending_calls: int
+    text_limits: TextLimits
     model_digest: bytes
     special_tokens: Mapping[str, str]
 
@@ -92,7 +94,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._step_loop = step_loop
         self._model = model
         self._info = info
-        self._tokenization = Tokenization(tokenizer, model)
         self._detached = detached
         self._generation_throughput = generation_throughput
         self._intake = intake.Intake(
@@ -101,9 +102,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             model,
             tokenizer,
             max_pending_calls=info.max_pending_calls,
+            text_limits=info.text_limits,
             is_taken=detached.has,
             quotas=quotas,
         )
+        self._tokenization = Tokenization(tokenizer, self._intake.texts, model)
         self._shared_calls = SharedCalls(self._intake, step_loop, make_outlet, self._server_info, self._loads)
 
     @property

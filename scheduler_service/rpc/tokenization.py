@@ -1,32 +1,41 @@
 """Tokenize and Detokenize: the served checkpoint's tokenizer for whoever has none."""
 
+from typing import TypeVar
+
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.rpc.authentication import tenant_of_call
 from scheduler_service.rpc.generate_request import ServedModel
 from scheduler_service.rpc.intake import Tokenizer
+from scheduler_service.rpc.prompt_text import PromptTexts
 from scheduler_service.rpc.status import invalid
+
+Needed = TypeVar("Needed")
+
+_ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
 
 
 class Tokenization:
-    def __init__(self, tokenizer: Tokenizer | None, model: ServedModel) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, texts: PromptTexts | None, model: ServedModel) -> None:
         self._tokenizer = tokenizer
+        self._texts = texts
         self._model = model
 
     async def tokenize(self, request: scheduler_pb2.TokenizeRequest) -> scheduler_pb2.TokenizeResponse:
         """Raises RpcError."""
-        tokenizer = self._required("texts")
+        texts = self._required(self._texts, "texts")
+        tenant = tenant_of_call("")
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
         response = scheduler_pb2.TokenizeResponse()
         for index, text in enumerate(request.texts):
-            try:
-                token_ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            except ValueError as error:
-                raise invalid(f"texts[{index}]", str(error)) from None
+            token_ids = await texts.encode(
+                text, tenant, _ANY_NUMBER, field=f"texts[{index}]", add_special_tokens=add_special_tokens
+            )
             response.prompts.add(ids=token_ids)
         return response
 
     async def detokenize(self, request: scheduler_pb2.DetokenizeRequest) -> scheduler_pb2.DetokenizeResponse:
         """Raises RpcError."""
-        tokenizer = self._required("prompts")
+        tokenizer = self._required(self._tokenizer, "prompts")
         skip_special_tokens = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         response = scheduler_pb2.DetokenizeResponse()
         for index, prompt in enumerate(request.prompts):
@@ -37,7 +46,8 @@ class Tokenization:
             response.texts.append(await tokenizer.text_of(prompt.ids, skip_special_tokens=skip_special_tokens))
         return response
 
-    def _required(self, field: str) -> Tokenizer:
-        if self._tokenizer is None:
+    def _required(self, needed: Needed | None, field: str) -> Needed:
+        """Raises RpcError if the checkpoint has no tokenizer, and so none of this."""
+        if needed is None:
             raise invalid(field, "the served checkpoint has no tokenizer; send prompts as token ids")
-        return self._tokenizer
+        return needed

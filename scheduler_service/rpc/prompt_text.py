@@ -1,0 +1,131 @@
+"""From the text of a prompt to its tokens, within bounds of time and memory whatever clients send."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from scheduler_service.rpc.status import RpcError, invalid
+
+# Texts of more bytes take their turn: one at a time of each tenant, on a thread of their own.
+LONG_TEXT_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """In bytes of UTF-8. `max_waiting` and `max_tenant_waiting` are of all texts that wait for their tokens."""
+
+    max_prompt: int = 1024 * 1024
+    max_waiting: int = 64 * 1024 * 1024
+    max_tenant_waiting: int = 16 * 1024 * 1024
+
+
+class Tokenizer(Protocol):
+    @property
+    def max_token_bytes(self) -> int | None:
+        """Bytes of text that one token can stand for at most; None if nothing is known of that."""
+
+    async def encode(self, text: str, max_tokens: int, *, add_special_tokens: bool, is_long: bool) -> list[int] | int:
+        """The tokens, or their number where there are more than `max_tokens`. Raises ValueError."""
+        ...
+
+
+class PromptTexts:
+    def __init__(self, tokenizer: Tokenizer, limits: TextLimits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._waiting: Counter[str] = Counter()  # bytes by tenant; none is 0
+        self._long_texts: dict[str, asyncio.Lock] = {}  # of tenants that have one; waited for in order of arrival
+        self.num_waiting_bytes = 0
+
+    async def encode(
+        self,
+        text: str,
+        tenant: str,
+        max_sequence_tokens: int,
+        *,
+        field: str = "text",
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """The tokens of a prompt, which `field` of the request holds. Raises RpcError."""
+        size = len(text.encode())
+        self._check_size(size, max_sequence_tokens, field)
+        try:
+            async with self._counted(size, tenant), self._in_turn(size, tenant):
+                token_ids = await self._tokenizer.encode(
+                    text,
+                    max_sequence_tokens - 1,
+                    add_special_tokens=add_special_tokens,
+                    is_long=size > LONG_TEXT_BYTES,
+                )
+        except ValueError as error:
+            raise invalid(field, str(error)) from None
+        if isinstance(token_ids, int):
+            raise too_many_tokens(field, token_ids, max_sequence_tokens)
+        return token_ids
+
+    def _check_size(self, size: int, max_sequence_tokens: int, field: str) -> None:
+        """Raises RpcError for a text that is not worth tokenizing."""
+        if size > self._limits.max_prompt:
+            raise invalid(
+                field,
+                f"the prompt has {size} bytes, this server takes {self._limits.max_prompt} (--max-prompt-bytes); "
+                "shorten it, or send its token_ids",
+            )
+        most = self._tokenizer.max_token_bytes
+        if most is not None and size > most * (max_sequence_tokens - 1):
+            raise invalid(
+                field,
+                f"the prompt has {size} bytes and so more than {max_sequence_tokens - 1} tokens, since none has more "
+                f"than {most} bytes; this server allows {max_sequence_tokens} for prompt and output together; "
+                "shorten it",
+            )
+
+    @asynccontextmanager
+    async def _counted(self, size: int, tenant: str) -> AsyncIterator[None]:
+        """While the text waits, it counts. Raises RpcError."""
+        for whose, waiting, limit in (
+            ("this tenant", self._waiting[tenant], self._limits.max_tenant_waiting),
+            ("all tenants", self.num_waiting_bytes, self._limits.max_waiting),
+        ):
+            if waiting and waiting + size > limit:
+                self._forget_if_unused(tenant)
+                raise RpcError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"texts of {whose} with {waiting} bytes wait to be tokenized, this one has {size}, and the limit "
+                    f"is {limit}; try again later",
+                )
+        self._waiting[tenant] += size
+        self.num_waiting_bytes += size
+        try:
+            yield
+        finally:
+            self._waiting[tenant] -= size
+            self.num_waiting_bytes -= size
+            self._forget_if_unused(tenant)
+
+    def _forget_if_unused(self, tenant: str) -> None:
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+            self._long_texts.pop(tenant, None)
+
+    @asynccontextmanager
+    async def _in_turn(self, size: int, tenant: str) -> AsyncIterator[None]:
+        """A long text waits for the one before it of its tenant, so that nobody's many hold up another's one."""
+        if size <= LONG_TEXT_BYTES:
+            yield
+            return
+        async with self._long_texts.setdefault(tenant, asyncio.Lock()):
+            yield
+
+
+def too_many_tokens(field: str, num_tokens: int, max_sequence_tokens: int) -> RpcError:
+    return invalid(
+        field,
+        f"the prompt has {num_tokens} tokens, this server allows {max_sequence_tokens} for prompt and output "
+        f"together; shorten the prompt to {max_sequence_tokens - 1} tokens or less",
+    )

@@ -1,0 +1,116 @@
+"""Texts of prompts: what is refused before it is tokenized, what waits, and whom that holds up."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from scheduler_service.rpc.prompt_text import LONG_TEXT_BYTES, PromptTexts, TextLimits
+from scheduler_service.rpc.status import RpcError
+from tests.contract.scheduler_stack import details, request, serve, status_of
+
+LONG = "x" * (LONG_TEXT_BYTES + 1)
+
+
+class HeldTokenizer:
+    """Each text waits until it is released, by the order in which they came."""
+
+    def __init__(self, max_token_bytes: int | None = None) -> None:
+        self.max_token_bytes = max_token_bytes
+        self.waiting: list[tuple[str, asyncio.Future[None]]] = []
+        self._has_more = asyncio.Event()
+
+    async def encode(self, text: str, max_tokens: int, *, add_special_tokens: bool, is_long: bool) -> list[int] | int:
+        assert is_long == (len(text.encode()) > LONG_TEXT_BYTES)
+        release: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append((text, release))
+        self._has_more.set()
+        await release
+        return [1] * len(text) if len(text) <= max_tokens else len(text)
+
+    async def until_waiting(self, count: int) -> list[str]:
+        async with asyncio.timeout(5):
+            while len(self.waiting) < count:
+                self._has_more.clear()
+                await self._has_more.wait()
+        return [text for text, _ in self.waiting]
+
+    def release(self, index: int) -> None:
+        self.waiting.pop(index)[1].set_result(None)
+
+
+async def refusal(texts: PromptTexts, text: str, tenant: str = "", limit: int = 10**6) -> RpcError:
+    with pytest.raises(RpcError) as error:
+        await texts.encode(text, tenant, limit)
+    return error.value
+
+
+async def test_what_cannot_fit_is_not_tokenized() -> None:
+    tokenizer = HeldTokenizer(max_token_bytes=8)
+    texts = PromptTexts(tokenizer, TextLimits(max_prompt=1000))
+    too_long = await refusal(texts, "\u65e5" * 334)
+    assert (too_long.code, too_long.field) == (grpc.StatusCode.INVALID_ARGUMENT, "text")
+    assert "has 1002 bytes, this server takes 1000 (--max-prompt-bytes)" in str(too_long)
+    too_many = await refusal(texts, "x" * 73, limit=10)
+    assert "so more than 9 tokens, since none has more than 8 bytes" in str(too_many)
+    assert not tokenizer.waiting
+    task = asyncio.create_task(texts.encode("x" * 9, "", 10))
+    assert await tokenizer.until_waiting(1) == ["x" * 9]
+    tokenizer.release(0)
+    assert await task == [1] * 9
+
+
+async def test_too_many_tokens_name_their_number() -> None:
+    tokenizer = HeldTokenizer()
+    texts = PromptTexts(tokenizer, TextLimits())
+    task = asyncio.create_task(texts.encode("x" * 20, "", 20))
+    await tokenizer.until_waiting(1)
+    tokenizer.release(0)
+    with pytest.raises(RpcError, match="the prompt has 20 tokens, this server allows 20"):
+        await task
+
+
+async def test_what_waits_is_bounded_for_a_tenant_and_for_all() -> None:
+    tokenizer = HeldTokenizer()
+    texts = PromptTexts(tokenizer, TextLimits(max_waiting=100, max_tenant_waiting=60))
+    tasks = [asyncio.create_task(texts.encode("x" * 50, tenant, 1000)) for tenant in ("a", "b")]
+    await tokenizer.until_waiting(2)
+    assert texts.num_waiting_bytes == 100
+    for tenant, whose in (("a", "this tenant with 50 bytes"), ("c", "all tenants with 100 bytes")):
+        error = await refusal(texts, "x" * 20, tenant)
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert whose in str(error)
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    assert texts.num_waiting_bytes == 50
+    tokenizer.release(1)
+    await tasks[1]
+    assert texts.num_waiting_bytes == 0
+    assert not texts._waiting
+    assert not texts._long_texts
+
+
+async def test_one_long_text_of_a_tenant_at_a_time() -> None:
+    tokenizer = HeldTokenizer()
+    texts = PromptTexts(tokenizer, TextLimits())
+    sent = [("a", LONG + "1"), ("a", LONG + "2"), ("b", LONG + "3"), ("a", "short")]
+    tasks = [asyncio.create_task(texts.encode(text, tenant, 10**6)) for tenant, text in sent]
+    assert await tokenizer.until_waiting(3) == [LONG + "1", LONG + "3", "short"]
+    tokenizer.release(0)
+    await tasks[0]
+    assert await tokenizer.until_waiting(3) == [LONG + "3", "short", LONG + "2"]
+    for _ in range(3):
+        tokenizer.release(0)
+    await asyncio.gather(*tasks)
+    assert not texts._long_texts
+
+
+async def test_a_server_refuses_long_texts_at_once(checkpoint: Path) -> None:
+    async with serve(checkpoint, max_prompt_bytes=2000) as stack:
+        for text, reason in (("once " * 401, "--max-prompt-bytes"), ("a" * 1999, "more than 255 tokens")):
+            error = await status_of(stack, request(text, max_tokens=2))
+            assert error is not None
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert reason in (error.details() or "") or "the prompt has" in (error.details() or "")
+            assert details(error)[0].field_violations[0].field == "text"
