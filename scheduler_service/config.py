@@ -59,6 +59,9 @@ class SchedulerConfig:
         600.0, "how long the result of a detached request is kept after it ends, in seconds"
     )
     max_detached_requests: int = _option(4096, "how many ended detached requests are kept; the oldest is dropped first")
+    max_detached_bytes: int = _option(
+        268_435_456, "how many bytes of ended detached requests are kept; the oldest is dropped first"
+    )
     kv_events_buffer: int = _option(10_000, "how many batches of KV events a slow subscriber can fall behind")
     enable_prefix_caching: bool = _option(True, "reuse the KV cache of prompts that begin alike")
     record: str | None = _option(
@@ -142,6 +145,7 @@ _MINIMA = {
     "watermark": 0,
     "detached_retention": 0,
     "max_detached_requests": 0,
+    "max_detached_bytes": 0,
     "kv_events_buffer": 1,
     **_TEXT_MINIMA,
 }

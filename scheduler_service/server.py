@@ -175,7 +175,11 @@ class _Service:
             model,
             self._tokenizer,
             info,
-            DetachedRequests(retention=config.detached_retention, max_ended=config.max_detached_requests),
+            DetachedRequests(
+                retention=config.detached_retention,
+                max_ended=config.max_detached_requests,
+                max_bytes=config.max_detached_bytes,
+            ),
             lambda: self._activity.generation_throughput,
             Outlet,
             Quotas(tenants.quota, lambda: self._step_loop.capacity) if tenants is not None else None,

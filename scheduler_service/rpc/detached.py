@@ -32,11 +32,16 @@ class DetachedRequest:
         self._readers: set[asyncio.Event] = set()
         self._has_ended = False
 
-    def result(self) -> scheduler_pb2.GetResultResponse:
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, more or less."""
+        return sum(history.num_bytes for history in self._histories)
+
+    async def result(self) -> scheduler_pb2.GetResultResponse:
         """Everything so far."""
+        outputs = [await history.whole() for history in self._histories]
         state = scheduler_pb2.RESULT_STATE_FINISHED if self._has_ended else scheduler_pb2.RESULT_STATE_RUNNING
-        response = scheduler_pb2.GetResultResponse(request_id=self.request_id, state=state)
-        response.outputs.extend(history.whole() for history in self._histories)
+        response = scheduler_pb2.GetResultResponse(request_id=self.request_id, state=state, outputs=outputs)
         error = self.delivery.error
         if error is not None:
             response.state = scheduler_pb2.RESULT_STATE_FAILED
@@ -103,15 +108,19 @@ class DetachedRequest:
 
 
 class DetachedRequests:
-    """The detached requests of all tenants. Those that have ended are kept for a time, up to a number."""
+    """The detached requests of all tenants. Those that have ended are kept for a time, up to a number and a size."""
 
-    def __init__(self, *, retention: float, max_ended: int) -> None:
-        """`retention` in seconds."""
+    def __init__(self, *, retention: float, max_ended: int, max_bytes: int) -> None:
+        """`retention` in seconds. One alone is kept however many bytes it has."""
         self._retention = retention
         self._max_ended = max_ended
+        self._max_bytes = max_bytes
         self._requests: dict[tuple[str, str], DetachedRequest] = {}
         self._ended: dict[tuple[str, str], asyncio.TimerHandle] = {}  # oldest first
         self._num_ended: Counter[str] = Counter()  # by tenant; none is 0
+        self._sizes: dict[tuple[str, str], int] = {}  # bytes of each that has ended
+        self._ended_bytes: Counter[str] = Counter()  # by tenant; none is 0
+        self.num_bytes = 0  # of all that have ended
 
     def add(self, request: DetachedRequest) -> None:
         """A request that runs, of a name that is not here."""
@@ -133,17 +142,25 @@ class DetachedRequests:
     def _keep(self, key: tuple[str, str]) -> None:
         self._ended[key] = asyncio.get_running_loop().call_later(self._retention, self._forget, key)
         self._num_ended[key[0]] += 1
+        num_bytes = self._sizes[key] = self._requests[key].num_bytes
+        self._ended_bytes[key[0]] += num_bytes
+        self.num_bytes += num_bytes
         if len(self._ended) > self._max_ended:
-            self._forget(self._dispensable())
+            self._forget(self._dispensable(self._num_ended))
+        while self.num_bytes > self._max_bytes and len(self._ended) > 1:
+            self._forget(self._dispensable(self._ended_bytes))
 
-    def _dispensable(self) -> tuple[str, str]:
+    def _dispensable(self, amounts: Counter[str]) -> tuple[str, str]:
         """The oldest of the tenant that has most: nobody can push out what others keep."""
-        most = max(self._num_ended.values())
-        return next(key for key in self._ended if self._num_ended[key[0]] == most)
+        most = max(amounts.values())
+        return next(key for key in self._ended if amounts[key[0]] == most)
 
     def _forget(self, key: tuple[str, str]) -> None:
         self._ended.pop(key).cancel()
-        self._num_ended[key[0]] -= 1
-        if not self._num_ended[key[0]]:
-            del self._num_ended[key[0]]
         del self._requests[key]
+        num_bytes = self._sizes.pop(key)
+        self.num_bytes -= num_bytes
+        for amounts, amount in ((self._num_ended, 1), (self._ended_bytes, num_bytes)):
+            amounts[key[0]] -= amount
+            if not amounts[key[0]]:
+                del amounts[key[0]]

@@ -4,18 +4,24 @@ Tokens are decoded one by one, so that each has a text of its own: what it compl
 belongs to no token and follows the last.
 """
 
+import asyncio
+import sys
 from array import array
 from collections.abc import Iterator
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.rpc.delivery import Delta
+from scheduler_service.rpc.logprob_columns import LogprobColumns
 from scheduler_service.rpc.sample import MAX_RESPONSE_TOKENS, encode_logprobs
 from scheduler_service.rpc.transcript import Transcript
 
+_PIECE_TOKENS = 256  # of a whole history: less than a millisecond's work, log-probabilities included
+_BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
+
 
 class History:
-    """Kept for long: some 16 bytes per token besides log-probabilities."""
+    """Kept for long: some 16 bytes per token, and 20 more and 12 for each of the most likely with log-probabilities."""
 
     def __init__(self, request_id: str, index: int, transcript: Transcript, *, with_logprobs: bool) -> None:
         self._request_id = request_id
@@ -24,15 +30,21 @@ class History:
         self._token_ids = array("I")
         self._text = ""
         self._text_ends = array("I")  # where in the text each token's own ends
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs = LogprobColumns()
         self._cumulative_logprobs = array("d")  # up to each token
         self._cumulative_logprob: float | None = 0.0 if with_logprobs else None
-        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs = LogprobColumns()
         self.transcript = transcript
 
     @property
     def num_tokens(self) -> int:
         return len(self._token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, more or less."""
+        columns = self._logprobs.num_bytes + self._prompt_logprobs.num_bytes
+        return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._text) + columns
 
     @property
     def num_prompt_logprobs(self) -> int:
@@ -71,7 +83,7 @@ class History:
             end_of_text = self._text_ends[stop - 1] if stop else 0
         response.text = self._text[start_of_text:end_of_text]
         if self._with_logprobs:
-            response.logprobs.extend(encode_logprobs(entry) for entry in self._logprobs[first_token:stop])
+            response.logprobs.extend(encode_logprobs(entry) for entry in self._logprobs.entries(first_token, stop))
             response.cumulative_logprob = self._cumulative_logprobs[stop - 1] if stop else 0.0
         if stop == self.num_tokens and self.transcript.end is not None:
             self.transcript.finish(response, self._cumulative_logprob)
@@ -80,15 +92,28 @@ class History:
     def prompt_response(self, first: int, count: int) -> scheduler_pb2.GenerateResponse:
         """So many log-probabilities of prompt tokens from one on."""
         response = self._response(0)
-        entries = self._prompt_logprobs[first : first + count]
+        entries = self._prompt_logprobs.entries(first, first + count)
         response.prompt_logprobs.extend(encode_logprobs(entry) for entry in entries)
         return response
 
-    def whole(self) -> scheduler_pb2.GenerateResponse:
-        """Everything so far at once."""
-        response = self.response(0, self.num_tokens)
-        response.MergeFrom(self.prompt_response(0, self.num_prompt_logprobs))
-        return response
+    async def whole(self) -> scheduler_pb2.GenerateResponse:
+        """Everything so far in one message, made in pieces between which others have their turn."""
+        whole, texts = self._response(0), []
+        for first in range(0, self.num_prompt_logprobs, _PIECE_TOKENS):
+            whole.MergeFrom(self.prompt_response(first, _PIECE_TOKENS))
+            await asyncio.sleep(0)
+        first_token = 0
+        while True:
+            num_tokens = min(_PIECE_TOKENS, self.num_tokens - first_token)
+            piece = self.response(first_token, num_tokens)
+            first_token += num_tokens
+            texts.append(piece.text)
+            piece.ClearField("first_token")
+            whole.MergeFrom(piece)
+            if first_token == self.num_tokens:
+                whole.text = "".join(texts)
+                return whole
+            await asyncio.sleep(0)
 
     def _response(self, first_token: int) -> scheduler_pb2.GenerateResponse:
         return scheduler_pb2.GenerateResponse(request_id=self._request_id, index=self._index, first_token=first_token)
@@ -96,7 +121,7 @@ class History:
     def _add_logprobs(self, entry: TokenLogprobs) -> None:
         assert self._cumulative_logprob is not None
         self._cumulative_logprob += entry.logprob
-        self._logprobs.append(entry)
+        self._logprobs.add(entry)
         self._cumulative_logprobs.append(self._cumulative_logprob)
 
 

@@ -161,7 +161,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.GetResultRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetResultResponse:
         try:
-            return self._detached.find(tenant_of_call(request.tenant), request.request_id).result()
+            detached = self._detached.find(tenant_of_call(request.tenant), request.request_id)
+            return await detached.result()
         except RpcError as error:
             await abort(context, error)
 

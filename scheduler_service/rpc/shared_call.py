@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Of one message, by weight: a token is 1. Keeps it far below a client's message limit of 4 MiB.
 _MAX_MESSAGE_WEIGHT = 65_536
+# Failures that wait for a client that does not read. With so many, its next requests wait on the wire.
+_MAX_UNREAD_FAILURES = 1024
 _LOGPROBS_WEIGHT = 32  # of one position's, with 20 alternatives
 
 
@@ -126,6 +128,9 @@ class SharedCall:
         self._streams: dict[int, _Request] = {}  # by each of their streams
         self._ready: dict[_Request, None] = {}  # those with something new, in order
         self._next_stream_id = 0
+        self._num_failed = 0  # requests whose failure the client has not been told
+        self._room = asyncio.Event()  # for more of them
+        self._room.set()
         self._is_closing = False  # nothing more is submitted
 
     def announce(self) -> None:
@@ -167,6 +172,7 @@ class SharedCall:
         async for message in messages:
             command = message.WhichOneof("command")
             if command == "submit":
+                await self._room.wait()
                 self._begin(message.submit)
             elif command == "abort":
                 self._abort(message.abort.stream_id)
@@ -252,6 +258,10 @@ class SharedCall:
         self._fail(request, RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
 
     def _fail(self, request: _Request, error: RpcError) -> None:
+        if request.error is None:
+            self._num_failed += 1
+            if self._num_failed >= _MAX_UNREAD_FAILURES:
+                self._room.clear()
         # Without its traceback, whose frames refer to the request.
         request.error = request.failure or error.with_traceback(None)
         self._mark_ready(request)
@@ -259,6 +269,9 @@ class SharedCall:
     def _cancel(self, request: _Request) -> None:
         """It is over, and whatever is left of it ends."""
         del self._requests[request.stream_id]
+        if request.error is not None:
+            self._num_failed -= 1
+            self._room.set()
         self._ready.pop(request, None)
         if request.task is not None and request.task is not asyncio.current_task():
             request.task.cancel()

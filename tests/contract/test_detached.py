@@ -1,7 +1,9 @@
 """Detached requests: submitted, left alone, read from anywhere and again, kept for a while."""
 
 import asyncio
+import contextlib
 import random
+from array import array
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service.core.request import EndReason, SequenceEnd
+from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.history import History, HistoryReader
 from scheduler_service.rpc.transcript import Transcript
 from scheduler_service.stream import Delta
@@ -278,6 +280,61 @@ async def test_unknown_foreign_and_expired_ids_look_alike(checkpoint: Path) -> N
         assert (await until_ended(stack, running)).state == pb.RESULT_STATE_FINISHED
 
 
+async def test_results_are_kept_up_to_a_size(checkpoint: Path) -> None:
+    """The oldest of the tenant whose results are largest goes first; another's small one stays."""
+    async with serve(checkpoint, max_detached_bytes=20_000) as stack:
+        for tenant in ("small", "large"):
+            for index in range(1 if tenant == "small" else 5):
+                await submit(stack, PROMPT, name=str(index), tenant=tenant, max_tokens=100)
+                await until_ended(stack, str(index), tenant)
+
+        async def is_kept(name: str, tenant: str) -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stack.stub.GetResult(pb.GetResultRequest(request_id=name, tenant=tenant))
+                return True
+            return False
+
+        assert await is_kept("0", "small")
+        kept = [await is_kept(str(index), "large") for index in range(5)]
+        assert kept == sorted(kept)
+        assert kept[-1]
+        assert not kept[0]
+
+
+async def test_a_large_result_is_made_between_the_turns_of_others() -> None:
+    rng = random.Random(1)
+    history = History("id", 0, Transcript(None, keep_stop_token_text=False), with_logprobs=True)
+    entries = []
+    for position in range(3000):
+        top = tuple((rng.randrange(1000), rng.random()) for _ in range(rng.randrange(4)))
+        entries.append(TokenLogprobs(rng.randrange(1000), rng.random(), rng.randrange(1, 9), top))
+        history.add(Delta(0, position, [entries[-1].token_id], entries[-1:], [], None))
+    making = asyncio.create_task(history.whole())
+    num_turns = 0
+    while not making.done():
+        num_turns += 1
+        await asyncio.sleep(0)
+    whole = making.result()
+    assert num_turns >= 3000 // 256
+    assert list(whole.token_ids) == [entry.token_id for entry in entries]
+    read = [
+        TokenLogprobs(each.token_id, each.logprob, each.rank, tuple((top.token_id, top.logprob) for top in each.top))
+        for each in whole.logprobs
+    ]
+    assert read == [approximately(entry) for entry in entries]
+    assert history.num_bytes < 3000 * 100
+
+
+def approximately(entry: TokenLogprobs) -> TokenLogprobs:
+    """As the wire has it, whose numbers are of 32 bits."""
+
+    def narrowed(value: float) -> float:
+        return array("f", [value])[0]
+
+    top = tuple((token_id, narrowed(logprob)) for token_id, logprob in entry.top)
+    return TokenLogprobs(entry.token_id, narrowed(entry.logprob), entry.rank, top)
+
+
 async def test_a_reader_outlives_the_retention(checkpoint: Path) -> None:
     async with serve(checkpoint, max_detached_requests=0) as stack:
         stack.worker.step_seconds = 0.005
@@ -401,7 +458,7 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
     if history.transcript.end is None:
         history.add(Delta(0, history.num_tokens, [], [], [], end_of(history.num_tokens)))
     received += live.take()
-    whole = history.whole()
+    whole = asyncio.run(history.whole())
     assert whole.HasField("usage")
     assert "".join(response.text for response in received) == whole.text
     assert [token for response in received for token in response.token_ids] == list(whole.token_ids)

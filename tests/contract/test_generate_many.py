@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from scheduler_service.core.request import Request
+from scheduler_service.rpc.shared_call import SharedCall
+from scheduler_service.rpc.status import RpcError
+from scheduler_service.stream import Outlet
 from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 from tests.contract.shared_stream import SharedStream
 
@@ -318,3 +323,37 @@ async def test_random_requests_together(checkpoint: Path, seed: int) -> None:
                 if not token_only and "\ufffd" not in stream.text:
                     assert stream.text == tokenizer.decode(tokens)
         await stack.until_idle()
+
+
+class RefusingIntake:
+    async def resolve(self, message: pb.GenerateRequest, time_remaining: float | None) -> Request:
+        raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "x" * 100)
+
+
+class UnreadContext:
+    """A client that never reads."""
+
+    async def write(self, message: pb.GenerateManyResponse) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_failures_that_nobody_reads_are_bounded() -> None:
+    """Later submissions wait on the wire, where flow control holds them."""
+    taken = 0
+
+    async def submissions() -> AsyncIterator[pb.GenerateManyRequest]:
+        nonlocal taken
+        for taken in range(100_000):
+            yield pb.GenerateManyRequest(submit=pb.Submission(stream_id=taken))
+            await asyncio.sleep(0)
+
+    call = SharedCall(RefusingIntake(), None, Outlet, pb.GetServerInfoResponse, None)
+    serving = asyncio.create_task(call.serve(submissions(), UnreadContext()))
+    turns_without_news, before = 0, -1
+    while turns_without_news < 100:
+        turns_without_news = turns_without_news + 1 if taken == before else 0
+        before = taken
+        await asyncio.sleep(0)
+    assert 1000 < taken < 1100
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
