@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagewire import Client, SamplingParams
+from tests.system import grpcurl
 from tests.system.services import ENVIRON, Service, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +34,9 @@ def url() -> Iterator[str]:
         service.stop()
 
 
-def run(command: Sequence[str | Path], folder: Path = ROOT) -> str:
-    """What it prints; it must end well."""
-    environ = ENVIRON | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+def run(command: Sequence[str | Path], folder: Path = ROOT, programs: Path = BIN) -> str:
+    """What it prints; it must end well. `programs` are found before all others."""
+    environ = ENVIRON | {"PATH": os.pathsep.join([str(programs), str(BIN), os.environ["PATH"]])}
     result = subprocess.run(
         list(map(str, command)),
         cwd=folder,
@@ -106,9 +107,9 @@ def test_detached(url: str) -> None:
     assert whole.startswith("all of it (finished)")
 
 
-@pytest.mark.skipif(not (shutil.which("grpcurl") or (BIN / "grpcurl").exists()), reason="grpcurl is not installed")
-def test_grpcurl(url: str) -> None:
-    output = run(["sh", EXAMPLES / "grpcurl.sh", url])
+def test_grpcurl(url: str, tmp_path: Path) -> None:
+    grpcurl.install(tmp_path)
+    output = run(["sh", EXAMPLES / "grpcurl.sh", url], programs=tmp_path)
     assert "pagewire.scheduler.v1.SchedulerService.Generate\n" in output
     assert '"status": "SERVING"' in output
     assert output.count("FINISH_REASON_LENGTH") == 2
@@ -116,12 +117,12 @@ def test_grpcurl(url: str) -> None:
     assert json.loads(f"{{{text.strip().rstrip(',')}}}")["text"] == expected(url, "The little fox", 40)
 
 
-@pytest.mark.skipif(not (shutil.which("grpcurl") or (BIN / "grpcurl").exists()), reason="grpcurl is not installed")
-def test_grpcurl_lines_of_the_documents(url: str) -> None:
+def test_grpcurl_lines_of_the_documents(url: str, tmp_path: Path) -> None:
     """One after the other, as they stand there: they submit a request, poll it, and attach to it."""
     lines = [block for block in blocks("docs/migrating.md", "") if "grpcurl" in block]
     (script,) = [block.replace(DEFAULT_URL, url) for block in lines]
-    output = run(["sh", "-eu", "-c", script])
+    grpcurl.install(tmp_path)
+    output = run(["sh", "-eu", "-c", script], programs=tmp_path)
     assert output.count('"turtle-1"') >= 3
     assert "FINISH_REASON_LENGTH" in output
 
