@@ -1,6 +1,7 @@
 """The `pagewire` command. Each verb is a function of its arguments in a module that is imported only when it runs."""
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(verb: Verb, arguments: Sequence[str]) -> int:
     """Runs one verb; what fails in it is one line on standard error."""
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # gRPC reads it when it is imported
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Models write what they like, also to a terminal that is not UTF-8: escaped there, as on standard error.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(verb, arguments)
     except SystemExit as error:

@@ -128,10 +128,14 @@ def test_both_sides_mean_the_same_by_a_use() -> None:
 # The command
 
 
-async def run_command(*arguments: str) -> tuple[int, str, str]:
+UTF8 = {"PYTHONUTF8": "1"}
+ASCII = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+
+
+async def run_command(*arguments: str, locale: dict[str, str] = UTF8) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "pagewire", *arguments]
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *command, env={**os.environ, **locale}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
     out, err = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode is not None
@@ -253,6 +257,16 @@ async def test_submit_attach_and_result(checkpoint: Path) -> None:
         assert code == 0
         code, out, err = await run_command("result", out.strip(), *url)
         assert code in (0, 1)  # running still, or failed
+
+
+async def test_a_locale_that_is_not_utf8_loses_no_text(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        arguments = ["complete", "once", "--max-tokens", "12", "--seed", "3", "--url", stack.url]
+        code, text, _ = await run_command(*arguments)
+        assert code == 0
+        assert not text.isascii()
+        code, escaped, err = await run_command(*arguments, locale=ASCII)
+        assert (code, escaped) == (0, text.encode("ascii", "backslashreplace").decode()), err
 
 
 async def test_beams_of_the_command(checkpoint: Path) -> None:

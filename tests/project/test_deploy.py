@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -491,5 +492,6 @@ def test_the_gateway_knows_every_flag() -> None:
     (container,) = pod["containers"]
     assert container["command"] == ["python", "-m", "smg", "launch"]
     command = [sys.executable, "-m", "smg", "launch", "--help"]
-    known = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    environ = {**os.environ, "PYTHONUTF8": "1"}  # its help is not ASCII
+    known = subprocess.run(command, env=environ, capture_output=True, encoding="utf-8", check=True).stdout
     assert {f"--{flag}" for flag in flags_of(pod)} <= set(re.findall(r"--[a-z][a-z-]*", known))

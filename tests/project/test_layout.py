@@ -94,7 +94,7 @@ def is_under(name: str, prefix: str) -> bool:
 
 
 def parse(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(), filename=str(path))
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
 
 
 def is_allowed(name: str, allowed: tuple[str, ...]) -> bool:
