@@ -62,7 +62,8 @@ def test_profile(model: str) -> None:
     skip_without_compiler()
     flags = ["--num-iters", "3", "--num-iters-warmup", "1", "--profile"]
     arguments = command("latency", "--model", model, *LENGTHS, *flags, *SERVE_FLAGS)
-    printed = subprocess.run(arguments, env=ENVIRON, capture_output=True, text=True, check=True, timeout=120)
+    environ = {**ENVIRON, "PAGEWIRE_CPU_KERNELS": "require"}
+    printed = subprocess.run(arguments, env=environ, capture_output=True, text=True, check=True, timeout=120)
     lines = printed.stdout.split("\n")
     assert [line.split("  ")[1] for line in lines if line.startswith("  ")] == [
         "worker (1 step)",
