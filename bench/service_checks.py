@@ -23,7 +23,6 @@ from pagewire import Client, SamplingParams
 from pagewire.server import Loads
 from tests.system import oracle, services
 from tests.system.parity import (
-    BF16_MARGIN,
     CASES,
     FLOAT32_MARGIN,
     STORYTELLER,
@@ -44,6 +43,9 @@ from tests.worker.checkpoints import FAMILIES, make_checkpoint
 
 NUM_KILLS = 10
 MAX_NEAR_TIES = 0.02  # of the sequences, that may part at one
+# In bfloat16 another order of summation rounds differently, and a near tie may fall the other way: a token of the
+# bundled model may lie this far below the best logit of float32, teacher-forced.
+BF16_MARGIN = 0.25
 # Of random weights, whose logits are spread over several units, as BF16_MARGIN is of the bundled model: twice what
 # bfloat16 on a CPU falls short.
 RANDOM_BF16_MARGIN = 0.5

@@ -12,7 +12,7 @@ from pagewire import Client, SamplingParams
 from pagewire.errors import Unavailable
 from tests.system import oracle
 from tests.system.forked import running
-from tests.system.parity import BF16_MARGIN, STORYTELLER
+from tests.system.parity import STORYTELLER
 from tests.system.streams import NUM_STREAMS, Progress, requests_of, run_streams, run_with_ends, until_connected
 from tests.worker.checkpoints import make_checkpoint
 
@@ -29,16 +29,19 @@ def model(tmp_path_factory):
 async def test_20_kills_during_100_streams_stay_within_the_margin_in_bf16():
     """Another batch shape may round a near tie the other way, and from there on the texts differ; every token that was
     served must still be a choice that float32 would nearly have made."""
-    model = oracle.load(STORYTELLER)
-    requests = requests_of(4, model.config.vocab_size, max_suffix=16)
+    exact, rounded = oracle.load(STORYTELLER), oracle.load_rounded(STORYTELLER)
+    requests = requests_of(4, exact.config.vocab_size, max_suffix=16)
     requests = [
         (prompt, replace(sampling, temperature=0.0, max_tokens=sampling.max_tokens // 2))
         for prompt, sampling in requests
     ]
     run = await run_with_ends(running, STORYTELLER, requests, NUM_KILLS, worker=["--dtype", "bfloat16"])
     assert sum(one != other for one, other in zip(run.calm, run.disturbed, strict=True)) < NUM_STREAMS // 2
-    for (prompt, _), tokens in zip(requests, run.disturbed, strict=True):
-        assert oracle.shortfalls(model, prompt, tokens).max() <= BF16_MARGIN
+    served = [(prompt, tokens) for (prompt, _), tokens in zip(requests, run.disturbed, strict=True)]
+    shortfall = max(oracle.shortfalls(exact, prompt, tokens).max().item() for prompt, tokens in served)
+    rounding = max(oracle.rounding_error(rounded, exact, prompt + tokens) for prompt, tokens in served)
+    print(f"the furthest below the best: {shortfall:.3f}; transformers' bf16 moves a logit by up to {rounding:.3f}")
+    assert shortfall <= rounding
 
 
 @pytest.mark.timeout(400)
