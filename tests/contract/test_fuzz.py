@@ -205,8 +205,8 @@ async def send_shared(stack: Stack, data: bytes) -> grpc.StatusCode:
             for failure in pb.GenerateManyResponse.FromString(answer).failures:
                 code = next(code for code in grpc.StatusCode if code.value[0] == failure.code)
                 assert code in ALLOWED, f"{data!r}: {failure}"
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        pass
+    except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+        pass  # gRPC's own words for a call that the server ended while it was being written
     return await call.code()
 
 
