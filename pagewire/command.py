@@ -1,5 +1,6 @@
 """The `pagewire` command. Each verb is a function of its arguments in a module that is imported only when it runs."""
 
+import codecs
 import importlib
 import io
 import os
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(verb: Verb, arguments: Sequence[str]) -> int:
     """Runs one verb; what fails in it is one line on standard error."""
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # gRPC reads it when it is imported
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         # Models write what they like, also to a terminal that is not UTF-8: escaped there, as on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

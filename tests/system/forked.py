@@ -67,4 +67,6 @@ def _run(arguments: Sequence[str], output: Connection) -> None:
     from pagewire.command import main
 
     os.dup2(output.fileno(), sys.stdout.fileno())
+    # What was there may have been a file, which can be sought; a pipe cannot.
+    sys.stdout = open(sys.stdout.fileno(), "w", closefd=False)  # noqa: SIM115
     sys.exit(main(arguments))
