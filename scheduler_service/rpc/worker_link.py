@@ -127,7 +127,10 @@ class WorkerLink:
         try:
             async with self._waiting.for_connection(self._stubs[rank].Execute, self._events.worker_missing):
                 await write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
-            capacity = self._admit(rank, await asyncio.wait_for(read(call), _READY_TIMEOUT))
+            # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
+            async with asyncio.timeout(_READY_TIMEOUT):
+                answer = await read(call)
+            capacity = self._admit(rank, answer)
             logger.info(
                 "worker %s has joined in epoch %d: %s, %s, %d blocks of %d tokens",
                 capacity.worker_id,

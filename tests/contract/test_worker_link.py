@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -209,6 +209,39 @@ async def linked(worker: FakeWorker) -> AsyncIterator[tuple[Listener, WorkerCapa
         yield listener, capacity, session
         running.cancel()
     await worker.kill()
+
+
+class AnsweringCall:
+    """A stream of a worker that answers Hello in the moment in which the link is told to stop."""
+
+    def __init__(self, stop: Callable[[], object]) -> None:
+        self._stop = stop
+        self._has_answered = False
+
+    async def write(self, message: worker_pb2.ExecuteRequest) -> None:
+        self._epoch = message.hello.epoch
+
+    async def read(self) -> worker_pb2.ExecuteResponse:
+        if self._has_answered:
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+            return worker_pb2.ExecuteResponse(heartbeat=worker_pb2.Heartbeat(epoch=self._epoch))
+        self._has_answered = True
+        asyncio.get_running_loop().call_soon(self._stop)
+        capacity = FakeWorker(b"digest").capacity
+        return worker_pb2.ExecuteResponse(ready=worker_pb2.Ready(**capacity))
+
+    def cancel(self) -> None:
+        """Nothing is under way."""
+
+
+async def test_a_worker_that_joins_as_the_scheduler_stops_does_not_keep_it() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        link = WorkerLink([channel], Listener(), instance_id="one", model_digest=b"digest", pipeline_depth=2)
+        running = asyncio.create_task(link.run())
+        link._stubs[0].Execute = lambda wait_for_ready=False: AnsweringCall(running.cancel)
+        done, _ = await asyncio.wait({running}, timeout=10)
+        assert done == {running}
+        assert running.cancelled()
 
 
 SWAP_OUT = {"swap_out_device_blocks": (1, 2), "swap_out_host_blocks": (4, 3)}
