@@ -104,10 +104,11 @@ def paged_attention(
             table) that a row's KV head reads, each once, in any order, and [S, num_kv_heads], how many of them count.
 
     Returns:
-        [T, num_heads, head_dim], of the query's dtype; computed in float32.
+        [T, num_heads, head_dim], of the query's dtype; computed in float32, or in float64 for a query of that.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
-    groups = query.unflatten(1, (num_kv_heads, -1)).float()  # [T, num_kv_heads, num_groups, head_dim]
+    computed = torch.promote_types(query.dtype, torch.float32)
+    groups = query.unflatten(1, (num_kv_heads, -1)).to(computed)  # [T, num_kv_heads, num_groups, head_dim]
     slopes = (query.new_zeros(query.shape[1]) if alibi_slopes is None else alibi_slopes).view(num_kv_heads, -1)
     output = torch.zeros_like(groups)
     for row, seq_len in enumerate(seq_lens):
@@ -120,7 +121,7 @@ def paged_attention(
                 selected = selected_blocks[row, head, : int(num_selected[row, head])]
                 positions = positions[torch.isin(positions // block_size, selected)]
             slots = block_tables[row].long()[positions // block_size], positions % block_size, head
-            keys, values = key_cache[slots].float(), value_cache[slots].float()  # [N, head_dim]
+            keys, values = key_cache[slots].to(computed), value_cache[slots].to(computed)  # [N, head_dim]
             scores = torch.einsum("qgd,nd->gqn", groups[start:end, head], keys) * (scale * key_scale)
             distances = query_positions[:, None] - positions  # [queries, N]
             weights = attention_weights(scores, distances, window, slopes[head], softcap)
