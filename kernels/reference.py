@@ -107,10 +107,9 @@ def paged_attention(
         [T, num_heads, head_dim], of the query's dtype; computed in float32, or in float64 for a query of that.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
-    computed = torch.promote_types(query.dtype, torch.float32)
-    groups = query.unflatten(1, (num_kv_heads, -1)).to(computed)  # [T, num_kv_heads, num_groups, head_dim]
+    groups = query.unflatten(1, (num_kv_heads, -1)).to(torch.promote_types(query.dtype, torch.float32))
     slopes = (query.new_zeros(query.shape[1]) if alibi_slopes is None else alibi_slopes).view(num_kv_heads, -1)
-    output = torch.zeros_like(groups)
+    output = torch.zeros_like(groups)  # [T, num_kv_heads, num_groups, head_dim]
     for row, seq_len in enumerate(seq_lens):
         start, end = query_start_loc[row], query_start_loc[row + 1]
         first = max(0, seq_len - (end - start) - window + 1) if window else 0  # that any query of the row attends to
@@ -121,7 +120,7 @@ def paged_attention(
                 selected = selected_blocks[row, head, : int(num_selected[row, head])]
                 positions = positions[torch.isin(positions // block_size, selected)]
             slots = block_tables[row].long()[positions // block_size], positions % block_size, head
-            keys, values = key_cache[slots].to(computed), value_cache[slots].to(computed)  # [N, head_dim]
+            keys, values = key_cache[slots].to(groups.dtype), value_cache[slots].to(groups.dtype)  # [N, head_dim]
             scores = torch.einsum("qgd,nd->gqn", groups[start:end, head], keys) * (scale * key_scale)
             distances = query_positions[:, None] - positions  # [queries, N]
             weights = attention_weights(scores, distances, window, slopes[head], softcap)

@@ -58,6 +58,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "gateway": ("gateway_host", "gateway_metrics_port"),
     "tenants and TLS": (
         "tenants",
+        "scheduler_api_key_file",
         "tls_cert",
         "tls_key",
         "tls_client_ca",

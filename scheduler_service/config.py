@@ -173,6 +173,13 @@ class FrontEndConfig:
     tls_client_ca: str | None = _option(
         None, "PEM file of the authority that clients' certificates must come from; turns mutual TLS on"
     )
+    tenants: str | None = _option(
+        None,
+        "YAML file of the tenants that are admitted, the scheduler's; the front end then acts as an operator there",
+    )
+    scheduler_api_key_file: str | None = _option(
+        None, "file with the API key that this front end shows the scheduler, whose operator it must be"
+    )
     scheduler_tls_ca: str | None = _option(
         None, "PEM file of the authority that the scheduler's certificate must come from; turns TLS on"
     )

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -11,7 +12,7 @@ import grpc.aio
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.listening import join
 from scheduler_service.model_info import ModelInfo, read_model_info
-from scheduler_service.rpc.authentication import Anybody
+from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.interception import Interception
@@ -19,6 +20,7 @@ from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.prompt_text import TextLimits
 from scheduler_service.rpc.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
+from scheduler_service.rpc.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context
 from scheduler_service.server import (
     CLOSE_TIMEOUT,
@@ -72,6 +74,7 @@ class _FrontEnd:
         self._config = config
         self._tokenizer = Tokenizer(model.tokenizer_path) if model.tokenizer_path else None
         self._availability_changed = asyncio.Event()
+        tenants = TenantFile(config.tenants) if config.tenants else None
         self._channel = _scheduler_channel(config)
         self._link = SchedulerLink(
             self._channel,
@@ -79,8 +82,12 @@ class _FrontEnd:
             model_digest=model.digest,
             eos_token_ids=model.eos_token_ids,
             on_availability_changed=self._availability_changed.set,
+            read_metadata=lambda: _credentials(config.scheduler_api_key_file),
+            tenants_revision=(lambda: tenants.revision) if tenants is not None else None,
         )
-        interceptors = [Interception([Anybody().enter, note_trace_context]), MalformedRequests()]
+        self._authentication = Authentication(tenants) if tenants is not None else None
+        callers = self._authentication or Anybody()
+        interceptors = [Interception([callers.enter, note_trace_context]), MalformedRequests()]
         self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._servicer = FrontEndServicer(
             self._link,
@@ -117,8 +124,9 @@ class _FrontEnd:
         await self._health.set_liveness()
         await self._health.set_readiness(False)
         await self._server.start()
+        watching = [self._authentication.watch()] if self._authentication is not None else []
         parts: list[asyncio.Task[Any]] = [
-            asyncio.create_task(part) for part in (self._link.run(), self._report_readiness(ready))
+            asyncio.create_task(part) for part in (self._link.run(), self._report_readiness(ready), *watching)
         ]
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -148,6 +156,13 @@ class _FrontEnd:
             if is_serving and not has_served:
                 has_served = True
                 ready(self._url)
+
+
+def _credentials(api_key_file: str | None) -> list[tuple[str, str]]:
+    """The metadata that shows the scheduler who this is, read for every connection: keys change. Raises OSError."""
+    if api_key_file is None:
+        return []
+    return [("authorization", f"Bearer {Path(api_key_file).read_text(encoding='utf-8').strip()}")]
 
 
 def _scheduler_channel(config: FrontEndConfig) -> grpc.aio.Channel:

@@ -385,6 +385,7 @@ def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) 
         max_num_batched_tokens=config.max_num_batched_tokens,
         pipeline_depth=config.pipeline_depth,
         max_pending_calls=config.max_waiting_requests,
+        has_tenants=config.tenants is not None,
         text_limits=TextLimits(
             config.max_prompt_bytes, config.max_waiting_text_bytes, config.max_tenant_waiting_text_bytes
         ),

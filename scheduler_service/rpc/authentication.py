@@ -36,6 +36,8 @@ class Tenants(Protocol):
 
     def anonymous(self) -> Tenant | None: ...
 
+    def has(self, name: str) -> bool: ...
+
     @property
     def revision(self) -> str:
         """Of what is known now: another text whenever that is something else."""
@@ -51,6 +53,9 @@ class Caller(Protocol):
     def check_operator(self, what: str) -> None:
         """Raises RpcError unless the caller may see what belongs to all tenants."""
 
+    def check_forwarded(self, tenant: str, revision: str) -> None:
+        """Raises RpcError unless the caller may say that it has authenticated this tenant, by a file so revised."""
+
 
 _caller: ContextVar[Caller] = ContextVar("caller")
 
@@ -63,6 +68,11 @@ def tenant_of_call(named: str) -> str:
 def check_operator(what: str) -> None:
     """Raises RpcError unless the caller may see what belongs to all tenants."""
     _calling().check_operator(what)
+
+
+def check_forwarded(tenant: str, revision: str) -> None:
+    """Raises RpcError unless the caller may say that it has authenticated this tenant, by a file so revised."""
+    _calling().check_forwarded(tenant, revision)
 
 
 def _calling() -> Caller:
@@ -90,6 +100,10 @@ class Anybody:
 
     def check_operator(self, what: str) -> None:
         pass
+
+    def check_forwarded(self, tenant: str, revision: str) -> None:
+        message = "this server knows no tenants, and the front end does; start both with the same --tenants"
+        raise RpcError(grpc.StatusCode.UNAUTHENTICATED, message)
 
 
 class Authentication:
@@ -184,3 +198,11 @@ class _TenantCaller:
     def check_operator(self, what: str) -> None:
         if not self._credentials.identify(self._tenants).is_operator:
             raise RpcError(grpc.StatusCode.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
+
+    def check_forwarded(self, tenant: str, revision: str) -> None:
+        """A tenant that only the front end's file has may be one that was revoked here."""
+        self.check_operator("what a front end forwards")
+        if not self._tenants.has(tenant):
+            is_same = revision == self._tenants.revision
+            why = "" if is_same else "; the front end's file of tenants is another than the scheduler's"
+            raise RpcError(grpc.StatusCode.UNAUTHENTICATED, f"tenant {tenant!r} is not known to the scheduler{why}")

@@ -6,7 +6,7 @@ To what takes calls in it looks like a step loop. Tokens come back in columns, a
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import grpc
@@ -93,13 +93,18 @@ class SchedulerLink:
         model_digest: bytes,
         eos_token_ids: tuple[int, ...],
         on_availability_changed: Callable[[], None],
+        read_metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
+        tenants_revision: Callable[[], str] | None = None,
     ) -> None:
-        """`address` is for messages."""
+        """`address` is for messages. `read_metadata` gives what shows who this is, and may raise OSError;
+        `tenants_revision` that of the tenants by which callers were told apart, None: they were not."""
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         self._address = address
         self._model_digest = model_digest
         self._eos_token_ids = eos_token_ids
         self._on_availability_changed = on_availability_changed
+        self._read_metadata = read_metadata
+        self._tenants_revision = tenants_revision
         self._outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest] | None = None  # None: not connected
         self._waiting = Waiting(f"the scheduler at {address}", logger)
         self._reason = "it has not answered yet"  # why not
@@ -184,6 +189,7 @@ class SchedulerLink:
             timeout_seconds=timeout,
             token_only=True,
             traceparent=trace_context_of_call().get("traceparent"),
+            tenants_revision=self._tenants_revision() if self._tenants_revision is not None else "",
         )
         self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(submit=submission))
         return sent.stream_ids
@@ -240,7 +246,11 @@ class SchedulerLink:
 
     async def _hold(self) -> "_Ended":
         """One call, to its end."""
-        call = self._stub.GenerateMany(wait_for_ready=True)
+        try:
+            metadata = self._read_metadata()
+        except OSError as error:
+            return _Ended(str(error), False)
+        call = self._stub.GenerateMany(wait_for_ready=True, metadata=tuple(metadata))
         sending: asyncio.Task[None] | None = None
         try:
             async with self._waiting.for_connection(self._stub.GenerateMany, self._set_reason):
@@ -249,6 +259,10 @@ class SchedulerLink:
                 if message.HasField("server_info"):
                     if message.server_info.model_digest != self._model_digest:
                         reason = _other_model(message.server_info.model_digest, self._model_digest)
+                        return _Ended(reason, sending is not None)
+                    if message.server_info.has_tenants and self._tenants_revision is None:
+                        # With the front end's own credentials anybody could name any tenant.
+                        reason = "it knows tenants; start this front end with the same --tenants"
                         return _Ended(reason, sending is not None)
                     self._server_info = message.server_info
                     if message.server_info.HasField("worker"):

@@ -74,6 +74,7 @@ class ServerInfo:
     pipeline_depth: int
     max_pending_calls: int
     text_limits: TextLimits
+    has_tenants: bool
     model_digest: bytes
     special_tokens: Mapping[str, str]
 
@@ -242,6 +243,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_sequence_tokens=self._step_loop.max_sequence_tokens,
             unavailable_reason=self._step_loop.unavailable_reason,
             special_tokens=info.special_tokens,
+            has_tenants=info.has_tenants,
         )
         if capacity is not None and self._step_loop.is_connected:
             response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.epoch))

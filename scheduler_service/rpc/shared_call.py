@@ -15,6 +15,7 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import Request
+from scheduler_service.rpc.authentication import check_forwarded
 from scheduler_service.rpc.delivery import Delivery
 from scheduler_service.rpc.generate_request import MAX_SAMPLES
 from scheduler_service.rpc.news import News
@@ -216,6 +217,8 @@ class SharedCall:
         """Raises RpcError."""
         continue_trace(submission.traceparent)
         message, token_only = submission.request, submission.token_only
+        if submission.tenants_revision:
+            check_forwarded(message.tenant, submission.tenants_revision)
         if token_only:
             _check_token_only(message)
         timeout = submission.timeout_seconds if submission.HasField("timeout_seconds") else None

@@ -214,18 +214,20 @@ class GenerateManyRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submission, _Mapping]] = ..., abort: _Optional[_Union[StreamAbort, _Mapping]] = ..., stop: _Optional[_Union[StreamStop, _Mapping]] = ..., get_loads: _Optional[_Union[GetLoadsRequest, _Mapping]] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only", "traceparent")
+    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only", "traceparent", "tenants_revision")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ONLY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_REVISION_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request: GenerateRequest
     timeout_seconds: float
     token_only: bool
     traceparent: str
-    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
+    tenants_revision: str
+    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ..., traceparent: _Optional[str] = ..., tenants_revision: _Optional[str] = ...) -> None: ...
 
 class StreamAbort(_message.Message):
     __slots__ = ("stream_id",)
@@ -504,7 +506,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "served_model_name", "instance_id", "max_model_len", "vocab_size", "eos_token_ids", "has_tokenizer", "chat_template", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "worker", "model_digest", "max_sequence_tokens", "unavailable_reason", "special_tokens")
+    __slots__ = ("version", "served_model_name", "instance_id", "max_model_len", "vocab_size", "eos_token_ids", "has_tokenizer", "chat_template", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth", "worker", "model_digest", "max_sequence_tokens", "unavailable_reason", "special_tokens", "has_tenants")
     class SpecialTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -528,6 +530,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNAVAILABLE_REASON_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HAS_TENANTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     served_model_name: str
     instance_id: str
@@ -544,7 +547,8 @@ class GetServerInfoResponse(_message.Message):
     max_sequence_tokens: int
     unavailable_reason: str
     special_tokens: _containers.ScalarMap[str, str]
-    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    has_tenants: bool
+    def __init__(self, version: _Optional[str] = ..., served_model_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: bool = ..., chat_template: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., pipeline_depth: _Optional[int] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., model_digest: _Optional[bytes] = ..., max_sequence_tokens: _Optional[int] = ..., unavailable_reason: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., has_tenants: bool = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "epoch", "device", "dtype", "attention_backend", "block_size", "num_device_blocks", "block_bytes", "num_host_blocks", "swap_bandwidth", "sliding_window")

@@ -1,0 +1,152 @@
+"""Tenants behind a front end: it tells callers apart as the scheduler does, which holds them to their quotas."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from tests.contract.scheduler_stack import Result, Stack, request, serve
+from tests.contract.test_front_end import FrontEnd, serve_front_end
+from tests.contract.test_tenants import KEYS, PROMPT, code_of, credentials, write_tenants
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    write_tenants(tmp_path / "tenants.yaml")
+    return tmp_path / "tenants.yaml"
+
+
+def key_file(folder: Path, tenant: str) -> str:
+    path = folder / f"{tenant}.key"
+    path.write_text(KEYS[tenant] + "\n")
+    return str(path)
+
+
+@asynccontextmanager
+async def serve_both(checkpoint: Path, tenants: Path, folder: Path) -> AsyncIterator[tuple[Stack, FrontEnd]]:
+    options = {"tenants": str(tenants), "scheduler_api_key_file": key_file(folder, "root")}
+    async with (
+        serve(checkpoint, tenants=str(tenants)) as stack,
+        serve_front_end(checkpoint, stack.url, **options) as front,
+    ):
+        yield stack, front
+
+
+async def generate(front: FrontEnd, message: pb.GenerateRequest, tenant: str) -> Result:
+    result = Result()
+    async for response in front.stub.Generate(message, metadata=credentials(tenant)):
+        result.add(response)
+    return result
+
+
+def as_tenant(tenant: str, **sampling: object) -> pb.GenerateRequest:
+    message = request(PROMPT, **({"max_tokens": 2} | sampling))
+    message.tenant = tenant
+    return message
+
+
+async def test_only_tenants_are_served_and_each_as_itself(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
+    async with serve_both(checkpoint, tenants, tmp_path) as (_, front):
+        for metadata in (None, (("authorization", "Bearer nobody's"),)):
+            call = front.stub.Generate(as_tenant(""), metadata=metadata)
+            assert await code_of(call.read()) is grpc.StatusCode.UNAUTHENTICATED
+        assert len((await generate(front, as_tenant(""), "acme")).token_ids[0]) == 2
+        assert await code_of(generate(front, as_tenant("globex"), "acme")) is grpc.StatusCode.PERMISSION_DENIED
+        # What it computed is cached for acme alone, whichever way the others come.
+        for tenant, num_cached in (("globex", 0), ("acme", 36)):
+            result = await generate(front, as_tenant(""), tenant)
+            assert result.last[0].usage.cached_tokens == num_cached
+
+
+async def test_quotas_are_those_of_the_scheduler(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
+    write_tenants(tenants, acme={"max_requests": 1})
+    async with serve_both(checkpoint, tenants, tmp_path) as (stack, front):
+        stack.worker.step_seconds = 0.02
+        running = front.stub.Generate(as_tenant("", max_tokens=200), metadata=credentials("acme"))
+        await running.read()
+        straight = stack.stub.Generate(as_tenant(""), metadata=credentials("acme"))
+        for refused in (generate(front, as_tenant(""), "acme"), straight.read()):
+            assert await code_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await code_of(generate(front, as_tenant(""), "globex")) is None
+        running.cancel()
+
+
+async def test_a_tenant_that_only_the_front_end_knows_is_refused(
+    checkpoint: Path, tenants: Path, tmp_path: Path
+) -> None:
+    """As it is between the moments at which the two read that it was revoked."""
+    newer = tmp_path / "newer.yaml"
+    write_tenants(newer)
+    write_tenants(tenants)
+    text = newer.read_text()
+    newer.write_text(text.replace("acme:", "other:"))
+    options = {"tenants": str(tenants), "scheduler_api_key_file": key_file(tmp_path, "root")}
+    async with (
+        serve(checkpoint, tenants=str(newer)) as stack,
+        serve_front_end(checkpoint, stack.url, **options) as front,
+    ):
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="'acme' is not known to the scheduler; the front end's"
+        ) as error:
+            await generate(front, as_tenant(""), "acme")
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await code_of(generate(front, as_tenant(""), "globex")) is None
+
+
+async def test_revoked_tenants_lose_their_streams(checkpoint: Path, tenants: Path, tmp_path: Path) -> None:
+    async with serve_both(checkpoint, tenants, tmp_path) as (stack, front):
+        stack.worker.step_seconds = 0.02
+        stream = front.stub.Generate(as_tenant("", max_tokens=200), metadata=credentials("acme"))
+        await stream.read()
+        write_tenants(tenants, acme={"api_keys": []})
+        async with asyncio.timeout(10):
+            while await code_of(stream.read()) is None:
+                pass
+        assert await stream.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("own", "key", "reason"),
+    [
+        (False, "root", "it knows tenants; start this front end with the same --tenants"),
+        (True, "", "UNAUTHENTICATED"),
+    ],
+    ids=["without tenants", "without a key"],
+)
+async def test_a_front_end_that_would_remove_tenancy_serves_nobody(
+    checkpoint: Path, tenants: Path, tmp_path: Path, own: bool, key: str, reason: str
+) -> None:
+    options = {"tenants": str(tenants)} if own else {}
+    if key:
+        options["scheduler_api_key_file"] = key_file(tmp_path, key)
+    async with (
+        serve(checkpoint, tenants=str(tenants)) as stack,
+        serve_front_end(checkpoint, stack.url, waits=False, **options) as front,
+    ):
+        metadata = credentials("acme") if own else None
+        async with asyncio.timeout(20):
+            while True:
+                call = front.stub.Generate(as_tenant("acme"), metadata=metadata, wait_for_ready=True)
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await call.read()
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+                if reason in (error.value.details() or ""):
+                    break
+
+
+async def test_only_operators_forward_tenants(
+    checkpoint: Path, tenants: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    options = {"tenants": str(tenants), "scheduler_api_key_file": key_file(tmp_path, "globex")}
+    async with (
+        serve(checkpoint, tenants=str(tenants)) as stack,
+        serve_front_end(checkpoint, stack.url, **options) as front,
+    ):
+        assert await code_of(generate(front, as_tenant(""), "acme")) is grpc.StatusCode.PERMISSION_DENIED
+    assert not caplog.records
