@@ -34,8 +34,9 @@ from bench.peer_arms import (
 )
 from bench.peer_environment import LLAMA_CPP_PYTHON, VLLM, CannotMakeError, Environments
 from bench.record import RESULTS, machine, write
-from worker_service.cache_engine import available_cpu_bytes, cpu_cache_bytes
+from worker_service.host_memory import available_bytes
 from worker_service.loader import choose_dtype
+from worker_service.pool_size import cpu_cache_bytes
 
 OURS = PagewireArm.name
 PINS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}
@@ -207,7 +208,7 @@ def draw(found: dict, path: Path) -> None:
 
 def arms(num_threads: int, environments: Environments, dtype: str) -> list[Arm]:
     # As much memory for its KV cache as a worker of ours takes by default.
-    flags = ["--dtype", dtype, "--kv-cache-memory", str(cpu_cache_bytes(available_cpu_bytes()))]
+    flags = ["--dtype", dtype, "--kv-cache-memory", str(cpu_cache_bytes(available_bytes()))]
     vllm = ProgramArm("vLLM", "vllm_peer.py", flags, num_threads, environments.vllm)
     return [
         PagewireArm(num_threads),

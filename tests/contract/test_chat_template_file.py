@@ -40,7 +40,7 @@ async def test_a_file_that_cannot_be_read_ends_the_start_in_one_line(
     path = make_checkpoint(tmp_path / "bad", with_tokenizer=False)
     (path / name).write_bytes(content)
     config = SchedulerConfig(model=str(path), worker="127.0.0.1:1", port=0, metrics_port=0)
-    assert await server.run(config, stop=server.asyncio.Event(), ready=lambda url: None) == 1
+    assert await server.run(config, stop=server.asyncio.Event(), ready=lambda url: None) == 78
     [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert told in line
     assert str(path / name) in line

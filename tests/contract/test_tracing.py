@@ -171,5 +171,5 @@ async def test_tracing_that_is_not_installed_is_one_clear_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "scheduler_service.tracing", None)
     config = SchedulerConfig(model=str(checkpoint), port=0, metrics_port=0, otlp_traces_endpoint="http://127.0.0.1:1")
-    assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 1
+    assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 78
     assert "pip install 'pagewire[tracing]'" in caplog.text

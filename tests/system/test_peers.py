@@ -227,7 +227,7 @@ def test_vllm_gets_as_much_memory_as_our_worker_takes(
     python.write_text(f'#!/bin/sh\nexec env TOLD={told} PYTHONPATH={tmp_path} {sys.executable} "$@"\n')
     python.chmod(0o755)
     monkeypatch.setattr(Environments, "vllm", lambda environments: python)
-    monkeypatch.setattr(peers, "available_cpu_bytes", lambda: 10_000_000)
+    monkeypatch.setattr(peers, "available_bytes", lambda: 10_000_000)
     (arm,) = [arm for arm in peers.arms(1, Environments(tmp_path / "peers"), "float32") if arm.name == "vLLM"]
     assert arm.measure(model, SMALL, seed=1)[decode_name(2)] == pytest.approx(200)
     assert int(told.read_text()) == 3_000_000
