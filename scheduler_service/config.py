@@ -173,6 +173,10 @@ class FrontEndConfig:
     tls_client_ca: str | None = _option(
         None, "PEM file of the authority that clients' certificates must come from; turns mutual TLS on"
     )
+    health_host: str = _option("127.0.0.1", "address that --health-port listens on")
+    health_port: int = _option(
+        0, "port of a plaintext health service, for probes without certificates; 0 is off (--port answers too)"
+    )
     tenants: str | None = _option(
         None,
         "YAML file of the tenants that are admitted, the scheduler's; the front end then acts as an operator there",
@@ -197,8 +201,9 @@ class FrontEndConfig:
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
         _check_model(self.model)
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"--port is {self.port}, but must be 0 to 65535")
+        for name in ("port", "health_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{_flag(name)} is {getattr(self, name)}, but must be 0 to 65535")
         for name, minimum in (("drain_timeout", 0), ("max_pending_calls", 1), *_TEXT_MINIMA.items()):
             if not getattr(self, name) >= minimum:
                 raise ValueError(f"{_flag(name)} is {getattr(self, name)}, but must be at least {minimum}")

@@ -30,6 +30,7 @@ from scheduler_service.server import (
     cancel,
     drain,
     import_vllm,
+    probed_server,
     read_pem,
     refused,
     serve_until_signalled,
@@ -103,6 +104,7 @@ class _FrontEnd:
         self._servicer.add_to(self._server)
         self._health = Health(self._server, [SERVICE_NAME, *self._add_vllm(model)])
         self._url = f"grpc://{join(config.host, bind(self._server, config))}"
+        self._probed = probed_server(config, self._health)
 
     def _add_vllm(self, model: ModelInfo) -> list[str]:
         """Serve VllmEngine too; its name, if it can be served."""
@@ -124,6 +126,7 @@ class _FrontEnd:
         await self._health.set_liveness()
         await self._health.set_readiness(False)
         await self._server.start()
+        await self._probed.start()
         watching = [self._authentication.watch()] if self._authentication is not None else []
         parts: list[asyncio.Task[Any]] = [
             asyncio.create_task(part) for part in (self._link.run(), self._report_readiness(ready), *watching)
@@ -140,6 +143,7 @@ class _FrontEnd:
             self._link.end_all("the front end has shut down; send the request to another one")
             self._servicer.close()
             await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
+            await self._probed.stop(0)
             await cancel([stopping, *parts])
             await self._channel.close()
             if self._tokenizer is not None:

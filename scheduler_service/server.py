@@ -188,7 +188,7 @@ class _Service:
         service_names = [SERVICE_NAME, *self._add_vllm(self._servicer.intake, model, info)]
         self._health = Health(self._server, service_names)
         self._url = f"grpc://{join(config.host, bind(self._server, config))}"
-        self._probed_server = _probed_server(config, self._health)
+        self._probed_server = probed_server(config, self._health)
         if self._recorder is not None:
             self._recorder.open()
         self._metrics_server = self._serve_metrics(info.served_model_name)
@@ -402,7 +402,7 @@ def bind(server: grpc.aio.Server, config: SchedulerConfig | FrontEndConfig) -> i
     return listen(server, config.host, config.port, credentials, "--port")
 
 
-def _probed_server(config: SchedulerConfig, health: Health) -> grpc.aio.Server:
+def probed_server(config: SchedulerConfig | FrontEndConfig, health: Health) -> grpc.aio.Server:
     """Answers probes that know no certificates, where that is asked for. Raises OSError."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
     if config.health_port:

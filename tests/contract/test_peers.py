@@ -14,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from pagewire.supervisor import free_port
+from scheduler_service import front_end
+from scheduler_service.config import FrontEndConfig
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS
 from tests.contract import scheduler_stack
 from tests.contract.certificates import DAY, Authority, Certificate, self_signed
@@ -192,3 +194,38 @@ async def test_scheduler_refuses_a_worker_of_another_name(site: Site) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await ask_worker(peer)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_front_end_under_mutual_tls_reaches_the_scheduler_and_answers_probes_in_plaintext(
+    site: Site, checkpoint: Path
+) -> None:
+    async with scheduler(site, checkpoint) as target:
+        files = site.server_files()
+        shown = site.client.write(site.folder, "frontend")
+        config = FrontEndConfig(
+            model=str(checkpoint),
+            scheduler=target,
+            host="localhost",
+            port=free_port("localhost"),
+            health_host="localhost",
+            health_port=free_port("localhost"),
+            scheduler_tls_ca=files["tls_client_ca"],
+            scheduler_tls_cert=shown[0],
+            scheduler_tls_key=shown[1],
+            **files,
+        )
+        stop = asyncio.Event()
+        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        running = asyncio.create_task(front_end.run(config, stop=stop, ready=url.set_result, stop_now=stop))
+        try:
+            await asyncio.wait({running, url}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            async with grpc.aio.insecure_channel(f"localhost:{config.health_port}") as probe:
+                service = "pagewire.scheduler.v1.SchedulerService"
+                request = health_pb2.HealthCheckRequest(service=service)
+                answer = await health_pb2_grpc.HealthStub(probe).Check(request, timeout=10)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            async with channel(f"localhost:{config.port}", site.authority.cert, site.client) as peer:
+                assert (await ask_scheduler(peer)).served_model_name
+        finally:
+            stop.set()
+            await running

@@ -52,24 +52,43 @@ def find(objects: list[Manifest], kind: str, component: str) -> Manifest:
 def pod_templates(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
     """The component and the pod template of everything that runs pods."""
     for item in objects:
-        if item["kind"] == "Deployment":
-            templates = [item["spec"]["template"]]
+        if item["kind"] in ("Deployment", "StatefulSet"):
+            template = item["spec"]["template"]
         elif item["kind"] == "LeaderWorkerSet":
-            pair = item["spec"]["leaderWorkerTemplate"]
-            templates = [pair["leaderTemplate"], pair["workerTemplate"]]
+            template = item["spec"]["leaderWorkerTemplate"]["workerTemplate"]
         else:
             continue
-        for template in templates:
-            yield template["metadata"]["labels"]["app.kubernetes.io/component"], template
+        yield template["metadata"]["labels"]["app.kubernetes.io/component"], template
+
+
+def container_of(pod: Manifest) -> Manifest:
+    """The container that a pod is there for: the first one. What stands beside it comes later."""
+    return pod["containers"][0]
 
 
 def flags_of(pod: Manifest) -> dict[str, str]:
-    """The flags of a pod's only container. One without a value has an empty one."""
-    (container,) = pod["containers"]
-    pairs = [argument.removeprefix("--").partition("=") for argument in container["args"]]
-    return {name: value for name, _, value in pairs}
+    """The flags of a pod's main container. One without a value has an empty one, one with several has them all."""
+    return parse_flags(container_of(pod)["args"])
+
+
+def parse_flags(arguments: list[str]) -> dict[str, str]:
+    flags: dict[str, str] = {}
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, _, flags[name.removeprefix("--")] = argument.partition("=")
+        else:
+            flags[name.removeprefix("--")] = f"{flags[name.removeprefix('--')]} {argument}".strip()
+    return flags
 
 
 def ports_of(pod: Manifest) -> dict[str, int]:
-    (container,) = pod["containers"]
-    return {port["name"]: port["containerPort"] for port in container["ports"]}
+    return {port["name"]: port["containerPort"] for port in container_of(pod)["ports"]}
+
+
+def selects(selector: Manifest, labels: dict[str, str]) -> bool:
+    """Whether a label selector matches; of expressions only those that are used here, `In`."""
+    expressions = selector.get("matchExpressions", [])
+    assert all(expression["operator"] == "In" for expression in expressions)
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
+    )

@@ -22,6 +22,7 @@ from tests.project.manifests import (
     OVERLAYS,
     Manifest,
     base_objects,
+    container_of,
     documents,
     find,
     flags_of,
@@ -29,6 +30,7 @@ from tests.project.manifests import (
     pod_templates,
     ports_of,
     rendered,
+    selects,
 )
 
 KUBERNETES_VERSION = "1.32"
@@ -51,8 +53,6 @@ CUSTOM_KINDS = {
     "Certificate",
     "Issuer",
 }
-GROUP_INDEX = "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"
-DNS_PORTS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
 
 components = pytest.mark.parametrize("component", ["scheduler", "worker"])
 
@@ -61,9 +61,8 @@ def pod_of(component: str) -> Manifest:
     return find(base_objects(), "Deployment", component)["spec"]["template"]["spec"]
 
 
-def container_of(component: str) -> Manifest:
-    (container,) = pod_of(component)["containers"]
-    return container
+def base_container(component: str) -> Manifest:
+    return container_of(pod_of(component))
 
 
 def settings_of(component: str) -> set[str]:
@@ -73,22 +72,6 @@ def settings_of(component: str) -> set[str]:
 
 def overlay_worker(name: str) -> dict[str, Any]:
     return documents(DEPLOY / "overlays" / name / "worker.yaml")[0]["spec"]["template"]["spec"]
-
-
-def policy_of(objects: list[Manifest], component: str) -> Manifest:
-    return find(objects, "NetworkPolicy", component)["spec"]
-
-
-def peers(rule: Manifest, direction: str) -> list[str]:
-    """Who a rule is about: components, and labels of pods and namespaces."""
-    found = []
-    for peer in rule[direction]:
-        (selector,) = peer.values()
-        labels = dict(selector["matchLabels"])
-        if labels.pop("app.kubernetes.io/name", "") == "pagewire":
-            found.append(labels.pop("app.kubernetes.io/component"))
-        found += [f"{next(iter(peer))}:{name}={value}" for name, value in labels.items()]
-    return found
 
 
 @pytest.mark.parametrize("manifest", base_objects(), ids=lambda item: f"{item['kind']}-{item['metadata']['name']}")
@@ -160,8 +143,8 @@ def test_ports_probes_and_services_agree(overlay: Path) -> None:
             if component in READINESS_SERVICES:
                 assert container[probe]["grpc"]["port"] == ports.get("health", ports["grpc"])
         if ("Service", f"pagewire-{component}") not in [(o["kind"], o["metadata"]["name"]) for o in objects]:
-            assert component == "worker"
-            assert overlay.name in ("pairs", "keda", "tensor-parallel")
+            # The controller of the group makes one.
+            assert (component, overlay.name) == ("worker", "multi-node")
             continue
         service = find(objects, "Service", component)["spec"]
         assert all(port["targetPort"] in ports for port in service["ports"])
@@ -213,81 +196,76 @@ def test_liveness_does_not_depend_on_a_peer(overlay: Path) -> None:
 
 
 def test_a_worker_may_load_for_30_minutes() -> None:
-    probe = container_of("worker")["startupProbe"]
+    probe = base_container("worker")["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 30 * 60
 
 
 @overlays
 def test_selectors_match_the_pods(overlay: Path) -> None:
     objects = rendered(overlay)
-    labels = {component: template["metadata"]["labels"].items() for component, template in pod_templates(objects)}
+    labels = {component: template["metadata"]["labels"] for component, template in pod_templates(objects)}
+    several = {"PodMonitor": {"scheduler", "gateway"}, "pagewire-dns": {"scheduler", "frontend", "gateway"}}
+    if overlay.name == "multi-node":
+        several["pagewire-dns"].add("worker")
     for item in objects:
-        name = item["metadata"]["name"].removeprefix("pagewire-")
         selectors = {
-            "Deployment": lambda spec: spec["selector"]["matchLabels"],
-            "PodDisruptionBudget": lambda spec: spec["selector"]["matchLabels"],
-            "NetworkPolicy": lambda spec: spec["podSelector"]["matchLabels"],
-            "Service": lambda spec: spec["selector"],
-            "PodMonitor": lambda spec: spec["selector"]["matchLabels"],
+            "Deployment": lambda spec: spec["selector"],
+            "StatefulSet": lambda spec: spec["selector"],
+            "PodDisruptionBudget": lambda spec: spec["selector"],
+            "NetworkPolicy": lambda spec: spec["podSelector"],
+            "Service": lambda spec: {"matchLabels": spec["selector"]},
+            "PodMonitor": lambda spec: spec["selector"],
         }
         if item["kind"] in selectors:
-            selected = selectors[item["kind"]](item["spec"]).items()
-            matched = {component for component, own in labels.items() if selected <= own}
-            assert matched == {"scheduler" if item["kind"] == "PodMonitor" else name}
+            selector = selectors[item["kind"]](item["spec"])
+            matched = {component for component, own in labels.items() if selects(selector, own)}
+            name = item["metadata"]["name"]
+            meant = several.get(item["kind"]) or several.get(name) or {name.removeprefix("pagewire-")}
+            assert matched == meant & set(labels)
+            assert selector["matchLabels"]["app.kubernetes.io/name"] == "pagewire", "others have schedulers, too"
+
+
+@overlays
+def test_pods_of_a_kind_are_spread_where_there_are_several(overlay: Path) -> None:
+    objects = rendered(overlay)
+    for component, template in pod_templates(objects):
+        kinds = [item["kind"] for item in objects if item["metadata"]["name"] == f"pagewire-{component}"]
+        if {"StatefulSet", "LeaderWorkerSet"} & set(kinds) or component in ("gateway", "frontend"):
+            (constraint,) = template["spec"]["topologySpreadConstraints"]
+            assert selects(constraint["labelSelector"], template["metadata"]["labels"])
+            # On one node rather than not at all.
+            assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+
+
+@overlays
+def test_priority_classes_exist_where_they_are_named(overlay: Path) -> None:
+    objects = rendered(overlay)
+    values = {item["metadata"]["name"]: item["value"] for item in objects if item["kind"] == "PriorityClass"}
+    named = {component: template["spec"].get("priorityClassName") for component, template in pod_templates(objects)}
+    assert set(named.values()) == (set(values) or {None})
+    if values:
+        assert all(values[named[name]] > values[named["worker"]] for name in named if name != "worker")
+        # Above it is what the cluster itself needs.
+        assert max(values.values()) <= 1_000_000_000
+
+
+@overlays
+def test_pods_are_scraped_once(overlay: Path) -> None:
+    objects = rendered(overlay)
+    monitors = [item["spec"]["selector"] for item in objects if item["kind"] == "PodMonitor"]
+    for _, template in pod_templates(objects):
+        metadata = template["metadata"]
+        by_annotation = metadata.get("annotations", {}).get("prometheus.io/scrape") == "true"
+        by_monitor = sum(selects(selector, metadata["labels"]) for selector in monitors)
+        assert by_annotation + by_monitor == ("metrics" in ports_of(template["spec"]))
 
 
 @overlays
 def test_every_pod_has_a_policy_and_a_disruption_budget(overlay: Path) -> None:
     objects = rendered(overlay)
     for component, _ in pod_templates(objects):
-        assert policy_of(objects, component)["policyTypes"] == ["Ingress", "Egress"]
+        assert find(objects, "NetworkPolicy", component)["spec"]["policyTypes"] == ["Ingress", "Egress"]
         assert find(objects, "PodDisruptionBudget", component)["spec"]["maxUnavailable"] == 1
-
-
-@overlays
-def test_only_the_scheduler_and_other_ranks_reach_the_worker(overlay: Path) -> None:
-    objects = rendered(overlay)
-    worker = policy_of(objects, "worker")
-    rule, *from_ranks = worker["ingress"]
-    assert peers(rule, "from") == ["scheduler"]
-    assert [port["port"] for port in rule["ports"]] == [int(flags_of(pod_of("worker"))["port"])]
-    if overlay.name == "tensor-parallel":
-        (from_rank,), (to_rank, dns) = from_ranks, worker["egress"]
-        assert peers(from_rank, "from") == peers(to_rank, "to") == ["worker"]
-        # gloo and NCCL choose ports as they like, but none that needs a capability.
-        assert from_rank["ports"] == to_rank["ports"] == [{"port": 1024, "endPort": 65535, "protocol": "TCP"}]
-        assert dns == policy_of(objects, "scheduler")["egress"][1]
-    else:
-        assert (from_ranks, worker["egress"]) == ([], [])
-    to_worker, dns = policy_of(objects, "scheduler")["egress"]
-    assert peers(to_worker, "to") == ["worker"]
-    assert to_worker["ports"] == rule["ports"]
-    assert dns["ports"] == DNS_PORTS
-
-
-def test_clients_and_prometheus_reach_the_scheduler() -> None:
-    flags = flags_of(pod_of("scheduler"))
-    clients, prometheus = policy_of(base_objects(), "scheduler")["ingress"]
-    labels = ["podSelector:pagewire-client=true", "namespaceSelector:pagewire-client=true"]
-    assert peers(clients, "from") == ["gateway", "frontend", *labels]
-    assert [port["port"] for port in clients["ports"]] == [int(flags["port"])]
-    assert peers(prometheus, "from") == ["namespaceSelector:kubernetes.io/metadata.name=monitoring"]
-    assert [port["port"] for port in prometheus["ports"]] == [int(flags["metrics-port"])]
-
-
-def test_the_gateway_finds_schedulers_and_may_do_no_more() -> None:
-    objects = rendered(DEPLOY / "overlays" / "smg")
-    role = find(objects, "Role", "gateway")
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
-    binding = find(objects, "RoleBinding", "gateway")
-    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
-    pod = find(objects, "Deployment", "gateway")["spec"]["template"]["spec"]
-    assert [subject["name"] for subject in binding["subjects"]] == [pod["serviceAccountName"]]
-    flags = flags_of(pod)
-    key, _, value = flags["selector"].partition("=")
-    assert find(objects, "Deployment", "scheduler")["spec"]["template"]["metadata"]["labels"][key] == value
-    assert flags["service-discovery-port"] == flags_of(pod_of("scheduler"))["port"]
-    assert peers(policy_of(objects, "gateway")["egress"][0], "to") == ["scheduler"]
 
 
 @components
@@ -345,7 +323,7 @@ def test_compiled_kernels_have_a_place_to_be_written() -> None:
     environment = re.search(r"^ENV (.+)$", (DEPLOY / "Dockerfile.worker").read_text(), re.MULTILINE)
     assert environment is not None
     cache = dict(pair.split("=", 1) for pair in environment[1].split())["PAGEWIRE_CACHE"]
-    (mount,) = [mount for mount in container_of("worker")["volumeMounts"] if mount["mountPath"] == cache]
+    (mount,) = [mount for mount in base_container("worker")["volumeMounts"] if mount["mountPath"] == cache]
     (volume,) = [volume for volume in pod_of("worker")["volumes"] if volume["name"] == mount["name"]]
     assert "emptyDir" in volume
 
@@ -396,58 +374,6 @@ def test_gpu_overlay_asks_for_one_gpu() -> None:
     (mount,) = container["volumeMounts"]
     assert mount["mountPath"] == "/dev/shm"
     assert {volume["name"]: volume["emptyDir"]["medium"] for volume in pod["volumes"]} == {mount["name"]: "Memory"}
-
-
-def test_each_pair_is_a_group_whose_scheduler_dials_its_own_worker() -> None:
-    pairs = find(rendered(DEPLOY / "overlays" / "pairs"), "LeaderWorkerSet", "")
-    assert pairs["spec"]["leaderWorkerTemplate"]["size"] == 2
-    pods = {component: template["spec"] for component, template in pod_templates([pairs])}
-    assert list(pods) == ["scheduler", "worker"]
-    (variable,) = pods["scheduler"]["containers"][0]["env"]
-    assert variable == {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
-    # The controller names a worker after its leader, under a headless service named as the set.
-    address = f"$(POD_NAME)-1.{pairs['metadata']['name']}:{flags_of(pods['worker'])['port']}"
-    assert flags_of(pods["scheduler"])["worker"] == address
-
-
-def test_each_group_has_a_scheduler_that_dials_the_ranks_of_its_own_worker() -> None:
-    group = find(rendered(DEPLOY / "overlays" / "tensor-parallel"), "LeaderWorkerSet", "")
-    pods = {component: template["spec"] for component, template in pod_templates([group])}
-    flags = flags_of(pods["worker"])
-    num_ranks = int(flags["tensor-parallel-size"])
-    assert group["spec"]["leaderWorkerTemplate"]["size"] == 1 + num_ranks
-    name, port = group["metadata"]["name"], flags["port"]
-    addresses = [f"$(POD_NAME)-{1 + rank}.{name}:{port}" for rank in range(num_ranks)]
-    assert flags_of(pods["scheduler"])["worker"] == ",".join(addresses)
-    # Of the group of this index: where rank 0 listens.
-    store_port = ports_of(pods["worker"])["store"]
-    assert flags["tensor-parallel-address"] == f"{name}-$(GROUP_INDEX)-1.{name}:{store_port}"
-    (container,) = pods["worker"]["containers"]
-    assert {"name": "GROUP_INDEX", "valueFrom": {"fieldRef": {"fieldPath": GROUP_INDEX}}} in container["env"]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
-
-
-def test_the_shell_tells_a_rank_its_number_and_gives_way(tmp_path: Path) -> None:
-    """With a program in Pagewire's place that prints its process and its arguments."""
-    (tmp_path / "pagewire").write_text('#!/bin/sh\necho $$ "$@"\n')
-    (tmp_path / "pagewire").chmod(0o755)
-    group = find(rendered(DEPLOY / "overlays" / "tensor-parallel"), "LeaderWorkerSet", "")
-    (container,) = dict(pod_templates([group]))["worker"]["spec"]["containers"]
-    command = [part.replace("$$", "$") for part in container["command"]]  # as Kubernetes does
-    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LWS_WORKER_INDEX": "2"}
-    process = subprocess.Popen([*command, "--a=1", "--b=c d"], env=environ, stdout=subprocess.PIPE, text=True)
-    printed, _ = process.communicate()
-    assert printed.strip() == f"{process.pid} worker --tensor-parallel-rank=1 --a=1 --b=c d"
-    assert "tensor_parallel_rank" in settings_of("worker")
-
-
-def test_scaling_is_of_pairs() -> None:
-    objects = rendered(DEPLOY / "overlays" / "keda")
-    (scaled,) = [item for item in objects if item["kind"] == "ScaledObject"]
-    pairs = find(objects, "LeaderWorkerSet", "")
-    target = scaled["spec"]["scaleTargetRef"]
-    assert (target["apiVersion"], target["kind"]) == (pairs["apiVersion"], pairs["kind"])
-    assert target["name"] == pairs["metadata"]["name"]
 
 
 def test_mutual_tls_shows_the_certificates_that_are_issued() -> None:

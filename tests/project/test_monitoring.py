@@ -44,8 +44,9 @@ def expressions() -> Iterator[tuple[str, str]]:
         yield from ((panel["title"], target["expr"]) for target in panel["targets"])
     for rule in rules():
         yield rule.get("alert", rule.get("record", "")), rule["expr"]
-    (scaled,) = documents(DEPLOY / "overlays" / "keda" / "scaled-object.yaml")
-    yield from (("keda", trigger["metadata"]["query"]) for trigger in scaled["spec"]["triggers"])
+    for scaled in documents(DEPLOY / "overlays" / "keda" / "scaled-objects.yaml"):
+        triggers = [trigger["metadata"] for trigger in scaled["spec"]["triggers"] if trigger["type"] == "prometheus"]
+        yield from (("keda", trigger["query"]) for trigger in triggers)
 
 
 @pytest.mark.parametrize(("place", "expression"), list(expressions()), ids=[place for place, _ in expressions()])

@@ -1,0 +1,198 @@
+"""Who reaches whom: the network policies name both, and the gateway's administration asks for a key."""
+
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagewire.supervisor import free_port
+from tests.project.manifests import (
+    DEPLOY,
+    Manifest,
+    base_objects,
+    container_of,
+    find,
+    flags_of,
+    overlays,
+    parse_flags,
+    pod_templates,
+    ports_of,
+    rendered,
+)
+from tests.system.gateway import wait_until
+from tests.system.services import ENVIRON
+
+CLIENTS = ["podSelector:pagewire-client=true", "namespaceSelector:pagewire-client=true"]
+PROMETHEUS = "namespaceSelector:kubernetes.io/metadata.name=monitoring podSelector:app.kubernetes.io/name=prometheus"
+
+
+def policy_of(objects: list[Manifest], component: str) -> Manifest:
+    return find(objects, "NetworkPolicy", component)["spec"]
+
+
+def ports(rule: Manifest) -> list[int]:
+    """Of one range of ports or single ones."""
+    return [number for port in rule["ports"] for number in range(port["port"], port.get("endPort", port["port"]) + 1)]
+
+
+def peers(rule: Manifest, direction: str) -> list[str]:
+    """Who a rule is about: components, addresses, and labels of pods and namespaces; both kinds count together."""
+    found = []
+    for peer in rule[direction]:
+        if "ipBlock" in peer:
+            found.append(peer["ipBlock"]["cidr"])
+            continue
+        labels = [(kind, dict(selector["matchLabels"])) for kind, selector in peer.items()]
+        pods = dict(labels).get("podSelector", {})
+        if pods.get("app.kubernetes.io/name") == "pagewire":
+            found.append(pods["app.kubernetes.io/component"])
+        else:
+            found.append(" ".join(f"{kind}:{name}={value}" for kind, own in labels for name, value in own.items()))
+    return found
+
+
+@overlays
+def test_every_rule_names_who_and_where(overlay: Path) -> None:
+    for item in rendered(overlay):
+        if item["kind"] == "NetworkPolicy":
+            for side, direction in (("ingress", "from"), ("egress", "to")):
+                for rule in item["spec"].get(side, []):
+                    assert rule[direction], item["metadata"]["name"]
+                    assert rule["ports"], item["metadata"]["name"]
+                    assert not {"0.0.0.0/0", "::/0"} & set(peers(rule, direction)), "that is everybody"
+
+
+@overlays
+def test_only_the_scheduler_and_other_ranks_reach_the_worker(overlay: Path) -> None:
+    objects = rendered(overlay)
+    pods = {component: template["spec"] for component, template in pod_templates(objects)}
+    worker = policy_of(objects, "worker")
+    rule, *from_ranks = worker["ingress"]
+    assert peers(rule, "from") == ["scheduler"]
+    dialled = sorted({int(address.rpartition(":")[2]) for address in flags_of(pods["scheduler"])["worker"].split(",")})
+    assert ports(rule) == dialled
+    if overlay.name == "multi-node":
+        (from_rank,), (to_rank,) = from_ranks, worker["egress"]
+        assert peers(from_rank, "from") == peers(to_rank, "to") == ["worker"]
+        # gloo and NCCL choose ports as they like, but none that needs a capability.
+        assert from_rank["ports"] == to_rank["ports"] == [{"port": 1024, "endPort": 65535, "protocol": "TCP"}]
+    else:
+        assert (from_ranks, worker["egress"]) == ([], [])
+    (to_worker,) = policy_of(objects, "scheduler")["egress"]
+    assert peers(to_worker, "to") == ["worker"]
+    assert to_worker["ports"] == rule["ports"]
+
+
+def test_clients_and_prometheus_reach_the_scheduler() -> None:
+    flags = flags_of(find(base_objects(), "Deployment", "scheduler")["spec"]["template"]["spec"])
+    clients, prometheus = policy_of(base_objects(), "scheduler")["ingress"]
+    assert peers(clients, "from") == ["gateway", "frontend", *CLIENTS]
+    assert ports(clients) == [int(flags["port"])]
+    assert peers(prometheus, "from") == [PROMETHEUS]
+    assert ports(prometheus) == [int(flags["metrics-port"])]
+
+
+def test_names_are_resolved_by_the_clusters_dns_by_openshifts_and_by_the_nodes_cache() -> None:
+    cluster, openshift, node = find(base_objects(), "NetworkPolicy", "dns")["spec"]["egress"]
+    assert peers(cluster, "to") == [
+        "namespaceSelector:kubernetes.io/metadata.name=kube-system podSelector:k8s-app=kube-dns"
+    ]
+    assert peers(openshift, "to") == [
+        "namespaceSelector:kubernetes.io/metadata.name=openshift-dns "
+        "podSelector:dns.operator.openshift.io/daemonset-dns=default"
+    ]
+    # What NodeLocal DNSCache binds, and the Service of kubeadm's clusters, in whose place it answers.
+    assert peers(node, "to") == ["169.254.20.10/32", "10.96.0.10/32"]
+    for rule, port in ((cluster, 53), (openshift, 5353), (node, 53)):
+        assert rule["ports"] == [{"port": port, "protocol": "UDP"}, {"port": port, "protocol": "TCP"}]
+
+
+@overlays
+def test_whoever_dials_a_name_may_resolve_it(overlay: Path) -> None:
+    objects = rendered(overlay)
+    (expression,) = find(objects, "NetworkPolicy", "dns")["spec"]["podSelector"]["matchExpressions"]
+    dialling = {name for name, _ in pod_templates(objects) if name != "worker" or overlay.name == "multi-node"}
+    assert dialling <= set(expression["values"])
+    assert ("worker" in expression["values"]) is (overlay.name == "multi-node")
+
+
+def test_the_gateway_is_reached_by_clients_and_finds_our_schedulers_alone() -> None:
+    objects = rendered(DEPLOY / "overlays" / "smg")
+    role = find(objects, "Role", "gateway")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    binding = find(objects, "RoleBinding", "gateway")
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
+    pod = find(objects, "Deployment", "gateway")["spec"]["template"]["spec"]
+    assert [subject["name"] for subject in binding["subjects"]] == [pod["serviceAccountName"]]
+    flags = flags_of(pod)
+    scheduler = find(objects, "Deployment", "scheduler")["spec"]["template"]
+    selected = dict(pair.split("=") for pair in flags["selector"].split())
+    assert selected == {"app.kubernetes.io/name": "pagewire", "app.kubernetes.io/component": "scheduler"}
+    assert selected.items() <= scheduler["metadata"]["labels"].items()
+    assert flags["service-discovery-port"] == flags_of(scheduler["spec"])["port"]
+    clients, prometheus = policy_of(objects, "gateway")["ingress"]
+    assert (peers(clients, "from"), ports(clients)) == (CLIENTS, [ports_of(pod)["http"]])
+    assert (peers(prometheus, "from"), ports(prometheus)) == ([PROMETHEUS], [ports_of(pod)["metrics"]])
+    to_schedulers, to_api = policy_of(objects, "gateway")["egress"]
+    assert peers(to_schedulers, "to") == ["scheduler"]
+    assert peers(to_api, "to") == ["10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"]
+    assert ports(to_api) == [443, 6443]
+
+
+def gateway_arguments(key: str) -> list[str]:
+    """The gateway's own, as the manifest has them, on loopback and without discovery, with this key of the Secret."""
+    pod = find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
+    (variable,) = [item for item in container_of(pod)["env"] if item["name"] == "ADMIN_KEY"]
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "pagewire-gateway", "key": "admin-key"}}, "not optional"
+    flags = parse_flags([argument.replace("$(ADMIN_KEY)", key) for argument in container_of(pod)["args"]])
+    flags = {name: value for name, value in flags.items() if "discovery" not in name and name != "selector"}
+    flags |= {"host": "127.0.0.1", "prometheus-host": "127.0.0.1", "log-level": "error"}
+    flags |= {"port": str(free_port("127.0.0.1")), "prometheus-port": str(free_port("127.0.0.1"))}
+    return [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
+
+
+def status_of(port: str, method: str, path: str, key: str | None = None) -> int | None:
+    """Of the answer; None: nobody listens."""
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        connection.request(method, path, json.dumps({"url": "grpc://127.0.0.1:1"}), headers)
+        return connection.getresponse().status
+    except ConnectionRefusedError:
+        return None
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def gateway(key: str) -> Iterator[str]:
+    """A real one with this key in its Secret: its port."""
+    arguments = gateway_arguments(key)
+    port = parse_flags(arguments)["port"]
+    process = subprocess.Popen([sys.executable, "-m", "smg", "launch", *arguments], env=ENVIRON)
+    try:
+        wait_until(lambda: status_of(port, "GET", "/liveness") == 200, 60)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_gateways_administration_asks_for_the_key_of_the_secret() -> None:
+    """A rogue worker added by POST would get prompts."""
+    with gateway("s3cret") as port:
+        for method, path in [("POST", "/workers"), ("GET", "/workers"), ("POST", "/flush_cache")]:
+            assert status_of(port, method, path) == 401
+            assert status_of(port, method, path, "another") == 401
+        assert status_of(port, "GET", "/workers", "s3cret") == 200
+        assert status_of(port, "POST", "/workers", "s3cret") == 202
+
+
+def test_an_empty_key_opens_nothing() -> None:
+    """As in a Secret that nobody filled in."""
+    with gateway("") as port:
+        assert status_of(port, "GET", "/workers") == 401
+        assert status_of(port, "GET", "/workers", "admin") == 401
