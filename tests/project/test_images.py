@@ -37,7 +37,8 @@ def project() -> dict:
 
 def files_of_the_build() -> list[Path]:
     """The committed files that .dockerignore lets through."""
-    seen = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    seen = {line.removeprefix("!") for line in lines if line[:1] == "!" and "/" not in line}
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
     paths = [Path(name) for name in listed.stdout.decode().splitlines()]
     return [path for path in paths if any(path.is_relative_to(name) for name in seen) and (ROOT / path).exists()]
@@ -60,10 +61,118 @@ def test_image_runs_the_command_as_an_unprivileged_user(image: str) -> None:
     assert f"-t pagewire-{image}:{pagewire.__version__}" in (DEPLOY / f"Dockerfile.{image}").read_text()
 
 
-@pytest.mark.parametrize(("image", "installed"), [("scheduler", "/src"), ("worker", "/src[worker]")])
-def test_image_installs_what_its_service_needs(image: str, installed: str) -> None:
-    (command,) = [argument for name, argument in instructions_of(image) if name == "RUN" and "pip install" in argument]
-    assert shlex.split(command)[-1] == installed
+@pytest.mark.parametrize("image", IMAGES)
+def test_hadolint_finds_nothing(image: str) -> None:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    command = [hadolint, "--no-color", DEPLOY / f"Dockerfile.{image}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_edit_of_a_source_installs_no_package_again(image: str) -> None:
+    """Steps are done again from the first whose files changed: the sources come last, into a layer of their own."""
+    instructions = instructions_of(image)
+    (installs,) = [
+        index for index, (name, argument) in enumerate(instructions) if name == "RUN" and "--require-hashes" in argument
+    ]
+    copies = [(index, argument) for index, (name, argument) in enumerate(instructions) if name == "COPY"]
+    before = [argument for index, argument in copies if index < installs]
+    assert all(source.endswith(".lock") for argument in before for source in argument.split()[:-1])
+    sources = [index for index, argument in copies if argument == ". /src"]
+    assert sources == ([] if image == "gateway" else [index for index in sources if index > installs])
+    layers = [argument for index, argument in copies if argument.startswith("--from=")]
+    expected = ["--from=dependencies /opt/pagewire /opt/pagewire", "--from=package /opt/package /opt/pagewire"]
+    assert layers == (["--from=build /opt/gateway /opt/gateway"] if image == "gateway" else expected)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_base_image_is_an_argument_and_no_processor_is_named(image: str) -> None:
+    instructions = instructions_of(image)
+    assert instructions[0] == ("ARG", "PYTHON_IMAGE=python:3.11-slim")
+    bases = [argument.split()[0] for name, argument in instructions if name == "FROM"]
+    stages = {argument.split()[-1] for name, argument in instructions if name == "FROM" and " AS " in argument}
+    assert set(bases) - stages == {"${PYTHON_IMAGE}"}, "a tag or a digest"
+    text = (DEPLOY / f"Dockerfile.{image}").read_text()
+    assert not re.search(r"amd64|x86|arm64|aarch64|--platform", text)
+
+
+def locked(name: str) -> dict[str, str]:
+    """The packages of a lock file and their versions; every one has a hash."""
+    text = (DEPLOY / "requirements" / f"{name}.lock").read_text()
+    versions = {}
+    for entry in re.split(r"\n(?=[a-z])", re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE)):
+        requirement = Requirement(entry.partition("\\")[0].strip())
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), requirement.name
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "=="
+        # Some packages have a version for each Python: the one of the images counts.
+        if requirement.marker is None or requirement.marker.evaluate(PYTHON_OF_IMAGES):
+            versions[canonicalize_name(requirement.name)] = specifier.version
+    return versions
+
+
+PYTHON_OF_IMAGES = {"python_version": "3.11", "python_full_version": "3.11.14"}
+# What each lock is made of: deploy/lock.py says the same.
+EXTRAS = {"scheduler": (), "worker": ("worker",), "worker-cpu": ("worker",), "serve": ("worker", "gateway")}
+
+
+@pytest.mark.parametrize("lock", EXTRAS)
+def test_lock_pins_what_the_project_names(lock: str) -> None:
+    """After a change of pyproject.toml: python deploy/lock.py."""
+    named, versions = project()["project"], locked(lock)
+    requirements = named["dependencies"] + [
+        requirement for extra in EXTRAS[lock] for requirement in named["optional-dependencies"][extra]
+    ]
+    for requirement in map(Requirement, requirements):
+        name = canonicalize_name(requirement.name)
+        if (lock, name) != ("worker-cpu", "torch"):
+            assert requirement.specifier.contains(versions[name]), name
+
+
+def test_lock_of_the_cpu_image_is_the_workers_without_cuda() -> None:
+    worker, cpu = locked("worker"), locked("worker-cpu")
+    assert cpu.items() <= worker.items()
+    left_out = set(worker) - set(cpu)
+    assert "torch" in left_out
+    assert not [name for name in left_out if not re.match("nvidia-|cuda-|triton$|torch$", name)]
+    assert not [name for name in cpu if re.match("nvidia|cuda|triton", name)]
+    (pinned,) = re.findall(r" torch==(\S+)", (DEPLOY / "Dockerfile.worker").read_text())
+    assert pinned == worker["torch"]
+
+
+def test_lock_of_the_gateway_agrees_with_the_extra() -> None:
+    (extra,) = map(Requirement, project()["project"]["optional-dependencies"]["gateway"])
+    assert extra.specifier.contains(locked("gateway")[canonicalize_name(extra.name)])
+    assert canonicalize_name(extra.name) in locked("serve")
+    assert Requirement(project()["build-system"]["requires"][0]).specifier.contains(locked("build")["setuptools"])
+
+
+# Bytes on a disk. What python:3.11-slim holds, and gcc with libc6-dev on Debian 12, both rounded up.
+PYTHON_IMAGE_BYTES, COMPILER_BYTES = 150e6, 200e6
+
+
+def test_cpu_image_is_below_1500_megabytes() -> None:
+    """By the sizes of what is installed here, where torch is a build for CPUs."""
+    if "+cpu" not in metadata.version("torch"):
+        pytest.skip("torch is here with CUDA, the CPU image has it without")
+    installed = closure_of(
+        [*project()["project"]["dependencies"], *project()["project"]["optional-dependencies"]["worker"]]
+    )
+    files = [file.locate() for distribution in installed for file in distribution.files or [] if ".." not in file.parts]
+    own = sum((ROOT / path).stat().st_size for path in files_of_the_build())
+    size = sum(file.stat().st_size for file in files if file.exists()) + own + PYTHON_IMAGE_BYTES + COMPILER_BYTES
+    print(f"{size / 1e9:.2f} GB")
+    assert size < 1.5e9
+
+
+def test_triton_needs_the_compiler_when_it_runs() -> None:
+    """The reason that Dockerfile.worker gives for a compiler in the image with CUDA."""
+    driver = Path(str(metadata.distribution("triton").locate_file("triton/backends/nvidia"))) / "driver.py"
+    source = driver.read_text()
+    assert "driver.c" in source
+    assert "compile_module_from" in source
+    assert "libcuda.so.1" in source, "which only the node has"
 
 
 def test_worker_image_has_a_compiler() -> None:
@@ -86,9 +195,9 @@ def test_images_see_everything_that_the_package_needs() -> None:
     assert {path.parent for path in files_of_the_build() if path.parts[0] == "models"} == {Path("models/storyteller")}
 
 
-def closure_of_the_base_install() -> list[metadata.Distribution]:
-    """The distributions that `pip install .` would bring, as they are installed here."""
-    waiting, found = list(project()["project"]["dependencies"]), {}
+def closure_of(requirements: list[str]) -> list[metadata.Distribution]:
+    """The distributions that installing these would bring, as they are installed here."""
+    waiting, found = list(requirements), {}
     while waiting:
         requirement = Requirement(waiting.pop())
         name = canonicalize_name(requirement.name)
@@ -114,7 +223,7 @@ def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copyfile(ROOT / path, target, follow_symlinks=False)
     venv.create(folder / "venv", with_pip=False)
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
-    for distribution in closure_of_the_base_install():
+    for distribution in closure_of(project()["project"]["dependencies"]):
         for file in distribution.files or []:
             if ".." not in file.parts and "__pycache__" not in file.parts:
                 target = site_packages / file
