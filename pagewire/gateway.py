@@ -15,6 +15,8 @@ from typing import Any
 from scheduler_service.listening import check_port, join
 
 REQUIREMENT = "pagewire[gateway]"
+# The variable with the key that the gateway's administration asks for: adding workers, tokenizers, flushing caches.
+ADMIN_KEY_VARIABLE = "PAGEWIRE_GATEWAY_KEY"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
 _METRICS_HOST = "127.0.0.1"
 _LOG_LEVELS = {"debug": "debug", "info": "warn", "warning": "warn", "error": "error"}

@@ -9,6 +9,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+from pagewire.gateway import ADMIN_KEY_VARIABLE
 from pagewire.supervisor import EXIT_WITH_PARENT, READY_PREFIX
 from worker_service.server import exit_with_parent
 
@@ -24,6 +25,10 @@ def main(arguments: list[str]) -> None:
     if parent:
         exit_with_parent(int(parent))
     url, *flags = arguments
+    key = os.environ.pop(ADMIN_KEY_VARIABLE, None)
+    if key is not None:
+        # Not on the command line, which everybody on this machine may read.
+        flags.append(f"--control-plane-api-keys=serve:serve:admin:{key}")
     threading.Thread(target=_announce, args=(url,), daemon=True).start()
     try:
         Router.from_args(parse_router_args(flags)).start()

@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import secrets
 import signal
 import sys
 import types
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire import garbage_collection, installation, logs, options
-from pagewire.gateway import GatewayConfig, gateway_command, level_of
+from pagewire.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
 from pagewire.model_source import MISSING, DownloadError, LocatedModel, ModelSourceConfig, ModelSourceError, locate
 from pagewire.option_groups import GROUPS
 from pagewire.supervisor import (
@@ -92,7 +93,9 @@ def serve(arguments: Sequence[str]) -> int:
 
     def gateway_of(url: str) -> Supervisor:
         command = gateway_command(gateway_config, url, log_config.log_level, free_port)
-        return Supervisor(command, environ, name="gateway", on_ready=_announce, level_of=level_of)
+        # Nobody administers a gateway of one scheduler: nobody is told the key.
+        locked = environ | {ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
+        return Supervisor(command, locked, name="gateway", on_ready=_announce, level_of=level_of)
 
     return asyncio.run(_run(scheduler_config, workers, gateway_of if gateway_config.gateway else None))
 
@@ -167,6 +170,10 @@ def worker(arguments: Sequence[str]) -> int:
 
     description = "Run a worker: it holds weights and KV cache, and computes what a scheduler that dials it plans."
     config = _service_config("worker", description, WorkerConfig, arguments, with_weights=True)
+    if config.tensor_parallel_size > 1 and config.tensor_parallel_address is None:
+        from pagewire import worker_ranks
+
+        return worker_ranks.serve(config, arguments, _refuse)
     from worker_service import server
 
     garbage_collection.keep_short()

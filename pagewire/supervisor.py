@@ -124,7 +124,7 @@ class Supervisor:
         """Keeps the child running until cancelled, which ends it; returns why if it gives up."""
         restarts = Restarts(self._policy)
         while True:
-            ended = await self._run_once()
+            ended = await self.run_once()
             delay_s = restarts.delay_after(ended)
             if delay_s is None and ended.code == EXIT_REFUSED:
                 return GivenUp(f"the {self._name} cannot start: {ended}", EXIT_REFUSED)
@@ -134,7 +134,8 @@ class Supervisor:
             log.warning("the %s ended (%s) after %.1f s; next start in %.1f s", self._name, ended, ended.ran_s, delay_s)
             await asyncio.sleep(delay_s)
 
-    async def _run_once(self) -> Exit:
+    async def run_once(self) -> Exit:
+        """Starts the child and waits for its end; when cancelled, ends it."""
         started_at = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *self._command,

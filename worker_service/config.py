@@ -75,7 +75,9 @@ class WorkerConfig:
     tensor_parallel_size: int = _option(1, "number of ranks to split the model across; each is a process of its own")
     tensor_parallel_rank: int = _option(0, "which rank this process is, counted from 0")
     tensor_parallel_address: str | None = _option(
-        None, "HOST:PORT on which rank 0 listens for the other ranks; the same for all ranks"
+        None,
+        "HOST:PORT on which rank 0 listens for the other ranks, the same for all ranks; without it the worker starts all "
+        "ranks on this machine, listening on --port and the ports after it",
     )
     num_threads: int | None = _option(None, "number of CPU threads to compute with (default: one per core)")
     profile: int = _option(
@@ -156,10 +158,10 @@ class WorkerConfig:
         _check_range("--tensor-parallel-size", size, 1, 1024)
         _check_range("--tensor-parallel-rank", self.tensor_parallel_rank, 0, size - 1)
         if address is None:
-            if size > 1:
+            if self.tensor_parallel_rank > 0:
                 raise ValueError(
-                    f"--tensor-parallel-size is {size}, but --tensor-parallel-address is missing; give all ranks the "
-                    "HOST:PORT where rank 0 shall listen"
+                    f"--tensor-parallel-rank is {self.tensor_parallel_rank}, but --tensor-parallel-address is missing; "
+                    "give all ranks the HOST:PORT where rank 0 shall listen, or leave both out to start all ranks here"
                 )
             return
         host, _, port = address.rpartition(":")

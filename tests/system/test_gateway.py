@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 from pagewire import Client, SamplingParams
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.supervisor import free_port
-from tests.system.gateway import Gateway, post, send, wait_until
+from tests.system.gateway import Gateway, ask, post, send, wait_until
 from tests.system.services import HOST, Service, children_of
 
 MODEL = "storyteller"
@@ -147,6 +147,13 @@ def test_the_model_is_listed(gateway: Gateway) -> None:
     assert (models.status, [model["id"] for model in models.body["data"]]) == (200, [MODEL])
 
 
+def test_nobody_administers_the_gateway_of_serve(fleet: Fleet) -> None:
+    """A worker that a stranger adds would get prompts. Its clients are served all the same."""
+    for method, path in (("POST", "/workers"), ("GET", "/workers"), ("POST", "/flush_cache")):
+        assert ask(fleet.own_port, method, path, {"url": "grpc://127.0.0.1:1"}).status == 401
+    assert ask(fleet.own_port, "GET", "/v1/models", None).status == 200
+
+
 def test_every_route_tells_the_same_story(fleet: Fleet, gateway: Gateway) -> None:
     story = direct(fleet, PROMPT, 40)
     completion = gateway.post("/v1/completions", prompt=PROMPT, **GREEDY)
@@ -231,13 +238,13 @@ def test_bad_requests_are_the_clients_fault(gateway: Gateway) -> None:
 def test_one_command_serves_the_api(fleet: Fleet) -> None:
     """`pagewire serve --gateway`, which starts a gateway that died again."""
     service, port = fleet.replicas[0].service, fleet.own_port
-    ask = {"model": MODEL, "prompt": "Once", "temperature": 0, "max_tokens": 8}
-    story = post(port, "/v1/completions", ask)
+    request = {"model": MODEL, "prompt": "Once", "temperature": 0, "max_tokens": 8}
+    story = post(port, "/v1/completions", request)
     assert (story.status, story.text) == (200, " upon a time, there was a little")
     (gateway,) = [pid for pid in children_of(service.pid) if "gateway_process" in command_line(pid)]
     os.kill(gateway, signal.SIGKILL)
     assert service.next_line() == ready_line(port)
-    assert post(port, "/v1/completions", ask).text == story.text
+    assert post(port, "/v1/completions", request).text == story.text
 
 
 LONG = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "seed": 1}

@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+import socket
 import time
 
 import pytest
 
 from pagewire import Client, SamplingParams
+from pagewire.supervisor import free_port
 from tests.system import oracle, services
 from tests.system.forked import running
 from tests.system.parity import assert_logprobs, generate_all, tokens_of
@@ -135,3 +137,56 @@ async def test_serve_starts_every_rank_and_again_when_it_dies(model):
     finally:
         assert service.stop() == 0
     assert not [pid for pid in ranks if services.is_alive(pid)]
+
+
+def free_ports_in_a_row(count: int) -> int:
+    """The first of so many ports that nobody listens on."""
+    while True:
+        first = free_port(services.HOST)
+        try:
+            sockets = [socket.create_server((services.HOST, first + offset)) for offset in range(count)]
+        except OSError:
+            continue
+        for listening in sockets:
+            listening.close()
+        return first
+
+
+async def test_a_worker_starts_its_ranks_and_all_of_them_again_when_one_dies(model):
+    """Over ports that follow each other: what one pod with several GPUs does."""
+    port = free_ports_in_a_row(2)
+    flags = ["--model", model, "--port", port, "--tensor-parallel-size", 2, *FLOAT32, "--log-level", "error"]
+    addresses = f"{services.HOST}:{port},{services.HOST}:{port + 1}"
+    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = oracle.greedy(oracle.load(model), PROMPTS[2], 20)
+    link = ["--worker", addresses, "--model", model, "--port", 0, "--metrics-port", 0]
+    worker = services.Service("worker", flags)
+    scheduler = services.Service("scheduler", [*link, "--log-level", "error"])
+    try:
+        assert worker.wait_until_ready() == f"{services.HOST}:{port}"
+        async with Client(scheduler.wait_until_ready()) as client:
+            first = await client.acomplete(None, sampling, prompt_token_ids=PROMPTS[2])
+            before = services.children_of(worker.pid)
+            assert len(before) == 2
+            os.kill(before[1], signal.SIGKILL)
+            await until_lost(client, 1)
+            again = await client.acomplete(None, sampling, prompt_token_ids=PROMPTS[2])
+        assert list(first.outputs[0].token_ids) == list(again.outputs[0].token_ids) == expected
+        after = services.children_of(worker.pid)
+        assert len(after) == 2
+        assert not {*before} & {*after}, "the one that lived was started again, too"
+    finally:
+        exit_codes = [scheduler.stop(), worker.stop()]
+    assert exit_codes == [0, 0]
+    assert not [pid for pid in after if services.is_alive(pid)]
+
+
+def test_a_worker_whose_ranks_cannot_start_gives_up(tmp_path):
+    flags = ["--model", str(tmp_path), "--port", str(free_ports_in_a_row(2)), "--tensor-parallel-size", "2"]
+    worker = services.start_process(["worker", *flags])
+    try:
+        assert worker.wait(120) != 0
+    finally:
+        worker.kill()
+        worker.wait()
+        worker.stdout.close()

@@ -28,7 +28,10 @@ from worker_service.config import WorkerConfig, parse_memory
         ({"profile": -1}, "--profile"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size is 0"),
         ({"tensor_parallel_rank": 1}, "--tensor-parallel-rank is 1; it must be 0 to 0"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2, but --tensor-parallel-address is missing"),
+        (
+            {"tensor_parallel_size": 2, "tensor_parallel_rank": 1},
+            "--tensor-parallel-rank is 1, but --tensor-parallel-address is missing",
+        ),
         ({"tensor_parallel_size": 2, "tensor_parallel_address": "50071"}, "--tensor-parallel-address is '50071'"),
         ({"tensor_parallel_size": 2, "tensor_parallel_address": "host:0"}, "--tensor-parallel-address is 'host:0'"),
         ({"kv_cache_memory": "much"}, "--kv-cache-memory"),

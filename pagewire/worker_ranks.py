@@ -1,0 +1,133 @@
+"""All ranks of a worker on this machine, which `pagewire worker` starts where it is told how many, and no address.
+
+They are children, each listens on a port of its own, and they meet over loopback. When one ends, all are ended and
+started again: a worker without one of its ranks is none.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pagewire.supervisor import EXIT_WITH_PARENT, Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
+from worker_service.config import WorkerConfig
+from worker_service.server import exit_with_parent
+
+log = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+# A rank that stops finishes its step.
+_POLICY = RestartPolicy(stop_timeout_s=30.0)
+
+
+def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
+    """What each rank has of its own: ports that follow each other, and a share of the CPU. Raises ValueError."""
+    size = config.tensor_parallel_size
+    if config.port == 0:
+        raise ValueError("--port is 0; the ranks of a worker listen on ports that follow --port, so name one")
+    shared: dict[str, Any] = {
+        "tensor_parallel_address": f"{_LOOPBACK}:{free_port(_LOOPBACK)}",
+        "num_threads": config.num_threads or max(1, len(os.sched_getaffinity(0)) // size),
+    }
+    configs = [
+        dataclasses.replace(
+            config,
+            port=config.port + rank,
+            health_port=config.health_port + rank if config.health_port else 0,
+            tensor_parallel_rank=rank,
+            **shared,
+        )
+        for rank in range(size)
+    ]
+    for rank in configs:
+        rank.validate()
+    return configs
+
+
+def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str], int]) -> int:
+    """Serves until a signal. `arguments` are those of the command: ranks get them too, and what is their own. `refuse`
+    says why a rank will never be able to start, and gives the exit code."""
+    parent = os.environ.get(EXIT_WITH_PARENT)
+    if parent:
+        exit_with_parent(int(parent))
+    try:
+        configs = rank_configs(config)
+    except ValueError as error:
+        return refuse(str(error))
+    except OSError as error:
+        log.critical("%s", error)
+        return 1
+    ready = _Ready(config)
+    ranks = []
+    for rank, own in enumerate(configs):
+        command = [sys.executable, "-m", "pagewire", "worker", *arguments, *_own_flags(own)]
+        environ = child_environ(os.environ, [])
+        name = f"worker's rank {rank}"
+        ranks.append(Supervisor(command, environ, _POLICY, name=name, on_ready=ready.noting(rank)))
+    return asyncio.run(_until_signalled(ranks, ready, refuse))
+
+
+def _own_flags(config: WorkerConfig) -> list[str]:
+    names = ("port", "health_port", "tensor_parallel_rank", "tensor_parallel_address", "num_threads")
+    return [f"--{name.replace('_', '-')}={getattr(config, name)}" for name in names]
+
+
+class _Ready:
+    """Says that the worker is ready when all its ranks are, each time."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self._line = f"ready on grpc://{host}:{config.port}"
+        self._waiting_for: set[int] = set()
+        self._all = set(range(config.tensor_parallel_size))
+
+    def begin(self) -> None:
+        self._waiting_for = set(self._all)
+
+    def noting(self, rank: int) -> Callable[[str], None]:
+        def note(url: str) -> None:
+            if self._waiting_for == {rank}:
+                print(self._line, flush=True)
+            self._waiting_for.discard(rank)
+
+        return note
+
+
+async def _until_signalled(ranks: Sequence[Supervisor], ready: _Ready, refuse: Callable[[str], int]) -> int:
+    """0 after SIGTERM or SIGINT, another exit code if the ranks cannot be started."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stopping = asyncio.create_task(stop.wait())
+    restarts = Restarts(_POLICY)
+    while True:
+        ready.begin()
+        ended = await _run_once(ranks, stopping)
+        if ended is None:
+            return 0
+        delay_s = restarts.delay_after(ended)
+        if delay_s is None and ended.refusal:
+            return refuse(ended.refusal)
+        if delay_s is None:
+            log.critical("a rank failed to start %d times in a row (%s): giving up", _POLICY.max_failed_starts, ended)
+            return 1
+        log.warning("a rank ended (%s) after %.1f s; all start again in %.1f s", ended, ended.ran_s, delay_s)
+        await asyncio.wait({stopping}, timeout=delay_s)
+
+
+async def _run_once(ranks: Sequence[Supervisor], stopping: "asyncio.Task[bool]") -> Exit | None:
+    """Runs all ranks until one ends or `stopping` does, and ends the others: how it ended, or None."""
+    if stopping.done():
+        return None
+    runs = [asyncio.create_task(rank.run_once()) for rank in ranks]
+    try:
+        await asyncio.wait({stopping, *runs}, return_when=asyncio.FIRST_COMPLETED)
+        return None if stopping.done() else next(run.result() for run in runs if run.done())
+    finally:
+        for run in runs:
+            run.cancel()
+        await asyncio.wait(runs)

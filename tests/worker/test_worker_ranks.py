@@ -1,0 +1,27 @@
+"""What `pagewire worker` gives each rank that it starts."""
+
+import os
+
+import pytest
+
+from pagewire.worker_ranks import rank_configs
+from worker_service.config import WorkerConfig
+
+
+@pytest.mark.parametrize("port", [0, 65535])
+def test_ranks_need_ports_that_follow_each_other(port):
+    config = WorkerConfig(model="m", port=port, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="--port is"):
+        rank_configs(config)
+
+
+def test_ranks_of_one_machine_share_its_cores_and_have_ports_of_their_own():
+    config = WorkerConfig(model="m", port=50061, health_port=50161, tensor_parallel_size=3, num_threads=None)
+    ranks = rank_configs(config)
+    assert [rank.port for rank in ranks] == [50061, 50062, 50063]
+    assert [rank.health_port for rank in ranks] == [50161, 50162, 50163]
+    assert [rank.tensor_parallel_rank for rank in ranks] == [0, 1, 2]
+    (address,) = {rank.tensor_parallel_address for rank in ranks}
+    assert address.startswith("127.0.0.1:")
+    (num_threads,) = {rank.num_threads for rank in ranks}
+    assert num_threads == max(1, len(os.sched_getaffinity(0)) // 3)
