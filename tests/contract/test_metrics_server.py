@@ -16,10 +16,10 @@ from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics, MetricsCollector
 from scheduler_service.metrics_server import MAX_CONNECTIONS, MetricsServer
 
-# What these versions send by default.
+# What these versions send by default: read off 2.42, and put together after the source of 3.0.
 PROMETHEUS_2 = (
-    "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4,"
-    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 )
 PROMETHEUS_3 = (
     "application/openmetrics-text;escaping=allow-utf-8;version=1.0.0;q=0.5,"
