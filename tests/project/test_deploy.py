@@ -336,7 +336,7 @@ def gibibytes(quantity: str) -> float:
 def test_a_worker_with_a_gpu_has_room_for_what_it_swaps_to_by_default() -> None:
     from worker_service.pool_size import default_swap_bytes
 
-    base = container_of("worker")["resources"]
+    base = base_container("worker")["resources"]
     (container,) = overlay_worker("gpu")["containers"]
     limit = gibibytes(container["resources"]["limits"]["memory"])
     swap_space = default_swap_bytes("cuda", int(limit * 2**30), num_local_ranks=1) / 2**30
