@@ -45,6 +45,7 @@ class ServerInfo:
     max_sequence_tokens: int
     unavailable_reason: str
     special_tokens: Mapping[str, str]
+    has_tenants: bool
 
 
 @dataclass(frozen=True, slots=True)

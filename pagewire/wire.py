@@ -217,6 +217,7 @@ def decode_server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
         max_sequence_tokens=response.max_sequence_tokens,
         unavailable_reason=response.unavailable_reason,
         special_tokens=dict(response.special_tokens),
+        has_tenants=response.has_tenants,
     )
 
 

@@ -103,7 +103,7 @@ class Anybody:
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
         message = "this server knows no tenants, and the front end does; start both with the same --tenants"
-        raise RpcError(grpc.StatusCode.UNAUTHENTICATED, message)
+        raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, message, "submit.tenants_revision")
 
 
 class Authentication:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -16,13 +16,9 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 @pytest.fixture
-def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """What went to standard error. Afterwards logging is as it was."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield lambda: capsys.readouterr().err
-    root.handlers[:] = handlers
-    root.setLevel(level)
+def written(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """What went to standard error."""
+    return lambda: capsys.readouterr().err
 
 
 def test_json_lines_hold_what_the_caller_gave(written: Callable[[], str]) -> None:
