@@ -18,6 +18,9 @@ BASE = DEPLOY / "base"
 OVERLAYS = sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml"))
 COMPONENTS = sorted(path.parent for path in DEPLOY.glob("components/*/kustomization.yaml"))
 
+# Workers ask for names where they know each other by them, and where they fetch their model.
+WORKERS_RESOLVE_IN = {"multi-node", "model-hub", "model-bucket"}
+
 Manifest = dict[str, Any]
 
 overlays = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
@@ -64,6 +67,11 @@ def pod_templates(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
 def container_of(pod: Manifest) -> Manifest:
     """The container that a pod is there for: the first one. What stands beside it comes later."""
     return pod["containers"][0]
+
+
+def containers_of(pod: Manifest) -> list[Manifest]:
+    """All, also those that only prepare."""
+    return [*pod.get("initContainers", []), *pod["containers"]]
 
 
 def flags_of(pod: Manifest) -> dict[str, str]:

@@ -20,9 +20,11 @@ from tests.project.manifests import (
     DEPLOY,
     KUBECTL,
     OVERLAYS,
+    WORKERS_RESOLVE_IN,
     Manifest,
     base_objects,
     container_of,
+    containers_of,
     documents,
     find,
     flags_of,
@@ -43,15 +45,6 @@ CONFIGS = {
     "scheduler": ("scheduler_service.config", "SchedulerConfig"),
     "worker": ("worker_service.config", "WorkerConfig"),
     "frontend": ("scheduler_service.config", "FrontEndConfig"),
-}
-# Kinds of other projects, of which the schemas are not here.
-CUSTOM_KINDS = {
-    "LeaderWorkerSet",
-    "ScaledObject",
-    "PodMonitor",
-    "PrometheusRule",
-    "Certificate",
-    "Issuer",
 }
 
 components = pytest.mark.parametrize("component", ["scheduler", "worker"])
@@ -98,7 +91,7 @@ def test_rendered_overlay_is_valid(overlay: Path) -> None:
     objects = rendered(overlay)
     assert len(objects) >= len(base_objects()) - 2
     for manifest in objects:
-        if manifest["kind"] not in CUSTOM_KINDS:
+        if not (DEPLOY / "schemas" / f"{manifest['kind']}.yaml").exists():
             assert kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
     for component, template in pod_templates(objects):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": component}, "spec": template["spec"]}
@@ -110,11 +103,11 @@ def test_every_file_is_named_by_its_kustomization_and_exists(folder: Path) -> No
     kustomization = documents(folder / "kustomization.yaml")[0]
     named = kustomization.get("resources", []) + kustomization.get("components", [])
     named += [patch["path"] for patch in kustomization.get("patches", [])]
-    named += [name for generator in kustomization.get("configMapGenerator", []) for name in generator["files"]]
+    named += [name for generator in kustomization.get("configMapGenerator", []) for name in generator.get("files", [])]
     for name in named:
         assert (folder / name).exists(), f"{folder.name}/kustomization.yaml names {name}, which does not exist"
     assert {path.name for path in folder.iterdir()} == {"kustomization.yaml"} | {
-        Path(name).name for name in named if Path(name).suffix
+        Path(name).name for name in named if (folder / name).is_file()
     }
 
 
@@ -138,7 +131,7 @@ def test_ports_probes_and_services_agree(overlay: Path) -> None:
         assert ports.get("metrics") == (None if metrics_port is None else int(metrics_port))
         hosts = [value for name, value in flags.items() if name.endswith("host")]
         assert set(hosts) == {"0.0.0.0"}, "the default, loopback, is out of reach for probes and Services"
-        (container,) = pod["containers"]
+        container = container_of(pod)
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             if component in READINESS_SERVICES:
                 assert container[probe]["grpc"]["port"] == ports.get("health", ports["grpc"])
@@ -186,7 +179,7 @@ def test_probes_ask_for_served_health_services(component: str) -> None:
 @overlays
 def test_liveness_does_not_depend_on_a_peer(overlay: Path) -> None:
     for component, template in pod_templates(rendered(overlay)):
-        (container,) = template["spec"]["containers"]
+        container = container_of(template["spec"])
         if component in READINESS_SERVICES:
             assert container["livenessProbe"]["grpc"]["service"] == "liveness"
             assert container["readinessProbe"]["grpc"]["service"] == READINESS_SERVICES[component]
@@ -204,8 +197,13 @@ def test_a_worker_may_load_for_30_minutes() -> None:
 def test_selectors_match_the_pods(overlay: Path) -> None:
     objects = rendered(overlay)
     labels = {component: template["metadata"]["labels"] for component, template in pod_templates(objects)}
-    several = {"PodMonitor": {"scheduler", "gateway"}, "pagewire-dns": {"scheduler", "frontend", "gateway"}}
-    if overlay.name == "multi-node":
+    several = {
+        "PodMonitor": {"scheduler", "gateway"},
+        "pagewire-dns": {"scheduler", "frontend", "gateway"},
+        "pagewire-model": {"scheduler", "worker"},
+        "pagewire-inference-pool": {"scheduler"},
+    }
+    if overlay.name in WORKERS_RESOLVE_IN:
         several["pagewire-dns"].add("worker")
     for item in objects:
         selectors = {
@@ -292,7 +290,6 @@ def test_grace_periods_add_up(overlay: Path) -> None:
 def test_pods_are_locked_down(overlay: Path) -> None:
     for component, template in pod_templates(rendered(overlay)):
         pod = template["spec"]
-        (container,) = pod["containers"]
         assert pod["automountServiceAccountToken"] is (component == "gateway")
         assert pod["enableServiceLinks"] is False
         assert pod["securityContext"] == {
@@ -302,21 +299,33 @@ def test_pods_are_locked_down(overlay: Path) -> None:
             "fsGroup": 10001,
             "seccompProfile": {"type": "RuntimeDefault"},
         }
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
         assert not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC"))
+        mounts = [(item["name"], mount) for item in containers_of(pod) for mount in item["volumeMounts"]]
+        assert {mount["name"] for _, mount in mounts} == {volume["name"] for volume in pod["volumes"]}
+        for container in containers_of(pod):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"cpu", "memory"} <= set(container["resources"]["limits"]) & set(container["resources"]["requests"])
+
+
+@overlays
+def test_pods_write_into_their_own_volumes_only_and_never_into_the_model_they_serve(overlay: Path) -> None:
+    for component, template in pod_templates(rendered(overlay)):
+        pod = template["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
-        assert {mount["name"] for mount in mounts.values()} == set(volumes)
-        assert all("emptyDir" in volumes[mount["name"]] for mount in mounts.values() if not mount.get("readOnly"))
+        for container in containers_of(pod):
+            written = [mount["name"] for mount in container["volumeMounts"] if not mount.get("readOnly")]
+            assert all("emptyDir" in volumes[name] for name in written)
+            assert "model" not in written or container["name"] == "fetch"
+        mounts = {mount["mountPath"]: mount for mount in container_of(pod)["volumeMounts"]}
         assert "/tmp" in mounts
         if component != "gateway":
             assert mounts[flags_of(pod)["model"]]["readOnly"] is True
-            assert volumes[mounts["/model"]["name"]]["persistentVolumeClaim"]["readOnly"] is True
-        assert {"cpu", "memory"} <= set(container["resources"]["limits"]) & set(container["resources"]["requests"])
+            claim = volumes["model"].get("persistentVolumeClaim")
+            assert claim is None or claim["readOnly"] is True
 
 
 def test_compiled_kernels_have_a_place_to_be_written() -> None:
@@ -399,7 +408,7 @@ def test_every_flag_is_a_setting_of_the_program(overlay: Path) -> None:
     for component, template in pod_templates(rendered(overlay)):
         if component in CONFIGS:
             assert {flag.replace("-", "_") for flag in flags_of(template["spec"])} <= settings_of(component)
-            (container,) = template["spec"]["containers"]
+            container = container_of(template["spec"])
             names = [variable["name"] for variable in container.get("env", [])]
             settings = {name.removeprefix("PAGEWIRE_").lower() for name in names if name.startswith("PAGEWIRE_")}
             assert settings <= settings_of(component)

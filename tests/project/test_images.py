@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import pagewire
-from tests.project.manifests import DEPLOY, ROOT, find, pod_templates, rendered
+from tests.project.manifests import DEPLOY, ROOT, container_of, containers_of, pod_templates, rendered
 
 MODEL = ROOT / "models" / "storyteller"
 IMAGES = ("scheduler", "worker", "gateway")
@@ -55,7 +55,7 @@ def test_image_runs_the_command_as_an_unprivileged_user(image: str) -> None:
     ]
     for component, template in pod_templates(rendered(DEPLOY / "overlays" / "smg")):
         if component == image:
-            (container,) = template["spec"]["containers"]
+            container = container_of(template["spec"])
             assert container["command"][: len(entry)] == entry
             assert container["image"].partition(":")[0] == f"pagewire-{image}"
     assert f"-t pagewire-{image}:{pagewire.__version__}" in (DEPLOY / f"Dockerfile.{image}").read_text()
@@ -274,6 +274,6 @@ def test_images_of_the_manifests_have_dockerfiles() -> None:
     named = set()
     for overlay in DEPLOY.glob("overlays/*"):
         for _, template in pod_templates(rendered(overlay)):
-            named |= {re.split("[:/]", container["image"])[0] for container in template["spec"]["containers"]}
-    assert named == {f"pagewire-{image}" for image in IMAGES}
-    assert find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")
+            named |= {container["image"].rpartition(":")[0] for container in containers_of(template["spec"])}
+    # What copies from buckets is not ours.
+    assert named == {f"pagewire-{image}" for image in IMAGES} | {"rclone/rclone"}

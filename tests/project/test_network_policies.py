@@ -2,15 +2,19 @@
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from pagewire.supervisor import free_port
 from tests.project.manifests import (
     DEPLOY,
+    WORKERS_RESOLVE_IN,
     Manifest,
     base_objects,
     container_of,
@@ -62,7 +66,20 @@ def test_every_rule_names_who_and_where(overlay: Path) -> None:
                 for rule in item["spec"].get(side, []):
                     assert rule[direction], item["metadata"]["name"]
                     assert rule["ports"], item["metadata"]["name"]
-                    assert not {"0.0.0.0/0", "::/0"} & set(peers(rule, direction)), "that is everybody"
+                    everybody = {"0.0.0.0/0", "::/0"} & set(peers(rule, direction))
+                    assert not everybody or item["metadata"]["name"] == "pagewire-model"
+
+
+@pytest.mark.parametrize("overlay", ["model-hub", "model-bucket"])
+def test_a_model_is_fetched_from_public_addresses_over_tls_and_from_nowhere_in_the_cluster(overlay: str) -> None:
+    (rule,) = policy_of(rendered(DEPLOY / "overlays" / overlay), "model")["egress"]
+    assert rule["ports"] == [{"port": 443, "protocol": "TCP"}]
+    (block,) = [peer["ipBlock"] for peer in rule["to"]]
+    assert block["cidr"] == "0.0.0.0/0"
+    private = [ipaddress.ip_network(network) for network in block["except"]]
+    # The cluster's own, and where clouds tell machines their credentials.
+    for address in ("10.1.2.3", "172.20.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"):
+        assert any(ipaddress.ip_address(address) in network for network in private)
 
 
 @overlays
@@ -114,9 +131,9 @@ def test_names_are_resolved_by_the_clusters_dns_by_openshifts_and_by_the_nodes_c
 def test_whoever_dials_a_name_may_resolve_it(overlay: Path) -> None:
     objects = rendered(overlay)
     (expression,) = find(objects, "NetworkPolicy", "dns")["spec"]["podSelector"]["matchExpressions"]
-    dialling = {name for name, _ in pod_templates(objects) if name != "worker" or overlay.name == "multi-node"}
+    dialling = {name for name, _ in pod_templates(objects) if name != "worker" or overlay.name in WORKERS_RESOLVE_IN}
     assert dialling <= set(expression["values"])
-    assert ("worker" in expression["values"]) is (overlay.name == "multi-node")
+    assert ("worker" in expression["values"]) is (overlay.name in WORKERS_RESOLVE_IN)
 
 
 def test_the_gateway_is_reached_by_clients_and_finds_our_schedulers_alone() -> None:
