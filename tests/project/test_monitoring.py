@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -95,3 +98,19 @@ def test_panels_do_not_overlap() -> None:
     ]
     assert len(cells) == len(set(cells))
     assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
+
+
+def test_every_alert_and_record_has_a_unit_test() -> None:
+    """deploy/check_rules.py runs them; promtool is no Python package."""
+    (cases,) = documents(DEPLOY / "rules_test.yaml")
+    fired = {
+        test["alertname"] for case in cases["tests"] for test in case.get("alert_rule_test", []) if test["exp_alerts"]
+    }
+    asked = {test["expr"] for case in cases["tests"] for test in case.get("promql_expr_test", [])}
+    assert fired == {rule["alert"] for rule in rules() if "alert" in rule}
+    assert asked == {rule["record"] for rule in rules() if "record" in rule} | {"@keda@"}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed; see deploy/check_rules.py")
+def test_rules_pass_promtools_unit_tests() -> None:
+    subprocess.run([sys.executable, DEPLOY / "check_rules.py"], check=True)
