@@ -14,7 +14,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = Path("deploy", "requirements")
 # The extras of pyproject.toml that a lock is made of.
-LOCKS = {"scheduler": [], "worker": ["worker"], "serve": ["worker", "gateway"]}
+LOCKS = {
+    "scheduler": [],
+    "scheduler-tracing": ["tracing"],
+    "worker": ["worker"],
+    "worker-tracing": ["worker", "tracing"],
+    "serve": ["worker", "gateway"],
+}
 # What torch brings for CUDA alone, and torch itself: an image for CPUs takes it from an index of such builds.
 CUDA = re.compile(r"^((?:nvidia|cuda)-[a-z0-9-]+|triton|torch)==", re.MULTILINE)
 

@@ -114,7 +114,14 @@ def locked(name: str) -> dict[str, str]:
 
 PYTHON_OF_IMAGES = {"python_version": "3.11", "python_full_version": "3.11.14"}
 # What each lock is made of: deploy/lock.py says the same.
-EXTRAS = {"scheduler": (), "worker": ("worker",), "worker-cpu": ("worker",), "serve": ("worker", "gateway")}
+EXTRAS = {
+    "scheduler": (),
+    "scheduler-tracing": ("tracing",),
+    "worker": ("worker",),
+    "worker-cpu": ("worker",),
+    "worker-tracing": ("worker", "tracing"),
+    "serve": ("worker", "gateway"),
+}
 
 
 @pytest.mark.parametrize("lock", EXTRAS)
