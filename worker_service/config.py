@@ -76,8 +76,8 @@ class WorkerConfig:
     tensor_parallel_rank: int = _option(0, "which rank this process is, counted from 0")
     tensor_parallel_address: str | None = _option(
         None,
-        "HOST:PORT on which rank 0 listens for the other ranks, the same for all ranks; without it the worker starts "
-        "all ranks on this machine, listening on --port and the ports after it",
+        "HOST:PORT on which rank 0 listens for the other ranks; the same for all ranks. Without it the worker starts "
+        "all ranks on this machine, on --port and the ports that follow it",
     )
     num_threads: int | None = _option(None, "number of CPU threads to compute with (default: one per core)")
     profile: int = _option(

@@ -38,7 +38,7 @@ def project() -> dict:
 def files_of_the_build() -> list[Path]:
     """The committed files that .dockerignore lets through."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
-    seen = {line.removeprefix("!") for line in lines if line[:1] == "!" and "*" not in line}
+    seen = {line.removeprefix("!") for line in lines if line[:1] == "!" and not line.endswith(".lock")}
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
     paths = [Path(name) for name in listed.stdout.decode().splitlines()]
     return [path for path in paths if any(path.is_relative_to(name) for name in seen) and (ROOT / path).exists()]
