@@ -359,7 +359,7 @@ def test_a_worker_with_a_gpu_has_room_for_what_it_swaps_to_by_default() -> None:
 def test_no_overlay_takes_that_room_away(overlay: Path) -> None:
     (gpu,) = overlay_worker("gpu")["containers"]
     for component, template in pod_templates(rendered(overlay)):
-        (container,) = template["spec"]["containers"]
+        container = container_of(template["spec"])
         if "nvidia.com/gpu" in container["resources"]["limits"]:
             assert component == "worker"
             assert container["resources"]["limits"]["memory"] == gpu["resources"]["limits"]["memory"]

@@ -184,7 +184,7 @@ def our_flags() -> set[str]:
 # Of other programs that the documents name: pip, docker, kubectl, smg, curl, git, npm, the programs of bench/, and of
 # engines that people come from.
 FOREIGN_FLAGS = {
-    *("--build-arg", "--extra-index-url", "--index-url", "--branch", "--no-deps"),
+    *("--build-arg", "--sbom", "--extra-index-url", "--index-url", "--branch", "--no-deps"),
     *("--policy", "--worker-urls", "--parts", "--output", "--device", "--chat-template"),
 }
 
