@@ -185,7 +185,7 @@ def our_flags() -> set[str]:
 # engines that people come from.
 FOREIGN_FLAGS = {
     *("--build-arg", "--sbom", "--extra-index-url", "--index-url", "--branch", "--no-deps"),
-    *("--policy", "--worker-urls", "--parts", "--output", "--device", "--chat-template"),
+    *("--policy", "--worker-urls", "--control-plane-api-keys", "--parts", "--output", "--device", "--chat-template"),
 }
 
 
