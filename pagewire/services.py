@@ -203,6 +203,13 @@ def _refuse(reason: str) -> int:
     return EXIT_REFUSED
 
 
+def _tell_end(given_up: GivenUp) -> None:
+    if given_up.code == EXIT_REFUSED:
+        _refuse(given_up.reason)
+    else:
+        log.critical("%s", given_up.reason)
+
+
 def _service_config(
     verb: str, description: str, config_type: type, arguments: Sequence[str], *, with_weights: bool = False
 ) -> Any:
@@ -323,7 +330,7 @@ async def _run(config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFa
         if serving.done():
             return serving.result()
         given_up = next(task.result() for task in supervising if task.done())
-        log.critical("%s", given_up.reason)
+        _tell_end(given_up)
         stop.set()
         stop_now.set()
         await serving

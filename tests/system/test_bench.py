@@ -92,8 +92,8 @@ def test_the_server_goes_with_the_benchmark(model: str, number: signal.Signals) 
     arguments = command("latency", "--model", model, *LENGTHS, "--num-iters", "100000", *SERVE_FLAGS)
     with subprocess.Popen(arguments, env=ENVIRON, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        lines = [process.stderr.readline() for _ in range(2)]
-        assert lines[1].startswith("ready on grpc://")
+        while not (line := process.stderr.readline()).startswith("ready on grpc://"):
+            assert line, "it ended"
         [server] = children_of(process.pid)
         process.send_signal(number)
         assert process.wait(60) == 128 + number

@@ -114,8 +114,8 @@ def run(verb: str, model: Path, flags: list[str], **environ: str) -> "subprocess
 
 
 def refusals(stderr: str) -> list[str]:
-    """The lines that are for somebody to act on. (How a scheduler waits for its worker is tested elsewhere.)"""
-    return [line for line in stderr.splitlines() if " INFO " not in line and "rpc.worker_link: " not in line]
+    """The lines that say why something ends. The one checkpoint there is has no tokenizer, which is a warning."""
+    return [line for line in stderr.splitlines() if " INFO " not in line and " WARNING " not in line]
 
 
 @pytest.mark.parametrize(
