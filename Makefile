@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos docs model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-gateway bench-frontend bench-overload gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos docs model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-overload gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -90,6 +90,9 @@ bench-attention: $(READY)  ## how fast a CPU's attention reads the cache, beside
 
 bench-frontend: $(READY)  ## what delivering a token to a client costs the scheduler
 	$(BIN)/python -m bench.front_end
+
+bench-garbage: $(READY)  ## what garbage collections do to a scheduler that remembers much
+	$(BIN)/python -m bench.garbage
 
 bench-gateway: $(READY)  ## what the gateway adds to the first token, and conversations that follow their cache
 	$(BIN)/python -m bench.gateway

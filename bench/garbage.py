@@ -122,17 +122,20 @@ async def measure(arguments: argparse.Namespace) -> dict:
         scheduler.stop()
         worker.stop()
     counts = {bound: after[bound] - before[bound] for bound in after}
-    return {"machine": machine(), "load": vars(arguments) | {"output": ""}, "pauses": counts, "gaps_s": sorted(gaps)}
+    gaps_ms = sorted(gap * 1000 for gap in gaps)
+    quantiles = {"median": statistics.median(gaps_ms), "p99": gaps_ms[int(len(gaps) * 0.99)], "longest": gaps_ms[-1]}
+    load = {name: value for name, value in vars(arguments).items() if name != "output"}
+    return {"machine": machine(), "load": load, "pauses": counts, "gaps_ms": quantiles}
 
 
 def report(figures: dict) -> None:
-    counts, gaps = figures["pauses"], figures["gaps_s"]
+    counts, gaps = figures["pauses"], figures["gaps_ms"]
     longest = next(bound for bound, count in counts.items() if count == counts["+Inf"])
     print(f"{counts['+Inf']:.0f} garbage collections, all within {longest} s")
     print(verdict(float(longest) * 1000, GOAL_MS, at_least=False))
-    p99 = gaps[int(len(gaps) * 0.99)]
-    median = statistics.median(gaps)
-    print(f"ms between messages: median {median * 1e3:.1f}, p99 {p99 * 1e3:.1f}, longest {gaps[-1] * 1e3:.1f}")
+    num_short = counts[str(GOAL_MS / 1000)]
+    print(f"{counts['+Inf'] - num_short:.0f} of them took longer than {GOAL_MS:g} ms")
+    print(f"ms between messages: median {gaps['median']:.1f}, p99 {gaps['p99']:.1f}, longest {gaps['longest']:.1f}")
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ import gc
 from typing import Any
 
 # Objects made and not freed before the youngest are looked at; collections of the younger generations before the older
-# is looked at too. So a full collection looks at some 20,000 objects, which takes two milliseconds.
-THRESHOLDS = (700, 10, 2)
+# is looked at too. So a full collection looks at some 10,000 objects, which takes a millisecond or two.
+THRESHOLDS = (700, 5, 2)
 _OLDEST_GENERATION = 2
 
 
