@@ -5,7 +5,7 @@ scheduler makes a token known, and where the client has it. What lies between tw
 that compute prompts are told from those that decode by requests of the same prompts' length and one output token. Pure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from pagewire.bench.run import RequestRecord
@@ -97,12 +97,13 @@ def report(found: Profile) -> str:
         ("scheduler and wire between steps", found.between_steps),
         ("delivery to the client", found.delivery),
     ]
+    told = {name for parts in (found.prefill_parts, found.decode_parts) for name, time in parts.items() if time > 0.0}
     return "\n".join(
         [
             *_part(f"First token, mean of {found.num_requests} requests", first, found.client_ttft),
             *_part("Each token after it", later, found.client_itl),
-            *_part("A prompt on the worker", _named(found.prefill_parts), found.prefill, "steps"),
-            *_part("A decode step on the worker", _named(found.decode_parts), found.decode_step, "step"),
+            *_part("A prompt on the worker", _named(found.prefill_parts, told), found.prefill, "steps"),
+            *_part("A decode step on the worker", _named(found.decode_parts, told), found.decode_step, "step"),
             f"A plan has {found.plan_bytes:.0f} bytes on the wire.",
         ]
     )
@@ -122,9 +123,9 @@ PARTS = {
 }
 
 
-def _named(parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Rows for what took any time."""
-    return [(text, parts[name]) for name, text in PARTS.items() if parts.get(name, 0.0) > 0.0]
+def _named(parts: Mapping[str, float], told: Set[str]) -> list[tuple[str, float]]:
+    """Rows for the parts that the worker tells of: one that rounds to nothing in a short step is a row all the same."""
+    return [(text, parts.get(name, 0.0)) for name, text in PARTS.items() if name in told]
 
 
 def _part(title: str, rows: Sequence[tuple[str, float]], total: float, place: str = "at the client") -> list[str]:
