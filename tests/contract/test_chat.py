@@ -66,6 +66,19 @@ class Terminal:
         self.type(text + "\r")
         return self.wait_for(STORY)
 
+    def interrupt(self) -> None:
+        """Types Ctrl-C once the program waits for a key.
+
+        Python's line editing looks for signals only where one ends its wait: while it still draws the last key, a
+        Ctrl-C stays unnoticed until the next.
+        """
+        deadline = time.monotonic() + TIMEOUT_S
+        main_thread = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat")
+        while main_thread.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline, "the program never waits"
+            os.sched_yield()
+        self.type(CTRL_C)
+
     def end(self) -> int:
         self.wait_for("> ")
         self.type(CTRL_D)
@@ -200,7 +213,9 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(url: str, scheduler: ScriptedSc
         terminal.wait_for("(stopped)")
         assert scheduler.ended.wait(TIMEOUT_S)
         terminal.wait_for("> ")
-        terminal.type(f"half a line{CTRL_C}")
+        terminal.type("half a line")
+        terminal.wait_for("half a line")
+        terminal.interrupt()
         terminal.wait_for("(Ctrl-D or /exit ends the chat)")
         terminal.say("two")
         assert terminal.end() == 0
@@ -235,7 +250,7 @@ def test_a_full_context_offers_to_go_on(url: str, scheduler: ScriptedScheduler, 
         terminal.wait_for("> ")
         terminal.type(UP)
         terminal.wait_for("5")  # and not the answer to the question
-        terminal.type(CTRL_C)
+        terminal.interrupt()
         terminal.wait_for("(Ctrl-D")
         terminal.wait_for("> ")
         terminal.type("x" * 1000 + "\r")  # too long by itself
