@@ -97,6 +97,9 @@ bench-garbage: $(READY)  ## what garbage collections do to a scheduler that reme
 bench-gateway: $(READY)  ## what the gateway adds to the first token, and conversations that follow their cache
 	$(BIN)/python -m bench.gateway
 
+bench-hostile: $(READY)  ## what a hostile tenant does to the streams of a polite one
+	$(BIN)/python -m bench.hostile
+
 bench-overload: $(READY)  ## ten times too many requests: how soon they are refused, what those that run lose
 	$(BIN)/python -m bench.overload
 

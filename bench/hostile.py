@@ -1,0 +1,269 @@
+"""What a hostile tenant does to a polite one: the gaps between tokens of the polite one's streams, calm and attacked.
+
+    python -m bench.hostile
+
+Both services run as processes, with the 54M shape, `--max-decode-slowdown` and a file of tenants in which the hostile
+one has quotas and the polite one has none. In turns the polite one streams alone and beside each attack, then beside
+all of them at once. The attackers are one process of the lowest priority, as far as one machine can stand for their own.
+Raw numbers go to bench/results/hostile.json.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import grpc.aio
+
+from bench.checkpoint import random_checkpoint
+from bench.interference import random_prompt, stream
+from bench.record import RESULTS, machine, verdict, write
+from pagewire import Client, SamplingParams
+from pagewire.errors import PagewireError
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from tests.system.services import running
+
+TOKENIZER = Path("models/storyteller/tokenizer.json")
+# Ids that the tokenizer knows, past single bytes.
+TOKEN_IDS = range(300, 1000)
+KEYS = {"polite": "key-of-the-polite", "hostile": "key-of-the-hostile"}
+QUOTA = {"max_requests": 8, "max_queued_tokens": 8000, "max_blocks": 400}
+NUM_STREAMS, INPUT_LEN, OUTPUT_LEN = 4, 100, 400
+MAX_DECODE_SLOWDOWN = 1.5
+GOAL = 2.0
+PAUSE_S = 0.01
+
+
+class Attacker:
+    """One tenant's calls to a server, meant to be a burden."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._rng = random.Random(0)
+        self._client = Client(url, api_key=KEYS["hostile"])
+        self._channel = grpc.aio.insecure_channel(url)
+        self._stub = pb_grpc.SchedulerServiceStub(self._channel)
+        self._metadata = (("authorization", f"Bearer {KEYS['hostile']}"),)
+
+    async def send_long_texts(self) -> None:
+        """Two at a time: some too long for any prompt, some as long as is read."""
+        words = "once upon a time there was a fox " * 130_000
+        await together(2, lambda: self._complete(words[: self._rng.choice((60_000, 1 << 20, 4 << 20))], max_tokens=1))
+
+    async def send_prompts(self) -> None:
+        """More than the quota, of the highest priority, each prompt new to the cache."""
+        await together(16, lambda: self._complete_tokens(self._rng.randint(1, 2000), priority=-(2**31), max_tokens=200))
+
+    async def leave_early(self) -> None:
+        """Requests that are cancelled soon after they began."""
+
+        async def leave() -> None:
+            with contextlib.suppress(TimeoutError, PagewireError):
+                async with asyncio.timeout(self._rng.uniform(0.0, 0.1)):
+                    await self._complete_tokens(500, max_tokens=1000, n=4)
+
+        await together(8, leave)
+
+    async def guess_keys(self) -> None:
+        """Calls with wrong keys, and with the name of the other tenant."""
+
+        async def guess() -> None:
+            wrong = (("authorization", f"Bearer {self._rng.random()}"),)
+            request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]), tenant="polite")
+            for metadata in (wrong, self._metadata):
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await self._stub.Generate(request, metadata=metadata).read()
+
+        await together(8, guess)
+
+    async def hoard_results(self) -> None:
+        """Detached requests with all log-probabilities, whose results are read again and again."""
+
+        async def hoard() -> None:
+            prompt = self._rng.choices(TOKEN_IDS, k=100)
+            sampling = SamplingParams(max_tokens=100, n=4, logprobs=20, prompt_logprobs=20, ignore_eos=True)
+            with contextlib.suppress(PagewireError):
+                request_id = await self._client.submit(None, sampling, prompt_token_ids=prompt)
+                for _ in range(20):
+                    await self._client.result(request_id)
+
+        await together(4, hoard)
+
+    async def never_read(self) -> None:
+        """Calls that take many requests each, most of them invalid, whose answers nobody reads."""
+
+        async def requests() -> AsyncIterator[pb.GenerateManyRequest]:
+            for number in range(100_000):
+                request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]), request_id="x" * (number % 300))
+                request.sampling.max_tokens = number % 5000
+                yield pb.GenerateManyRequest(submit=pb.Submission(stream_id=(16 * number) % 2**64, request=request))
+                await asyncio.sleep(0)
+
+        async def fill() -> None:
+            call = self._stub.GenerateMany(requests(), metadata=self._metadata)
+            await asyncio.sleep(2.0)
+            call.cancel()
+
+        await together(2, fill)
+
+    async def open_connections(self) -> None:
+        """Connections that say nothing, and go again."""
+        host, port = self._url.rsplit(":", 1)
+
+        async def hold() -> None:
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                for _ in range(200):
+                    stack.enter_context(socket.create_connection((host, int(port)), timeout=1.0))
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0.5)
+
+        await together(2, hold)
+
+    async def _complete_tokens(self, num_tokens: int, *, priority: int = 0, **sampling: int) -> None:
+        prompt = self._rng.choices(TOKEN_IDS, k=num_tokens)
+        with contextlib.suppress(PagewireError):
+            await self._client.acomplete(
+                None, SamplingParams(ignore_eos=True, **sampling), prompt_token_ids=prompt, priority=priority
+            )
+
+    async def _complete(self, text: str, max_tokens: int) -> None:
+        with contextlib.suppress(PagewireError):
+            await self._client.acomplete(text, SamplingParams(max_tokens=max_tokens))
+
+
+async def together(number: int, act: Callable[[], Awaitable[None]]) -> None:
+    """That many at a time, each one after the other, until cancelled."""
+
+    async def again_and_again() -> None:
+        while True:
+            await act()
+            await asyncio.sleep(PAUSE_S)
+
+    await asyncio.gather(*(again_and_again() for _ in range(number)))
+
+
+ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
+    "long texts": Attacker.send_long_texts,
+    "prompts": Attacker.send_prompts,
+    "leaving early": Attacker.leave_early,
+    "wrong keys": Attacker.guess_keys,
+    "detached results": Attacker.hoard_results,
+    "unread answers": Attacker.never_read,
+    "connections": Attacker.open_connections,
+}
+ARMS = {"calm": (), **{name: (name,) for name in ATTACKS}, "all of them": tuple(ATTACKS)}
+
+
+async def attack(url: str, names: tuple[str, ...]) -> None:
+    """Until this process is ended."""
+    attacker = Attacker(url)
+    await asyncio.gather(*(ATTACKS[name](attacker) for name in names))
+
+
+@contextlib.contextmanager
+def attacked(url: str, names: tuple[str, ...]) -> Iterator[None]:
+    if not names:
+        yield
+        return
+    command = [sys.executable, "-m", "bench.hostile", "--attack", json.dumps([url, *names])]
+    process = subprocess.Popen(command, preexec_fn=lambda: os.nice(19))
+    try:
+        yield
+        assert process.poll() is None, f"the attackers ended with {process.returncode}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def checkpoint(directory: Path) -> Path:
+    """The 54M shape with a tokenizer."""
+    for path in random_checkpoint("54M").iterdir():
+        (directory / path.name).symlink_to(path)
+    (directory / "tokenizer.json").symlink_to(TOKENIZER.absolute())
+    return directory
+
+
+def tenants(directory: Path) -> Path:
+    """The file of tenants; JSON is YAML."""
+    digests = {name: [f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"] for name, key in KEYS.items()}
+    entries = {"polite": {"api_keys": digests["polite"]}, "hostile": {"api_keys": digests["hostile"], **QUOTA}}
+    path = directory / "tenants.yaml"
+    path.write_text(json.dumps({"tenants": entries}))
+    return path
+
+
+async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_up_s: float) -> dict[str, float]:
+    """The gaps of the polite one's streams, in seconds."""
+    async with Client(url, api_key=KEYS["polite"]) as client:
+        with attacked(url, names):
+            if names:
+                await asyncio.sleep(warm_up_s)  # the attackers start up
+            prompts = [random_prompt(rng, INPUT_LEN) for _ in range(NUM_STREAMS)]
+            streams = await asyncio.gather(*(stream(client, prompt, OUTPUT_LEN) for prompt in prompts))
+    # The first tokens come while the prompts themselves are computed.
+    gaps = sorted(gap for of_stream in streams for gap in of_stream[NUM_STREAMS:])
+    return {"p50": gaps[len(gaps) // 2], "p99": gaps[int(len(gaps) * 0.99)], "max": gaps[-1]}
+
+
+async def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    rng = random.Random(0)
+    await run_round(url, (), rng, 0.0)  # warms up
+    for _ in range(arguments.rounds):
+        for arm, names in ARMS.items():
+            rounds[arm].append(await run_round(url, names, rng, arguments.warm_up))
+            p99, longest = (rounds[arm][-1][key] * 1000 for key in ("p99", "max"))
+            print(f"  {arm:16} p99 {p99:6.1f} ms, longest {longest:6.1f} ms", flush=True)
+    return rounds
+
+
+def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Prints the medians of the rounds, and gives them."""
+    medians = {
+        arm: {key: statistics.median(figures[key] for figures in of_arm) for key in of_arm[0]}
+        for arm, of_arm in rounds.items()
+    }
+    print(f"gaps between tokens of {NUM_STREAMS} streams of the polite tenant, in ms, medians of the rounds")
+    for arm, median in medians.items():
+        ratio = median["p99"] / medians["calm"]["p99"]
+        gaps = ", ".join(f"{key} {value * 1000:.1f}" for key, value in median.items())
+        print(f"  {arm:16} {gaps}; p99 {ratio:.2f} times calm {verdict(ratio, GOAL, at_least=False)}")
+    return medians
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.hostile", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="of every attack (default 3)")
+    parser.add_argument("--warm-up", type=float, default=4.0, help="seconds that attackers have to start (default 4)")
+    parser.add_argument("--num-threads", type=int, default=1, help="CPU threads of the worker (default 1)")
+    parser.add_argument("--attack", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.attack is not None:
+        url, *names = json.loads(arguments.attack)
+        asyncio.run(attack(url, tuple(names)))
+        return
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made)
+        scheduler = ["--tenants", tenants(directory), "--max-decode-slowdown", MAX_DECODE_SLOWDOWN]
+        worker = ["--num-device-blocks", 2048, "--num-threads", arguments.num_threads]
+        (directory / "model").mkdir()
+        with running(checkpoint(directory / "model"), worker=worker, scheduler=scheduler) as system:
+            rounds = asyncio.run(measure(system.url, arguments))
+    load = {"model": "54M", "streams": NUM_STREAMS, "quota": QUOTA, "max_decode_slowdown": MAX_DECODE_SLOWDOWN}
+    medians = report(rounds)
+    write(RESULTS / "hostile.json", {"machine": machine(), "load": load, "median": medians, "rounds": rounds})
+
+
+if __name__ == "__main__":
+    main()
