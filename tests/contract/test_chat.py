@@ -24,9 +24,10 @@ from tests.contract.scripted_scheduler import ScriptedScheduler, delta, field_vi
 ROOT = Path(__file__).parents[2]
 STORY = "".join(scripted_scheduler.WORDS)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-# The new session's first terminal becomes the one whose Ctrl-C reaches it.
+# The new session's first terminal becomes the one whose Ctrl-C reaches it. Tests that run under nohup ignore SIGHUP.
 PROGRAM = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 terminal = os.open(sys.argv[1], os.O_RDWR)
 for number in range(3):
     os.dup2(terminal, number)
