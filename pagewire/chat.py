@@ -1,6 +1,7 @@
 """`pagewire chat`: a conversation."""
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -73,23 +74,23 @@ def main(arguments: Sequence[str]) -> int:
     connection.add_flags(parser)
     sampling_flags.add_flags(parser)
     parsed = parser.parse_args(arguments)
-    info = asyncio.run(_server_info(connection.client(parser, parsed)))
-    conversation = Conversation(info.chat_template, parsed.system)
-    sampling = sampling_flags.sampling(parsed)
-    with connection.client(parser, parsed) as client:
-        if parsed.quick is not None:
-            completion = complete.stream(client, conversation.ask(parsed.quick), sampling, sys.stdout)
-            if parsed.stats:
-                tell(complete.statistics(completion))
-        else:
-            terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
-            Chat(client, conversation, sampling, info, terminal, with_statistics=parsed.stats).run()
+    client = connection.client(parser, parsed)
+    with asyncio.Runner() as runner:
+        try:
+            info = runner.run(client.server_info())
+            conversation = Conversation(info.chat_template, parsed.system)
+            sampling = sampling_flags.sampling(parsed)
+            if parsed.quick is not None:
+                prompt = conversation.ask(parsed.quick)
+                completion = runner.run(complete.stream(client, prompt, sampling, sys.stdout))
+                if parsed.stats:
+                    tell(complete.statistics(completion))
+            else:
+                terminal = ChatTerminal(None if parsed.no_history else history_path(os.environ))
+                Chat(client, runner, conversation, sampling, info, terminal, with_statistics=parsed.stats).run()
+        finally:
+            runner.run(client.aclose())
     return 0
-
-
-async def _server_info(client: Client) -> ServerInfo:
-    async with client:
-        return await client.server_info()
 
 
 def tell(text: str) -> None:
@@ -98,11 +99,15 @@ def tell(text: str) -> None:
 
 
 class Chat:
-    """Answers messages and carries out commands until the input ends."""
+    """Answers messages and carries out commands until the input ends.
+
+    Answers come in the runner's event loop, where Ctrl-C breaks nothing; see `complete.stream`.
+    """
 
     def __init__(
         self,
         client: Client,
+        runner: asyncio.Runner,
         conversation: Conversation,
         sampling: SamplingParams,
         info: ServerInfo,
@@ -111,6 +116,7 @@ class Chat:
         with_statistics: bool,
     ) -> None:
         self._client = client
+        self._runner = runner
         self._conversation = conversation
         self._sampling = sampling
         self._info = info
@@ -181,24 +187,29 @@ class Chat:
 
     def _stream(self, message: str) -> None:
         """Streams an answer to standard output and keeps the turn; of one that is interrupted, what there is."""
-        builder = CompletionBuilder(1, time.monotonic())
-        printer = complete.SamplePrinter(1, sys.stdout)
         said: list[str] = []
         try:
-            for output in self._client.stream(self._conversation.ask(message), self._sampling):
-                builder.add(output, time.monotonic())
-                printer.add(output)
-                said.append(output.text)
+            completion = self._runner.run(self._receive(self._conversation.ask(message), said))
         except KeyboardInterrupt:
             tell("\n(stopped)")
             if any(said):
                 self._conversation.add(message, "".join(said))
             return
-        completion = builder.finish(time.monotonic())
         self._conversation.add(message, completion.outputs[0].text)
         if self._with_statistics:
             tell(complete.statistics(completion))
         self._tell_if_full(completion)
+
+    async def _receive(self, prompt: str, said: list[str]) -> Completion:
+        """Writes an answer as it comes; `said` gets its texts."""
+        builder = CompletionBuilder(1, time.monotonic())
+        printer = complete.SamplePrinter(1, sys.stdout)
+        async with contextlib.aclosing(self._client.generate(prompt, self._sampling)) as outputs:
+            async for output in outputs:
+                builder.add(output, time.monotonic())
+                printer.add(output)
+                said.append(output.text)
+        return builder.finish(time.monotonic())
 
     def _tell_if_full(self, completion: Completion) -> None:
         usage = completion.usage

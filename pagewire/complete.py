@@ -1,6 +1,8 @@
 """`pagewire complete`: one request, its text on standard output as it comes, its statistics on standard error."""
 
 import argparse
+import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -19,13 +21,17 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
     request = request_arguments(parser, parsed) | {"timeout": parsed.timeout}
-    with connection.client(parser, parsed) as client:
-        if parsed.json:
-            print(json.dumps(describe(client.complete(**request))), flush=True)
-            return 0
-        completion = stream(client, file=sys.stdout, **request)
-    print(statistics(completion), file=sys.stderr)
+    completion = asyncio.run(_complete(connection.client(parser, parsed), request, as_json=parsed.json))
+    if parsed.json:
+        print(json.dumps(describe(completion)), flush=True)
+    else:
+        print(statistics(completion), file=sys.stderr)
     return 0
+
+
+async def _complete(client: Client, request: dict[str, Any], *, as_json: bool) -> Completion:
+    async with client:
+        return await (client.acomplete(**request) if as_json else stream(client, file=sys.stdout, **request))
 
 
 def _parser() -> Parser:
@@ -76,14 +82,21 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
     return request | {"prompt": text, "sampling": sampling_flags.sampling(parsed)}
 
 
-def stream(client: Client, prompt: str | None, sampling: SamplingParams, file: TextIO, **request: Any) -> Completion:
-    """Streams one request to a file and returns the whole of it."""
+async def stream(
+    client: Client, prompt: str | None, sampling: SamplingParams, file: TextIO, **request: Any
+) -> Completion:
+    """Streams one request to a file and returns the whole of it.
+
+    In an event loop, since Ctrl-C cancels its task where it awaits. In a call that blocks, the exception can come while
+    gRPC's own code holds a lock, after which its channel stands still.
+    """
     num_samples = sampling.n or 1
     builder = CompletionBuilder(num_samples, time.monotonic())
     printer = SamplePrinter(num_samples, file)
-    for output in client.stream(prompt, sampling, **request):
-        builder.add(output, time.monotonic())
-        printer.add(output)
+    async with contextlib.aclosing(client.generate(prompt, sampling, **request)) as outputs:
+        async for output in outputs:
+            builder.add(output, time.monotonic())
+            printer.add(output)
     return builder.finish(time.monotonic())
 
 

@@ -1,5 +1,6 @@
 """`pagewire demo`: serves the bundled model, or another, on loopback, streams one completion, and ends."""
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +29,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=200, metavar="INT", help=text)
     parsed = parser.parse_args(own)
     sampling = SamplingParams(temperature=0.0, max_tokens=parsed.max_tokens)
-    with local_server.serving(parsed.model, serve_flags) as url, Client(url) as client:
-        sys.stdout.write(parsed.prompt)
-        completion = complete.stream(client, parsed.prompt, sampling, sys.stdout)
-        print(complete.statistics(completion), flush=True)
+    with local_server.serving(parsed.model, serve_flags) as url:
+        asyncio.run(_tell(url, parsed.prompt, sampling))
     return 0
+
+
+async def _tell(url: str, prompt: str, sampling: SamplingParams) -> None:
+    async with Client(url) as client:
+        sys.stdout.write(prompt)
+        completion = await complete.stream(client, prompt, sampling, sys.stdout)
+        print(complete.statistics(completion), flush=True)
