@@ -4,9 +4,8 @@
 
 Both services run as processes, with the 54M shape, `--max-decode-slowdown` and a file of tenants in which the hostile
 one has quotas and the polite one has none. In turns the polite one streams alone and beside each attack, then beside
-all of them at once. The attackers are one process of the lowest priority: on one machine, that is as near as they come to
-one of their own.
-Raw numbers go to bench/results/hostile.json.
+all of them at once. The attackers are one process of the lowest priority: on one machine, that is as near as they come
+to one of their own. Raw numbers go to bench/results/hostile.json.
 """
 
 import argparse
