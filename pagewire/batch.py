@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grpc
 
-from pagewire import wire
+from pagewire import blocking_call, wire
 from pagewire.completion import Completion, CompletionBuilder
 from pagewire.errors import Cancelled, PagewireError, ResourceExhausted, Unavailable
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -149,7 +149,7 @@ class _Call:
     def messages(self) -> Iterator[pb.GenerateManyResponse]:
         """Raises PagewireError."""
         try:
-            yield from self._call
+            yield from blocking_call.responses(self._call)
         except grpc.RpcError as error:
             raise wire.decode_error(error, self._url) from None
 

@@ -12,7 +12,7 @@ from typing import Any, Unpack, overload
 import grpc
 import grpc.aio
 
-from pagewire import conversation, wire
+from pagewire import blocking_call, conversation, wire
 from pagewire.attachment import Attachment
 from pagewire.batch import Batch
 from pagewire.channels import Channels
@@ -621,7 +621,7 @@ class Client:
         while True:
             call = self._channels.stub.Generate(request, timeout=attempts.timeout_s)
             try:
-                for response in call:
+                for response in blocking_call.responses(call):
                     has_begun = True
                     output = wire.decode_output(response)
                     builder.add(output, time.monotonic())

@@ -1,0 +1,81 @@
+"""Blocking calls of the client: Ctrl-C ends them and breaks nothing, wherever it comes."""
+
+import contextlib
+import itertools
+import random
+import signal
+import threading
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from pagewire import Client, SamplingParams
+from pagewire.errors import Unavailable
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from tests.contract import scripted_scheduler
+from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
+
+NUM_INTERRUPTS = 100
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def talk(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+    """Token after token, as fast as they are taken."""
+    for number in itertools.takewhile(lambda _: context.is_active(), itertools.count()):
+        yield delta(0, number, [1], " so")
+
+
+def interrupt_after(seconds: float) -> None:
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    timer.start()
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_a_client_goes_on_after_any_interrupt() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    scheduler = ScriptedScheduler()
+    with serving(scheduler) as url, Client(url) as client:
+        scheduler.script = talk
+        for _ in range(NUM_INTERRUPTS):
+            with contextlib.suppress(KeyboardInterrupt):
+                for number, _output in enumerate(client.stream("on and on", SamplingParams(), timeout=TIMEOUT_S)):
+                    if number == 0:
+                        interrupt_after(rng.uniform(0.0, 0.01))
+        scheduler.script = scripted_scheduler.tell_story
+        told = client.complete("Once upon a time", SamplingParams(), timeout=TIMEOUT_S)
+    assert told.outputs[0].text == "".join(scripted_scheduler.WORDS)
+
+
+@pytest.mark.parametrize("in_main_thread", [True, False])
+def test_failures_come_after_what_was_answered(in_main_thread: bool) -> None:
+    def fail(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        for number in range(40):
+            yield delta(0, number, [1], " so")
+        context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    texts: list[str] = []
+
+    def read(client: Client) -> None:
+        with pytest.raises(Unavailable, match="gone"):
+            texts.extend(output.text for output in client.stream("x", SamplingParams()))
+
+    scheduler = ScriptedScheduler()
+    scheduler.script = fail
+    with serving(scheduler) as url, Client(url) as client:
+        if in_main_thread:
+            read(client)
+        else:
+            thread = threading.Thread(target=read, args=(client,))
+            thread.start()
+            thread.join()
+    assert texts == [" so"] * 40
