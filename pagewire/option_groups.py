@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_tenant_waiting_text_bytes",
         "max_pending_calls",
         "worker_timeout",
+        "worker_grace",
         "drain_timeout",
         "detached_retention",
         "max_detached_requests",

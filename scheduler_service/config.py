@@ -33,6 +33,11 @@ class SchedulerConfig:
     )
     pipeline_depth: int = _option(2, "how many steps are sent to the worker before the first of them is done")
     worker_timeout: float = _option(60.0, "how long requests wait for a lost worker before they fail, in seconds")
+    worker_grace: float | None = _option(
+        None,
+        "after how many seconds without a worker requests fail that could as well begin elsewhere: new ones, and those "
+        "without a token (default: --worker-timeout)",
+    )
     drain_timeout: float = _option(30.0, "how long running requests get to finish at shutdown, in seconds")
     max_waiting_requests: int = _option(4096, "how many sequences can wait in the queue")
     max_waiting_tokens: int = _option(4_194_304, "how many prompt tokens can wait in the queue")
@@ -109,6 +114,9 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and not value >= minimum:
                 raise ValueError(f"{_flag(name)} is {value}, but must be at least {minimum}")
+        if self.worker_grace is not None and self.worker_grace > self.worker_timeout:
+            limit = f"at most --worker-timeout, which is {self.worker_timeout}"
+            raise ValueError(f"--worker-grace is {self.worker_grace}, but must be {limit}")
         if not self.watermark < 1:
             raise ValueError(f"--watermark is {self.watermark}, but must be below 1")
         for option in fields(self):
@@ -138,6 +146,7 @@ _MINIMA = {
     "max_decode_slowdown": 1,
     "pipeline_depth": 1,
     "worker_timeout": 0,
+    "worker_grace": 0,
     "drain_timeout": 0,
     "max_waiting_requests": 1,
     "max_waiting_tokens": 1,

@@ -45,6 +45,7 @@ EVENTS: dict[str, tuple[type, ...]] = {
     "moved": (int,),
     "worker_joined": (WorkerCapacity, int),
     "worker_lost": (),
+    "worker_grace_ended": (),
     "worker_timed_out": (),
     "flush_cache": (),
 }

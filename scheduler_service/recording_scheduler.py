@@ -52,6 +52,9 @@ class RecordingScheduler:
     def worker_lost(self, now: float) -> TokenOutputs:
         return self._perform("worker_lost", (), now)
 
+    def worker_grace_ended(self, now: float) -> TokenOutputs:
+        return self._perform("worker_grace_ended", (), now)
+
     def worker_timed_out(self, now: float) -> TokenOutputs:
         return self._perform("worker_timed_out", (), now)
 

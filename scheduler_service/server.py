@@ -151,6 +151,7 @@ class _Service:
             RecordingScheduler(scheduler, self._recorder) if self._recorder else scheduler,
             self._metrics,
             worker_timeout=config.worker_timeout,
+            worker_grace=config.worker_grace,
             kv_event_log=KvEventLog(config.kv_events_buffer),
             on_availability_changed=self._availability_changed.set,
             **_request_observers(config, self._tracing),

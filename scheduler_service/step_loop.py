@@ -20,6 +20,7 @@ from scheduler_service.core.request import (
     BlockStored,
     KvEvent,
     KvEventCounts,
+    OutputMode,
     Request,
     RequestReport,
     SchedulerStats,
@@ -60,6 +61,8 @@ class Scheduler(Protocol):
     def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs: ...
 
     def worker_lost(self, now: float) -> TokenOutputs: ...
+
+    def worker_grace_ended(self, now: float) -> TokenOutputs: ...
 
     def worker_timed_out(self, now: float) -> TokenOutputs: ...
 
@@ -120,6 +123,7 @@ class StepLoop:
         observer: StepObserver,
         *,
         worker_timeout: float,
+        worker_grace: float | None = None,
         fan_out: FanOut | None = None,
         kv_event_log: KvEventLog | None = None,
         on_availability_changed: Callable[[], None] = lambda: None,
@@ -128,12 +132,16 @@ class StepLoop:
         on_sequence_ended: Callable[[Request, SequenceEnd, float], None] = lambda request, end, now: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`begin_trace` gets every request before it is taken, in the task of its caller, and may add its trace;
+        """`worker_timeout` is how many seconds any request waits for a worker, `worker_grace` how many those wait that
+        could as well begin elsewhere, by default as many.
+
+        `begin_trace` gets every request before it is taken, in the task of its caller, and may add its trace;
         `on_submitted` gets those that were taken, `on_sequence_ended` the end of every sample, with its request and the
         time."""
         self._scheduler = scheduler
         self._observer = observer
         self._worker_timeout = worker_timeout
+        self._worker_grace = worker_timeout if worker_grace is None else worker_grace
         self._fan_out = fan_out or FanOut()
         self._kv_event_log = kv_event_log or KvEventLog(max_batches=10_000)
         self._kv_event_log_grew = asyncio.Event()  # a new one for each batch
@@ -147,10 +155,10 @@ class StepLoop:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._settled = asyncio.Event()  # the first worker has joined, or nobody waits for it any more
+        self._availability_changed = asyncio.Event()  # a new one for each change
         self._link: WorkerLink | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._has_timed_out = False
+        self._timers: list[asyncio.TimerHandle] = []  # while no worker is there
+        self._grace_has_ended = self._has_timed_out = False
         self._is_draining = False
         self._has_ended = False
         self._epoch_is_fruitless = False  # it has a plan, but no token yet
@@ -169,8 +177,9 @@ class StepLoop:
         With an outlet, they wait there instead under labels from `label` on, until their reader takes them.
         Raises UnavailableError, AdmissionError.
         """
-        if self.unavailable_reason:
-            raise UnavailableError(self.unavailable_reason)
+        refusal = self.refusal(request.output_mode)
+        if refusal:
+            raise UnavailableError(refusal)
         now = self._clock()
         request = self._begin_trace(request)
         sequence_ids = self._scheduler.add(request, now)
@@ -200,16 +209,15 @@ class StepLoop:
     # The worker
 
     def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: WorkerLink) -> None:
-        self._stop_timer()
-        self._has_timed_out = False
+        self._stop_timers()
+        self._grace_has_ended = self._has_timed_out = False
         self._link, self.capacity, self.epoch = link, capacity, epoch
         self._epoch_is_fruitless = False
         self.missing_reason = ""
         self._observer.worker_changed(capacity, epoch)
         self._publish(self._scheduler.worker_joined(capacity, epoch, self._clock()))
-        self._settled.set()
         self._wake.set()
-        self._on_availability_changed()
+        self._tell_availability()
 
     def moved(self, step: int) -> None:
         """The moves of all plans up to this step are done. Comes before the result that says so."""
@@ -236,7 +244,7 @@ class StepLoop:
     async def run(self) -> None:
         """Until cancelled. An exception is a defect of the scheduler, and fatal."""
         if self._link is None:
-            self._start_timer()
+            self._start_timers()
         try:
             while True:
                 await self._wake.wait()
@@ -245,13 +253,12 @@ class StepLoop:
                 self._send_plans()
                 self._take_kv_events()
         finally:
-            self._stop_timer()
+            self._stop_timers()
 
     async def drain(self) -> None:
         """Take no more requests, and return when those that are there have ended."""
         self._is_draining = True
-        self._settled.set()
-        self._on_availability_changed()
+        self._tell_availability()
         await self._idle.wait()
 
     def end_all(self, message: str) -> None:
@@ -261,17 +268,23 @@ class StepLoop:
         if self._link is not None:
             self._link.close(message)
             self._leave_epoch()
-        self._fail_waiting(message)
+        self._end_requests(self._scheduler.worker_timed_out, message)
 
     # What others may ask
 
     @property
     def unavailable_reason(self) -> str:
-        """Why requests are refused now, or nothing."""
+        """Why requests are refused now, or nothing. Detached ones may be taken all the same."""
+        return self.refusal(OutputMode.STREAMED)
+
+    def refusal(self, output_mode: OutputMode) -> str:
+        """Why requests of this kind are refused now, or nothing."""
         if self._is_draining:
             return "the server is shutting down; send the request to another one"
         if self._has_timed_out:
             return f"no worker has been connected for {self._worker_timeout:g} s; try again later"
+        if self._grace_has_ended and output_mode is not OutputMode.DETACHED:
+            return f"no worker has been connected for {self._worker_grace:g} s; send the request to another server"
         return ""
 
     @property
@@ -307,9 +320,10 @@ class StepLoop:
     def block_map(self) -> BlockMap:
         return self._scheduler.block_map()
 
-    async def wait_for_first_worker(self) -> None:
-        """Before it, nobody knows what fits. Returns too when requests have become unavailable meanwhile."""
-        await self._settled.wait()
+    async def wait_for_first_worker(self, output_mode: OutputMode = OutputMode.STREAMED) -> None:
+        """Before it, nobody knows what fits. Returns too when requests of this kind are refused meanwhile."""
+        while self.capacity is None and not self.refusal(output_mode):
+            await self._availability_changed.wait()
 
     # The prefix cache
 
@@ -466,33 +480,52 @@ class StepLoop:
         self._inbox.clear()
         self._publish(self._scheduler.worker_lost(self._clock()))
         self._take_kv_events()
-        self._start_timer()
-        self._on_availability_changed()
+        self._start_timers()
+        self._tell_availability()
 
     def _token_confirmed(self) -> None:
         self._epoch_is_fruitless = False
         if self._num_fruitless_epochs:
             self._num_fruitless_epochs = 0
-            self._on_availability_changed()
+            self._tell_availability()
 
-    def _start_timer(self) -> None:
-        self._stop_timer()
-        self._timer = asyncio.get_running_loop().call_later(self._worker_timeout, self._worker_timed_out)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _worker_timed_out(self) -> None:
-        # A worker that is still loading its first model is no accident.
-        level = logging.INFO if self.capacity is None else logging.ERROR
-        logger.log(level, "no worker for %g s: requests fail until one joins", self._worker_timeout)
-        self._has_timed_out = True
-        self._settled.set()
-        self._fail_waiting(self.unavailable_reason)
+    def _tell_availability(self) -> None:
+        self._availability_changed.set()
+        self._availability_changed = asyncio.Event()
         self._on_availability_changed()
 
-    def _fail_waiting(self, message: str) -> None:
-        outputs = self._scheduler.worker_timed_out(self._clock())
+    # Without a worker
+
+    def _start_timers(self) -> None:
+        self._stop_timers()
+        call_later = asyncio.get_running_loop().call_later
+        self._timers.append(call_later(self._worker_timeout, self._worker_timed_out))
+        if self._worker_grace < self._worker_timeout:
+            self._timers.append(call_later(self._worker_grace, self._worker_grace_ended))
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+    def _worker_grace_ended(self) -> None:
+        text = "no worker for %g s: requests without a token fail until one joins, streams and detached ones wait"
+        logger.log(self._level_of_absence(logging.WARNING), text, self._worker_grace)
+        self._grace_has_ended = True
+        self._end_requests(self._scheduler.worker_grace_ended, self.unavailable_reason)
+        self._tell_availability()
+
+    def _worker_timed_out(self) -> None:
+        level = self._level_of_absence(logging.ERROR)
+        logger.log(level, "no worker for %g s: requests fail until one joins", self._worker_timeout)
+        self._has_timed_out = True
+        self._end_requests(self._scheduler.worker_timed_out, self.unavailable_reason)
+        self._tell_availability()
+
+    def _level_of_absence(self, level: int) -> int:
+        """A worker that is still loading its first model is no accident."""
+        return logging.INFO if self.capacity is None else level
+
+    def _end_requests(self, end: Callable[[float], TokenOutputs], message: str) -> None:
+        outputs = end(self._clock())
         self._publish(replace(outputs, ended=[replace(end, message=message) for end in outputs.ended]))

@@ -24,6 +24,14 @@ class BeamParams:
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
 
 
+class OutputMode(Enum):
+    """How a request's output reaches whoever asked for it."""
+
+    STREAMED = "streamed"  # as it comes; that of a beam search is known only at its end
+    WHOLE = "whole"  # at its end
+    DETACHED = "detached"  # it is kept, until somebody asks
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A validated request: everything is resolved, nothing is optional any more."""
@@ -40,6 +48,7 @@ class Request:
     beam: BeamParams | None = None
     deadline: float | None = None  # seconds of the caller's clock; orders requests under the policy "deadline"
     traceparent: str = ""  # W3C trace context, handed on to the worker
+    output_mode: OutputMode = OutputMode.STREAMED
 
 
 class AdmissionReason(Enum):

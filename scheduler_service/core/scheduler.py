@@ -291,13 +291,13 @@ class Scheduler:
             self._finish_group(group, EndReason.CRASHES_WORKER, outputs, message=message)
         return outputs
 
+    def worker_grace_ended(self, now: float) -> TokenOutputs:
+        """There has been no worker for a while: requests end that another server could as well begin."""
+        return self._end_without_worker(group for group in self._waiting if not group.is_bound)
+
     def worker_timed_out(self, now: float) -> TokenOutputs:
         """There has been no worker for too long: every request ends."""
-        outputs = TokenOutputs()
-        if self._epoch is None:
-            for group in list(self._waiting):
-                self._finish_group(group, EndReason.NO_WORKER, outputs, message="no worker is connected")
-        return outputs
+        return self._end_without_worker(self._waiting)
 
     def flush_cache(self, now: float) -> None:
         """Forget all cached content. Nothing happens while there are requests: their caches are built on it."""
@@ -910,6 +910,14 @@ class Scheduler:
         self._leave(group)
 
     # Ends
+
+    def _end_without_worker(self, groups: Iterable[SequenceGroup]) -> TokenOutputs:
+        """Nothing happens while a worker is there."""
+        outputs = TokenOutputs()
+        if self._epoch is None:
+            for group in list(groups):
+                self._finish_group(group, EndReason.NO_WORKER, outputs, message="no worker is connected")
+        return outputs
 
     def _end(
         self, sequence: Sequence, reason: EndReason, outputs: TokenOutputs, *, stop_token_id: int | None = None

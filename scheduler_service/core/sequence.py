@@ -12,7 +12,7 @@ from typing import Any
 
 from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.prefix_index import Node, RootKey
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import OutputMode, Request
 
 
 class GroupState(Enum):
@@ -85,6 +85,14 @@ class SequenceGroup:
     @property
     def unopened_sequences(self) -> list["Sequence"]:
         return [sequence for sequence in self.live_sequences if sequence.slot < 0]
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is lost with this scheduler: somebody has had a part of its output, or comes for it later. Any
+        other could as well begin again elsewhere."""
+        if self.request.output_mode is OutputMode.STREAMED and self.beam is None:
+            return any(sequence.is_finished or sequence.first_token_at is not None for sequence in self.sequences)
+        return self.request.output_mode is OutputMode.DETACHED
 
     def pause(self, now: float) -> None:
         """What it had on the worker is gone or on its way to the host."""

@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
+from scheduler_service.core.request import AdmissionError, AdmissionReason, OutputMode, Request
 from scheduler_service.rpc import prompt_text
 from scheduler_service.rpc.authentication import tenant_of_call
 from scheduler_service.rpc.delivery import Delivery, Delta
@@ -27,15 +28,15 @@ _ADMISSION_CODES = {
 class Availability(Protocol):
     """What a request is held against before it is queued."""
 
-    @property
-    def unavailable_reason(self) -> str: ...
+    def refusal(self, output_mode: OutputMode) -> str:
+        """Why requests of this kind are refused now, or nothing."""
 
     @property
     def max_sequence_tokens(self) -> int: ...
 
     def now(self) -> float: ...
 
-    async def wait_for_first_worker(self) -> None: ...
+    async def wait_for_first_worker(self, output_mode: OutputMode) -> None: ...
 
 
 # Queues a request: what takes its deltas, what takes the error if it is refused later, an outlet for plain tokens and
@@ -82,26 +83,33 @@ class Intake:
         self._quotas = quotas
         self._num_pending = 0  # calls whose request is not in the scheduler yet
 
-    async def resolve(self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None) -> Request:
+    async def resolve(
+        self,
+        message: scheduler_pb2.GenerateRequest,
+        time_remaining: float | None,
+        output_mode: OutputMode = OutputMode.STREAMED,
+    ) -> Request:
         """The request in full, which must be done within so many seconds. Raises RpcError."""
         deadline = None if time_remaining is None else self._step_loop.now() + time_remaining
         message.tenant = tenant_of_call(message.tenant)
         check_before_tokenizing(message, self._model)
-        self._check_available()
+        self._check_available(output_mode)
         if self._num_pending >= self._max_pending_calls:
             raise RpcError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self._num_pending} calls wait to be queued, the limit is {self._max_pending_calls}; try again later",
             )
         with contextlib.nullcontext() if self._quotas is None else self._quotas.pending(message.tenant):
-            prompt_token_ids = await self._tokenize(message)
-        return resolve_request(message, prompt_token_ids, self._model, self._step_loop.max_sequence_tokens, deadline)
+            prompt_token_ids = await self._tokenize(message, output_mode)
+        limit = self._step_loop.max_sequence_tokens
+        request = resolve_request(message, prompt_token_ids, self._model, limit, deadline)
+        return replace(request, output_mode=output_mode)
 
-    async def _tokenize(self, message: scheduler_pb2.GenerateRequest) -> list[int]:
+    async def _tokenize(self, message: scheduler_pb2.GenerateRequest, output_mode: OutputMode) -> list[int]:
         """The tokens of the prompt, once it is known what fits."""
         self._num_pending += 1
         try:
-            await self._step_loop.wait_for_first_worker()
+            await self._step_loop.wait_for_first_worker(output_mode)
             if message.WhichOneof("prompt") == "text" and self.texts is not None:
                 limit = self._step_loop.max_sequence_tokens
                 return await self.texts.encode(message.text, message.tenant, limit)
@@ -130,7 +138,7 @@ class Intake:
 
     def submit(self, request: Request, delivery: Delivery, outlet: Any = None, label: int = 0) -> None:
         """Queue a request whose output goes this way, or waits in an outlet of the step loop's. Raises RpcError."""
-        self._check_available()
+        self._check_available(request.output_mode)
         if self._is_taken(request.tenant, request.request_id):
             raise RpcError(
                 grpc.StatusCode.ALREADY_EXISTS,
@@ -149,8 +157,8 @@ class Intake:
                 claim.release()
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
 
-    def _check_available(self) -> None:
-        reason = self._step_loop.unavailable_reason
+    def _check_available(self, output_mode: OutputMode) -> None:
+        reason = self._step_loop.refusal(output_mode)
         if reason:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, reason)
 

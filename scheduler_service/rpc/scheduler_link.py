@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
+from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.request_encoding import encode_request
 from scheduler_service.rpc.status import RpcError
@@ -130,6 +130,10 @@ class SchedulerLink:
             return f"no connection to the scheduler at {self._address}: {self._reason}; try again later"
         return self._server_info.unavailable_reason
 
+    def refusal(self, output_mode: OutputMode) -> str:
+        """Detached requests, which a scheduler may still take, do not come here."""
+        return self.unavailable_reason
+
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
         """The scheduler's, as it told it last; empty before. Why requests are refused is of now, and of here."""
         info = scheduler_pb2.GetServerInfoResponse()
@@ -168,7 +172,7 @@ class SchedulerLink:
     def now(self) -> float:
         return time.monotonic()
 
-    async def wait_for_first_worker(self) -> None:
+    async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
         """Before the scheduler has answered, nobody knows what fits. It waits for its worker itself."""
         await self._connected.wait()
 
@@ -190,6 +194,7 @@ class SchedulerLink:
             token_only=True,
             traceparent=trace_context_of_call().get("traceparent"),
             tenants_revision=self._tenants_revision() if self._tenants_revision is not None else "",
+            read_whole=request.output_mode is OutputMode.WHOLE,
         )
         self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(submit=submission))
         return sent.stream_ids

@@ -10,7 +10,7 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.request import BlockMap, Request, RequestReport, SchedulerStats
+from scheduler_service.core.request import BlockMap, OutputMode, Request, RequestReport, SchedulerStats
 from scheduler_service.rpc import intake, kv_event_stream, report
 from scheduler_service.rpc.authentication import check_operator, tenant_of_call
 from scheduler_service.rpc.delivery import Delta
@@ -30,6 +30,9 @@ SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].ful
 
 class StepLoop(intake.Availability, kv_event_stream.KvEventSource, Protocol):
     """What the service needs of the step loop."""
+
+    @property
+    def unavailable_reason(self) -> str: ...
 
     @property
     def is_connected(self) -> bool: ...
@@ -262,7 +265,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return response
 
     async def _submit(self, message: scheduler_pb2.GenerateRequest) -> str:
-        request = await self._intake.resolve(message, None)
+        request = await self._intake.resolve(message, None, OutputMode.DETACHED)
         with_logprobs = request.sampling.num_logprobs is not None
         histories = [
             History(request.request_id, index, transcript, with_logprobs=with_logprobs)

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import OutputMode, Request
 from scheduler_service.rpc.authentication import check_forwarded
 from scheduler_service.rpc.delivery import Delivery
 from scheduler_service.rpc.generate_request import MAX_SAMPLES
@@ -65,7 +65,9 @@ OutletFactory = Callable[[Callable[[], None]], Outlet]
 
 
 class Intake(Protocol):
-    async def resolve(self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None) -> Request: ...
+    async def resolve(
+        self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None, output_mode: OutputMode
+    ) -> Request: ...
 
     def transcripts(
         self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
@@ -222,7 +224,8 @@ class SharedCall:
         if token_only:
             _check_token_only(message)
         timeout = submission.timeout_seconds if submission.HasField("timeout_seconds") else None
-        resolved = await self._intake.resolve(message, timeout)
+        output_mode = OutputMode.WHOLE if submission.read_whole else OutputMode.STREAMED
+        resolved = await self._intake.resolve(message, timeout, output_mode)
         with_logprobs = resolved.sampling.num_logprobs is not None
         transcripts = self._intake.transcripts(message, resolved, with_text=not token_only)
         samples = [

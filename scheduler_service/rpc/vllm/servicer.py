@@ -17,6 +17,7 @@ import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.authentication import check_operator, tenant_of_call
 from scheduler_service.rpc.call import Call
 from scheduler_service.rpc.delivery import SequenceStopper
@@ -145,7 +146,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         reason = self._engine.unavailable_reason
         if self._engine.capacity is None:
             why = self._engine.missing_reason or "no worker has joined yet"
-            message = reason or f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
+            loading = f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
+            message = f"{reason} ({loading})" if reason else loading
             await abort(context, RpcError(grpc.StatusCode.UNAVAILABLE, message))
         message = reason or "the worker is lost again and again before it has made a token; see the server's log"
         return vllm_engine_pb2.HealthCheckResponse(healthy=False, message=message)
@@ -230,7 +232,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _generate(self, message: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         translated = translate_request(message)
-        request = await self._intake.resolve(translated, context.time_remaining())
+        output_mode = OutputMode.STREAMED if message.stream else OutputMode.WHOLE
+        request = await self._intake.resolve(translated, context.time_remaining(), output_mode)
         with_text = bool(translated.sampling.stop)
         samples = [
             Sample(request.request_id, index, transcript, with_logprobs=request.sampling.num_logprobs is not None)

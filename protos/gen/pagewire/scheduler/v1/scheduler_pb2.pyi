@@ -214,20 +214,22 @@ class GenerateManyRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submission, _Mapping]] = ..., abort: _Optional[_Union[StreamAbort, _Mapping]] = ..., stop: _Optional[_Union[StreamStop, _Mapping]] = ..., get_loads: _Optional[_Union[GetLoadsRequest, _Mapping]] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only", "traceparent", "tenants_revision")
+    __slots__ = ("stream_id", "request", "timeout_seconds", "token_only", "traceparent", "tenants_revision", "read_whole")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_ONLY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TENANTS_REVISION_FIELD_NUMBER: _ClassVar[int]
+    READ_WHOLE_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request: GenerateRequest
     timeout_seconds: float
     token_only: bool
     traceparent: str
     tenants_revision: str
-    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ..., traceparent: _Optional[str] = ..., tenants_revision: _Optional[str] = ...) -> None: ...
+    read_whole: bool
+    def __init__(self, stream_id: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., token_only: bool = ..., traceparent: _Optional[str] = ..., tenants_revision: _Optional[str] = ..., read_whole: bool = ...) -> None: ...
 
 class StreamAbort(_message.Message):
     __slots__ = ("stream_id",)
