@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos docs model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-overload gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos docs model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-overload bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -102,6 +102,9 @@ bench-hostile: $(READY)  ## what a hostile tenant does to the streams of a polit
 
 bench-overload: $(READY)  ## ten times too many requests: how soon they are refused, what those that run lose
 	$(BIN)/python -m bench.overload
+
+bench-worker-loss: $(READY)  ## what clients of a gateway notice when one of two pairs loses its worker
+	$(RUN) -m bench.worker_loss
 
 # These install nothing: PYTHON=/path/to/python has torch with CUDA and Triton. The first line says what else is lacking.
 gpu-check:  ## on a GPU: both services against transformers and themselves, in PARTS="parity kills ..." (all)
