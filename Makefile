@@ -104,7 +104,7 @@ bench-overload: $(READY)  ## ten times too many requests: how soon they are refu
 	$(BIN)/python -m bench.overload
 
 bench-worker-loss: $(READY)  ## what clients of a gateway notice when one of two pairs loses its worker
-	$(RUN) -m bench.worker_loss
+	$(BIN)/python -m bench.worker_loss
 
 # These install nothing: PYTHON=/path/to/python has torch with CUDA and Triton. The first line says what else is lacking.
 gpu-check:  ## on a GPU: both services against transformers and themselves, in PARTS="parity kills ..." (all)

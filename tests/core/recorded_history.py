@@ -5,7 +5,14 @@ from pathlib import Path
 
 from scheduler_service.core.plan import SamplingParams, StepPlan, WorkerCapacity
 from scheduler_service.core.policy import POLICIES
-from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, Request, TokenOutputs
+from scheduler_service.core.request import (
+    AdmissionError,
+    BeamParams,
+    EarlyStopping,
+    OutputMode,
+    Request,
+    TokenOutputs,
+)
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.recording import Recorder, SchedulerArguments
 from scheduler_service.recording_scheduler import RecordingScheduler
@@ -117,6 +124,7 @@ class RecordedHistory:
             priority=rng.randrange(2),
             beam=beam,
             deadline=rng.choice([None, self.now + 1]),
+            output_mode=rng.choice(list(OutputMode)),
         )
         self.requests.append(request)
         try:
@@ -161,6 +169,8 @@ class RecordedHistory:
         self.take(self.scheduler.worker_lost(self.now))
         self.worker = None
         self.plans.clear()
+        if self.rng.random() < 0.4:
+            self.take(self.scheduler.worker_grace_ended(self.now))
         if self.rng.random() < 0.2:
             self.take(self.scheduler.worker_timed_out(self.now))
 

@@ -4,7 +4,7 @@ Tokens go through the production `TokenStream`. Every token is compared as it co
 undisturbed run is, every end with the reason it claims.
 """
 
-from scheduler_service.core.request import EndReason, Hypothesis, SequenceEnd, TokenLogprobs
+from scheduler_service.core.request import EndReason, Hypothesis, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.stream import Delta, TokenStream
 from tests.core.simulated_worker import digest, digest_all, next_token
 from tests.sim import beam_oracle
@@ -34,6 +34,13 @@ class Client:
         self.is_aborted = self.is_abandoned = False
         self.may_be_bad = False
         self._expected_hypotheses: beam_oracle.Hypotheses | None = None
+
+    @property
+    def can_begin_elsewhere(self) -> bool:
+        """Nobody has had anything of its output, and somebody waits for it now."""
+        if self.request.output_mode is OutputMode.STREAMED:
+            return not any(sample.stream.num_published or sample.end for sample in self.samples.values())
+        return self.request.output_mode is OutputMode.WHOLE
 
     @property
     def expected_hypotheses(self) -> beam_oracle.Hypotheses:
@@ -131,7 +138,7 @@ class _Sample:
         elif reason is EndReason.ABORT:
             assert client.is_aborted, "nobody aborted it"
         elif reason is EndReason.NO_WORKER:
-            assert client.is_abandoned, "the worker's timeout has not passed"
+            assert client.is_abandoned, "the worker has not been away for long enough"
         elif reason in (EndReason.NAN_LOGITS, EndReason.OUT_OF_MEMORY):
             assert client.may_be_bad, "no row of it failed"
         elif reason is EndReason.CRASHES_WORKER:

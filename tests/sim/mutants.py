@@ -389,6 +389,37 @@ MUTANTS = (
         "        if self._epoch is not None and not self._groups:\n            self._epoch.cache.flush()",
         "        if self._epoch is not None:\n            self._epoch.cache.flush()",
     ),
+    # Without a worker
+    _mutant(
+        "a stream that has begun ends with the grace",
+        "sequence",
+        "return any(sequence.is_finished or sequence.first_token_at is not None for sequence in self.sequences)",
+        "return False",
+    ),
+    _mutant(
+        "a request of which one sample has ended ends with the grace",
+        "sequence",
+        "return any(sequence.is_finished or sequence.first_token_at is not None for sequence in self.sequences)",
+        "return self.live_sequences[0].first_token_at is not None",
+    ),
+    _mutant(
+        "a beam search waits on after the grace",
+        "sequence",
+        "is OutputMode.STREAMED and self.beam is None:",
+        "is OutputMode.STREAMED:",
+    ),
+    _mutant(
+        "a detached request ends with the grace",
+        "sequence",
+        "        return self.request.output_mode is OutputMode.DETACHED\n",
+        "        return False\n",
+    ),
+    _mutant(
+        "an output that is read as a whole waits on after the grace",
+        "sequence",
+        "        return self.request.output_mode is OutputMode.DETACHED\n",
+        "        return True\n",
+    ),
     # What is told
     _mutant(
         "a block's removal from the device is told to nobody",

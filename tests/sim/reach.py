@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.plan import StepPlan, StepResult
-from scheduler_service.core.request import BlockRemoved, KvEvent, Tier
+from scheduler_service.core.request import BlockRemoved, KvEvent, OutputMode, Tier
 from scheduler_service.core.sequence import GroupState, SequenceGroup
 from tests.sim.client import Client
 
@@ -26,6 +26,10 @@ STATES = (
     "ended: crashes_worker",
     "ended: no_longer_fits",
     "ended: no_worker",
+    "a stream waits on after the grace",
+    "a detached request waits on after the grace",
+    "an output that is read as a whole ends although it has tokens",
+    "a beam search ends at the grace although it has begun",
     "a request that can never fit is refused",
     "the queue is full",
     "a plan has moves only",
@@ -226,6 +230,17 @@ class Reach:
         count["lost while beams run"] += any(group.beam for group in self._simulation.scheduler._running)
         count["lost while blocks are swapped out"] += any(move.is_out for move in epoch.cache.moves)
         count["lost while blocks are swapped in"] += any(not move.is_out for move in epoch.cache.moves)
+
+    def before_grace_ends(self, staying: list[Client]) -> None:
+        count = self._count
+        for client in staying:
+            is_detached = client.request.output_mode is OutputMode.DETACHED
+            count[f"a {'detached request' if is_detached else 'stream'} waits on after the grace"] += 1
+        for client in self._simulation.clients.values():
+            if client.is_abandoned and any(sequence.num_output_tokens for sequence in self._group(client).sequences):
+                is_search = client.request.beam is not None
+                count["a beam search ends at the grace although it has begun"] += is_search
+                count["an output that is read as a whole ends although it has tokens"] += not is_search
 
     def cache_changed(self, event: KvEvent) -> None:
         if isinstance(event, BlockRemoved) and event.tier is Tier.HOST:

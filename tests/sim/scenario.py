@@ -6,7 +6,7 @@ from random import Random
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import SamplingParams, WorkerCapacity
 from scheduler_service.core.policy import POLICIES
-from scheduler_service.core.request import BeamParams, EarlyStopping, Request
+from scheduler_service.core.request import BeamParams, EarlyStopping, OutputMode, Request
 
 VOCAB_SIZE = 97
 BAD_TOKEN = VOCAB_SIZE - 1  # in a prompt: no good logits ever come of it
@@ -76,6 +76,7 @@ class Scenario:
     wake_seconds: float  # between an event and the plan that follows from it, at most
     move_seconds: float  # of one move, at most; 0: moves are done before the forward of their plan
     worker_timeout: float  # without a worker for so long, all requests end
+    worker_grace: float  # and those that could as well begin elsewhere
     faults: tuple[str, ...]
     fault_rate: float
     flush_times: tuple[float, ...]  # when an operator wants the cache emptied
@@ -88,7 +89,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     arrivals = _draw_arrivals(rng, capacity)
     max_num_seqs = rng.randint(1, 6)
     # From streams of their own: seeds that once found a defect draw all else as they did then.
-    slowdown, flushes = Random(f"slowdown {seed}"), Random(f"flush {seed}")
+    slowdown, flushes, patience = Random(f"slowdown {seed}"), Random(f"flush {seed}"), Random(f"patience {seed}")
     return Scenario(
         seed=seed,
         capacity=capacity,
@@ -109,11 +110,16 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         wake_seconds=rng.choice((0.0, 0.0, 0.002, 0.02)),
         move_seconds=rng.choice((0.0, 0.005, 0.03, 0.15)),
         worker_timeout=rng.choice((0.3, 60.0, 60.0, 60.0)),
+        worker_grace=patience.choice((60.0, 60.0, 0.2, 0.0)),
         faults=tuple(rng.sample(FAULTS, num_faults)),
         fault_rate=rng.choice((0.01, 0.03, 0.1)),
         flush_times=tuple(flushes.random() for _ in range(flushes.choice((0, 0, 5)))),
-        arrivals=arrivals,
+        arrivals=tuple(replace(arrival, request=_with_output_mode(patience, arrival.request)) for arrival in arrivals),
     )
+
+
+def _with_output_mode(rng: Random, request: Request) -> Request:
+    return replace(request, output_mode=rng.choice((OutputMode.STREAMED, *OutputMode)))
 
 
 def _draw_capacity(rng: Random) -> WorkerCapacity:

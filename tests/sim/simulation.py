@@ -377,12 +377,29 @@ class Simulation:
         self.old_connections.append(connection)
         self._take(self.scheduler.worker_lost(self.clock))
         self._audit(8, connection.epoch)
+        self.after(self.scenario.worker_grace, self._end_grace, self.num_losses)
         self.after(self.scenario.worker_timeout, self._time_out, self.num_losses)
         self.after(_BACKOFF, self.dial)
 
+    def _is_missing(self, num_losses: int) -> bool:
+        """Whether no worker has come since that loss."""
+        return self.connection is None and self.num_losses == num_losses and not self.is_calm
+
+    def _end_grace(self, num_losses: int) -> None:
+        if self._is_missing(num_losses):
+            self.note("grace ended")
+            staying = []
+            for client in self.clients.values():
+                client.is_abandoned = client.can_begin_elsewhere
+                if not client.is_abandoned:
+                    staying.append(client)
+            self.reach.before_grace_ends(staying)
+            self._take(self.scheduler.worker_grace_ended(self.clock))
+            assert list(self.clients.values()) == staying, "a request that could begin elsewhere waits on"
+            self._audit(15)
+
     def _time_out(self, num_losses: int) -> None:
-        """No worker has come since that loss."""
-        if self.connection is None and self.num_losses == num_losses and not self.is_calm:
+        if self._is_missing(num_losses):
             self.note("timed out")
             for client in self.clients.values():
                 client.is_abandoned = True
