@@ -53,6 +53,8 @@ def test_every_option_has_a_help_text() -> None:
         ({"max_num_seqs": 0}, "--max-num-seqs"),
         ({"pipeline_depth": 0}, "--pipeline-depth"),
         ({"worker_timeout": float("nan")}, "--worker-timeout"),
+        ({"worker_grace": -1.0}, "--worker-grace"),
+        ({"worker_grace": float("nan")}, "--worker-grace"),
         ({"max_model_len": 1}, "--max-model-len"),
         ({"watermark": 1.0}, "--watermark"),
         ({"watermark": float("nan")}, "--watermark"),
