@@ -26,6 +26,7 @@ from tests.contract.test_front_end import FrontEnd, serve_both
 
 PROMPT = [5, 6, 7, 8, 9]
 DEADLINE = 30
+LENGTH = 150  # tokens, which take a second and a half: nothing ends before its worker does
 GRACE = 0.2
 AWAY = f"no worker has been connected for {GRACE} s; send the request to another server"
 SERVICES = ("", "pagewire.scheduler.v1.SchedulerService", "vllm.grpc.engine.VllmEngine")
@@ -89,22 +90,23 @@ async def assert_sent_away(call: asyncio.Task[object]) -> None:
 async def test_streams_with_a_token_wait_on_and_go_on(checkpoint: Path) -> None:
     """All samples of a request that has one, too."""
     async with serving(checkpoint) as stack:
-        calls = [Call(stack.stub, request([i, *PROMPT], max_tokens=60, n=1 + 2 * (i % 2))) for i in range(4)]
+        calls = [Call(stack.stub, request([i, *PROMPT], max_tokens=LENGTH, n=1 + 2 * (i % 2))) for i in range(4)]
         for call in calls:
             await call.has_begun.wait()
         await lose_worker(stack)
+        stack.worker.step_seconds = 0.0
         assert not any(call.ended.done() for call in calls)
         await stack.worker.start()
         for i, call in enumerate(calls):
             await asyncio.wait_for(call.ended, DEADLINE)
-            expected = [expected_tokens([i, *PROMPT], 60, sample_index=n) for n in range(1 + 2 * (i % 2))]
+            expected = [expected_tokens([i, *PROMPT], LENGTH, sample_index=n) for n in range(1 + 2 * (i % 2))]
             assert [call.result.token_ids[n] for n in sorted(call.result.token_ids)] == expected
         await until_health(stack.channel, is_ready=True)
 
 
 async def test_requests_without_a_token_and_new_ones_are_sent_away(checkpoint: Path) -> None:
     async with serving(checkpoint) as stack:
-        begun = Call(stack.stub, request(PROMPT, max_tokens=40))
+        begun = Call(stack.stub, request(PROMPT, max_tokens=LENGTH))
         await begun.has_begun.wait()
         stack.worker.step_seconds = 3600
         accepted = [Call(stack.stub, request([i, *PROMPT])) for i in range(3)]
@@ -121,7 +123,7 @@ async def test_requests_without_a_token_and_new_ones_are_sent_away(checkpoint: P
         await until_health(stack.channel, is_ready=True)
         assert (await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0] == expected_tokens(PROMPT, 3)
         await begun.ended
-        assert begun.result.token_ids[0] == expected_tokens(PROMPT, 40)
+        assert begun.result.token_ids[0] == expected_tokens(PROMPT, LENGTH)
         await stack.until_idle()
 
 
@@ -143,7 +145,7 @@ async def test_before_the_grace_has_ended_requests_wait(checkpoint: Path) -> Non
 
 async def test_a_beam_search_is_sent_away_since_nobody_has_seen_any_of_it(checkpoint: Path) -> None:
     async with serving(checkpoint) as stack:
-        search = Call(stack.stub, request(PROMPT, max_tokens=100, beam_width=3, n=2))
+        search = Call(stack.stub, request(PROMPT, max_tokens=LENGTH, beam_width=3, n=2))
         await stack.until(lambda loads: loads.num_generation_tokens > 9)
         await lose_worker(stack)
         await assert_sent_away(search.ended)
@@ -151,7 +153,7 @@ async def test_a_beam_search_is_sent_away_since_nobody_has_seen_any_of_it(checkp
 
 
 async def submit(stack: Stack, name: str, prompt: list[int]) -> None:
-    message = request(prompt, max_tokens=40)
+    message = request(prompt, max_tokens=LENGTH)
     message.request_id = name
     await stack.stub.Submit(pb.SubmitRequest(request=message))
 
@@ -175,14 +177,14 @@ async def test_detached_requests_wait_on_and_are_taken(checkpoint: Path) -> None
         stack.worker.step_seconds = 0.0
         await stack.worker.start()
         for prompt, reader in zip(([], [1], [2]), readers, strict=True):
-            assert await asyncio.wait_for(reader, DEADLINE) == expected_tokens([*prompt, *PROMPT], 40)
+            assert await asyncio.wait_for(reader, DEADLINE) == expected_tokens([*prompt, *PROMPT], LENGTH)
 
 
 async def test_many_requests_on_one_call(checkpoint: Path) -> None:
     async with serving(checkpoint) as stack:
         shared = SharedStream(stack)
-        (plain,) = await shared.submit(request(PROMPT, max_tokens=40), token_only=True)
-        (whole,) = await shared.submit(request([1, *PROMPT], max_tokens=40), token_only=True, read_whole=True)
+        (plain,) = await shared.submit(request(PROMPT, max_tokens=LENGTH), token_only=True)
+        (whole,) = await shared.submit(request([1, *PROMPT], max_tokens=LENGTH), token_only=True, read_whole=True)
         await stack.until(lambda loads: loads.num_generation_tokens > 8)
         stack.worker.step_seconds = 3600
         (queued,) = await shared.submit(request([2, *PROMPT]))
@@ -203,7 +205,7 @@ async def test_many_requests_on_one_call(checkpoint: Path) -> None:
             await plain.ended.wait()
             while (await shared.infos.get()).unavailable_reason:
                 pass
-        assert plain.token_ids == expected_tokens(PROMPT, 40)
+        assert plain.token_ids == expected_tokens(PROMPT, LENGTH)
         await shared.close()
 
 
@@ -218,7 +220,7 @@ async def test_gateways_are_told_to_go_elsewhere(checkpoint: Path, has_front_end
     async with serve_both(checkpoint, worker_grace=GRACE) as (stack, front):
         end = front if has_front_end else stack
         stack.worker.step_seconds = 0.01
-        messages = {stream: vllm_client.request(PROMPT, stream=stream, max_tokens=60) for stream in (False, True)}
+        messages = {stream: vllm_client.request(PROMPT, stream=stream, max_tokens=LENGTH) for stream in (False, True)}
         whole = asyncio.create_task(vllm_client.generate(end, messages[False]))
         streamed = asyncio.create_task(vllm_client.generate(end, messages[True]))
         await stack.until(lambda loads: loads.num_generation_tokens > 8)
@@ -235,7 +237,7 @@ async def test_gateways_are_told_to_go_elsewhere(checkpoint: Path, has_front_end
         await until_health(end.channel, is_ready=True)
         assert await vllm_health(end) == (True, "serving")
         output = await asyncio.wait_for(streamed, DEADLINE)
-        assert list(output.complete.output_ids) == expected_tokens(PROMPT, 60)
+        assert list(output.complete.output_ids) == expected_tokens(PROMPT, LENGTH)
 
 
 async def test_what_waits_on_ends_with_the_workers_timeout(checkpoint: Path) -> None:
@@ -287,7 +289,7 @@ async def test_it_is_recorded_and_replayed(
 ) -> None:
     path = tmp_path / "recording"
     async with serving(checkpoint, record=str(path)) as stack:
-        begun = Call(stack.stub, request(PROMPT, max_tokens=40))
+        begun = Call(stack.stub, request(PROMPT, max_tokens=LENGTH))
         await begun.has_begun.wait()
         stack.worker.step_seconds = 3600
         queued = Call(stack.stub, request([1, *PROMPT]))

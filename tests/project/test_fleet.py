@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.project.autoscaler import SYNC_PERIOD, Autoscaler, num_turns
-from tests.project.manifests import DEPLOY, Manifest, container_of, find, flags_of, pod_templates, rendered
+from tests.project.manifests import DEPLOY, Manifest, container_of, find, flags_of, overlays, pod_templates, rendered
 from worker_service.config import WorkerConfig
 
 HOUR = 3600
@@ -56,6 +56,19 @@ def test_evicting_a_scheduler_or_a_worker_leaves_the_other(overlay: str) -> None
     for name in owners:
         budget = find(objects, "PodDisruptionBudget", name)["spec"]
         assert budget["selector"]["matchLabels"]["app.kubernetes.io/component"] == name
+
+
+@overlays
+def test_where_there_are_other_pairs_nothing_that_could_begin_there_waits_for_a_worker(overlay: Path) -> None:
+    """Alone, a scheduler has its clients wait: nobody else would serve them."""
+    for component, template in pod_templates(rendered(overlay)):
+        if component == "scheduler":
+            flags = flags_of(template["spec"])
+            has_others = "$(ORDINAL)" in flags["worker"]
+            assert flags.get("worker-grace") == ("5" if has_others else None)
+            assert float(flags["worker-timeout"]) == 600
+            probe = container_of(template["spec"])["readinessProbe"]
+            assert probe["periodSeconds"] * probe["failureThreshold"] <= 5, "and soon no endpoint leads to it"
 
 
 @pytest.mark.parametrize("overlay", ["pairs", "tensor-parallel"])
