@@ -13,6 +13,7 @@ with that of the same request before all this. Raw numbers go to bench/results/w
 import argparse
 import contextlib
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -180,7 +181,7 @@ def lose_a_worker(clients: Clients, systems: list[System]) -> dict[str, Any]:
         "worker_started_again_after": back_after,
         "long_streams_with_the_text_of_a_calm_run": num_equal,
         **summary(clients.answers, back_after),
-        "answers": list(map(asdict, clients.answers)),
+        "answers_over_a_second": [asdict(answer) for answer in clients.answers if answer.ended_at - answer.sent_at > 1],
     }
 
 
@@ -193,6 +194,7 @@ def summary(answers: list[Answer], back_after: float) -> dict[str, Any]:
         ),
         "waits_over_a_second": sum(answer.wait > 1 for answer in answers),
         "longest_wait": max(answer.wait for answer in answers),
+        "median_wait": statistics.median(answer.wait for answer in answers),
         "longest_wait_before": max(answer.wait for answer in answers if answer.begun_at < 0),
         "longest_wait_after_the_grace": max(answer.wait for answer in answers if answer.sent_at > GRACE + 1),
     }

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, WorkerCapacity
-from scheduler_service.core.request import EndReason, Request, SequenceEnd, TokenLogprobs
+from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.metrics import Metrics
@@ -247,6 +247,34 @@ async def test_no_worker_for_too_long() -> None:
         loop.worker_ready(CAPACITY, 1, LocalLink(loop))
         assert loop.is_serving
         loop.submit(make_request(2), Reader().deliver)
+
+
+async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
+    """Before the first worker has come as after it was lost."""
+    changed: asyncio.Queue[None] = asyncio.Queue()
+    async with running_loop(worker_grace=0.0, on_availability_changed=lambda: changed.put_nowait(None)) as loop:
+        detached = replace(make_request(0), output_mode=OutputMode.DETACHED)
+        for epoch in (1, 2):
+            await asyncio.wait_for(changed.get(), 5)
+            assert loop.unavailable_reason.startswith("no worker has been connected for 0 s")
+            assert not loop.is_serving
+            for mode in (OutputMode.STREAMED, OutputMode.WHOLE):
+                with pytest.raises(UnavailableError, match="connected for 0 s; send the request to another server"):
+                    loop.submit(replace(make_request(1), output_mode=mode), Reader().deliver)
+            reader = Reader()
+            loop.submit(detached, reader.deliver)
+            waiting = asyncio.create_task(loop.wait_for_first_worker(OutputMode.DETACHED))
+            await asyncio.wait_for(loop.wait_for_first_worker(OutputMode.STREAMED), 5)
+            assert epoch == 2 or not waiting.done(), "nobody knows what fits"
+            loop.worker_ready(CAPACITY, epoch, LocalLink(loop))
+            await changed.get()
+            assert loop.is_serving
+            await asyncio.wait_for(reader.ended.wait(), 5)
+            assert reader.end is not None
+            assert reader.end.reason is EndReason.LENGTH
+            await asyncio.wait_for(waiting, 5)
+            loop.worker_lost("test")
+            await changed.get()
 
 
 async def test_ten_epochs_without_a_token() -> None:
