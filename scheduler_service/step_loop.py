@@ -526,6 +526,6 @@ class StepLoop:
         """A worker that is still loading its first model is no accident."""
         return logging.INFO if self.capacity is None else level
 
-    def _end_requests(self, end: Callable[[float], TokenOutputs], message: str) -> None:
-        outputs = end(self._clock())
+    def _end_requests(self, event: Callable[[float], TokenOutputs], message: str) -> None:
+        outputs = event(self._clock())
         self._publish(replace(outputs, ended=[replace(end, message=message) for end in outputs.ended]))
