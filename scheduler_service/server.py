@@ -30,6 +30,7 @@ from scheduler_service.request_log import RequestLog
 from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.credentials import server_credentials
 from scheduler_service.rpc.detached import DetachedRequests
+from scheduler_service.rpc.epochs import EpochsExhausted
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.interception import Enter, Interception
@@ -280,6 +281,9 @@ class _Service:
         if isinstance(error, FencedError):
             logger.error("%s; this scheduler ends", error)
             return EXIT_FENCED
+        if isinstance(error, EpochsExhausted):
+            logger.critical("%s", error)
+            return EXIT_REFUSED
         logger.critical("the scheduler has failed", exc_info=error)
         return EXIT_ERROR
 

@@ -1,12 +1,16 @@
 """The worker's side of the protocol as a state machine: epochs, plan order, pipeline depth. No I/O and no torch.
 
 An epoch is one pairing with one scheduler. Epochs rise strictly, so whoever holds the highest one holds the worker, and
-a scheduler that was replaced is turned away for good.
+a scheduler that was replaced is turned away for good. They are milliseconds of Unix time, shifted by 20 bits: no
+scheduler needs one of the future, and a worker that takes none cannot be told the highest there is and be lost to all.
 """
 
 from worker_service.step import Hello, Refusal, RefusalReason
 
 PROTOCOL_VERSION = 3
+
+_EPOCH_SHIFT = 20
+_MAX_LEAD_S = 24 * 3600.0  # that a scheduler's clock may have
 
 
 class ProtocolError(Exception):
@@ -50,8 +54,9 @@ class SessionRegister:
         self.last_epoch = 0
         self.instance_id = ""
 
-    def hello(self, hello: Hello) -> Session | Refusal:
-        """Open an epoch, or say why not. Raises ProtocolError for a hello that no scheduler may send."""
+    def hello(self, hello: Hello, now: float) -> Session | Refusal:
+        """Open an epoch, or say why not; `now` is seconds of Unix time. Raises ProtocolError for a hello that no
+        scheduler may send."""
         if hello.protocol_version != PROTOCOL_VERSION:
             message = f"this worker speaks protocol version {PROTOCOL_VERSION}, not {hello.protocol_version}"
             return Refusal(RefusalReason.PROTOCOL_VERSION, self.last_epoch, self.instance_id, message)
@@ -59,6 +64,9 @@ class SessionRegister:
             raise ProtocolError("pipeline_depth is 0; it must be at least 1")
         if not hello.instance_id:
             raise ProtocolError("instance_id is empty; a scheduler must name itself")
+        if hello.epoch >> _EPOCH_SHIFT > int((now + _MAX_LEAD_S) * 1000):
+            message = f"epoch {hello.epoch} is more than a day ahead of this worker's clock; set the clocks of both"
+            return Refusal(RefusalReason.FUTURE_EPOCH, self.last_epoch, self.instance_id, message)
         if hello.epoch <= self.last_epoch:
             message = f"epoch {hello.epoch} is not above {self.last_epoch}, held by instance {self.instance_id!r}"
             return Refusal(RefusalReason.STALE_EPOCH, self.last_epoch, self.instance_id, message)

@@ -180,6 +180,7 @@ class Ready:
 class RefusalReason(Enum):
     STALE_EPOCH = 1
     PROTOCOL_VERSION = 2
+    FUTURE_EPOCH = 3
 
 
 @dataclass(frozen=True, slots=True)

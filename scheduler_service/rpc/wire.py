@@ -30,6 +30,7 @@ PROTOCOL_VERSION = 3
 class RefusalReason(Enum):
     STALE_EPOCH = worker_pb2.Refusal.REASON_STALE_EPOCH
     PROTOCOL_VERSION = worker_pb2.Refusal.REASON_PROTOCOL_VERSION
+    FUTURE_EPOCH = worker_pb2.Refusal.REASON_FUTURE_EPOCH
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.rpc import wire
+from scheduler_service.rpc.epochs import Epochs
 from scheduler_service.rpc.ranked_session import RankedSession
 from scheduler_service.rpc.waiting import Waiting
 from scheduler_service.rpc.worker_session import Session, SessionEnded, SessionEvents, WorkerHangs, read, write
@@ -69,10 +70,11 @@ class WorkerLink:
         pipeline_depth: int,
         on_plan_sent: Callable[[int], None] = lambda num_bytes: None,
         on_worker_hangs: Callable[[int], None] = lambda rank: None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """`channels` lead to the ranks of the worker, in their order. `on_plan_sent` gets the size of every plan in
         bytes. `on_worker_hangs` is called when a rank was given up that is connected but silent: whoever runs it may
-        end it."""
+        end it. `clock` gives seconds of Unix time, which epochs begin with."""
         self._stubs = [worker_pb2_grpc.WorkerServiceStub(channel) for channel in channels]
         self._events = events
         self._instance_id = instance_id
@@ -80,17 +82,15 @@ class WorkerLink:
         self._pipeline_depth = pipeline_depth
         self._on_plan_sent = on_plan_sent
         self._on_worker_hangs = on_worker_hangs
-        # Rises from process to process by its start time, and within one by the low bits.
-        self._epoch = (time.time_ns() // 1_000_000) << 20
+        self._epochs = Epochs(clock)
         self._waiting = Waiting("the worker", logger)
         self._first_capacities: dict[int, WorkerCapacity] = {}  # by rank
 
     async def run(self) -> None:
-        """Until cancelled. Raises FencedError."""
+        """Until cancelled. Raises FencedError, EpochsExhausted."""
         backoff = _MIN_BACKOFF
         while True:
-            self._epoch += 1
-            sessions = self._sessions()
+            sessions = self._sessions(self._epochs.next())
             ended = await self._hold_all(sessions)
             if all(session.is_ready for session in sessions):
                 self._waiting.end()
@@ -102,11 +102,11 @@ class WorkerLink:
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
-    def _sessions(self) -> Sequence[Session]:
-        """Of the next epoch, one with each rank."""
+    def _sessions(self, epoch: int) -> Sequence[Session]:
+        """One with each rank."""
         if len(self._stubs) == 1:
-            return [Session(self._events, self._epoch, self._on_plan_sent)]
-        return RankedSession(self._events, self._epoch, self._on_plan_sent, len(self._stubs)).sessions
+            return [Session(self._events, epoch, self._on_plan_sent)]
+        return RankedSession(self._events, epoch, self._on_plan_sent, len(self._stubs)).sessions
 
     async def _hold_all(self, sessions: Sequence[Session]) -> "_Ended":
         """Until one of them ends, which ends the others, and why it did."""
@@ -181,11 +181,16 @@ class WorkerLink:
         return answer
 
     def _take_refusal(self, refusal: wire.Refusal) -> None:
+        """Raises FencedError, and SessionEnded for an epoch that is out of reach."""
         if refusal.reason is not wire.RefusalReason.STALE_EPOCH:
             return
         if self._first_capacities and refusal.instance_id != self._instance_id:
             raise FencedError(f"scheduler {refusal.instance_id} has taken the worker in epoch {refusal.epoch}")
-        self._epoch = max(self._epoch, refusal.epoch)
+        if not self._epochs.hear_of(refusal.epoch):
+            raise SessionEnded(
+                f"the worker is held in epoch {refusal.epoch}, more than a day ahead of this scheduler's clock; "
+                "restart the worker, or set the clocks of both"
+            )
 
 
 class _Ended(NamedTuple):

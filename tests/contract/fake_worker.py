@@ -48,6 +48,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.holder = ""
         self.last_epoch = 0
         self.refused_epochs: list[int] = []
+        self.refusals: list[worker_pb2.Refusal] = []  # what the next hellos get
         self.num_steps = 0
         self.bad_sequences: dict[int, RowStatus] = {}  # whose rows fail, and how
         self.traceparents: list[str] = []  # of the rows that were opened
@@ -70,6 +71,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Execute(self, requests: object, context: grpc.aio.ServicerContext) -> None:
         hello = (await context.read()).hello
+        if self.refusals:
+            await context.write(worker_pb2.ExecuteResponse(refusal=self.refusals.pop()))
+            return
         if hello.epoch <= self.last_epoch:
             self.refused_epochs.append(hello.epoch)
             refusal = worker_pb2.Refusal(

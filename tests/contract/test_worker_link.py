@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -12,8 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_service import server
+from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.model_info import read_model_info
+from scheduler_service.rpc.epochs import Epochs, EpochsExhausted
 from scheduler_service.rpc.liveness import Liveness
 from scheduler_service.rpc.wire import PROTOCOL_VERSION
 from scheduler_service.rpc.worker_link import WorkerLink
@@ -79,14 +83,72 @@ async def test_an_unknown_field_ends_the_session(checkpoint: Path) -> None:
         assert len(stack.worker.epochs) == 2
 
 
+NOW = 1.8e9  # seconds of Unix time
+DAY = 24 * 3600
+
+
+def epoch_at(time: float) -> int:
+    """The first one of a scheduler that starts then."""
+    return int(time * 1000) << 20
+
+
 async def test_a_stale_epoch_is_overtaken_by_a_scheduler_that_never_held_the_worker(checkpoint: Path) -> None:
     worker = FakeWorker(read_model_info(str(checkpoint)).digest)
-    worker.last_epoch, worker.holder = 2**63, "somebody before"
+    worker.last_epoch, worker.holder = epoch_at(time.time() + DAY / 2), "somebody before"
+    told = worker.last_epoch
     await worker.start()
     async with serve(checkpoint, worker=worker) as stack:
         assert len(worker.refused_epochs) == 1
-        assert worker.epochs[0] > 2**63
+        assert worker.epochs == [told + 1]
         assert (await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0] == expected_tokens(PROMPT, 3)
+
+
+@pytest.mark.parametrize(
+    ("reason", "epoch", "told"),
+    [
+        ("REASON_STALE_EPOCH", epoch_at(NOW + DAY + 0.001), "more than a day ahead of this scheduler's clock"),
+        ("REASON_STALE_EPOCH", 2**64 - 1, "more than a day ahead of this scheduler's clock"),
+        ("REASON_FUTURE_EPOCH", epoch_at(NOW + 1), "refused: of the fake worker"),
+        ("REASON_FUTURE_EPOCH", 2**64 - 1, "refused: of the fake worker"),
+    ],
+)
+async def test_no_epoch_is_taken_over_that_no_clock_leads_to(reason: str, epoch: int, told: str) -> None:
+    """Nor any of a worker that refused one for that: who could say it holds them all would have the scheduler count on
+    from there, and be refused by every worker."""
+    worker = FakeWorker(b"digest")
+    refusal = worker_pb2.Refusal(
+        reason=worker_pb2.Refusal.Reason.Value(reason), epoch=epoch, instance_id="rogue", message="of the fake worker"
+    )
+    worker.refusals = [refusal] * 2
+    async with linking(worker, clock=lambda: NOW) as listener:
+        for _ in range(2):
+            kind, why = await listener.next()
+            assert kind == "missing"
+            assert told in str(why)
+        assert (await listener.next())[0] == "ready"
+        assert worker.epochs == [epoch_at(NOW) + 3]
+
+
+async def test_a_scheduler_without_a_higher_epoch_says_so_in_a_line(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its machine's clock shows the year 2527."""
+    monkeypatch.setattr(server, "WorkerLink", partial(WorkerLink, clock=lambda: 2**44 / 1000))
+    config = SchedulerConfig(model=str(checkpoint), worker="127.0.0.1:1", port=0, metrics_port=0)
+    assert await server.run(config, stop=asyncio.Event(), ready=lambda url: None) == 78
+    [record] = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert "there is no epoch above" in record.message
+    assert "set this machine's clock" in record.message
+    assert record.exc_info is None
+
+
+def test_epochs_rise_to_the_last_one() -> None:
+    epochs = Epochs(lambda: (2**44 - 1) / 1000)
+    assert epochs.next() == 2**64 - 2**20 + 1
+    assert epochs.hear_of(2**64 - 2)
+    assert epochs.next() == 2**64 - 1
+    with pytest.raises(EpochsExhausted):
+        epochs.next()
 
 
 async def test_a_fenced_scheduler_exits(checkpoint: Path) -> None:
@@ -199,16 +261,23 @@ class Listener:
 
 
 @asynccontextmanager
-async def linked(worker: FakeWorker) -> AsyncIterator[tuple[Listener, WorkerCapacity, Session]]:
+async def linking(worker: FakeWorker, **options: object) -> AsyncIterator[Listener]:
+    """What a link to the worker says, from its start."""
     await worker.start()
     listener = Listener()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{worker.port}") as channel:
-        link = WorkerLink([channel], listener, instance_id="one", model_digest=b"digest", pipeline_depth=2)
+        link = WorkerLink([channel], listener, instance_id="one", model_digest=b"digest", pipeline_depth=2, **options)
         running = asyncio.create_task(link.run())
-        _, (capacity, session) = await listener.next()
-        yield listener, capacity, session
+        yield listener
         running.cancel()
     await worker.kill()
+
+
+@asynccontextmanager
+async def linked(worker: FakeWorker) -> AsyncIterator[tuple[Listener, WorkerCapacity, Session]]:
+    async with linking(worker) as listener:
+        _, (capacity, session) = await listener.next()
+        yield listener, capacity, session
 
 
 class AnsweringCall:

@@ -42,7 +42,7 @@ class WorkerProcess:
         if self._is_absent(self.greet, connection):
             return
         hello = Hello(PROTOCOL_VERSION, "ours", connection.epoch, simulation.scenario.depth)
-        answer = self.register.hello(hello)
+        answer = self.register.hello(hello, simulation.now)
         if isinstance(answer, Refusal):
             assert connection.epoch <= answer.epoch, "S9: a rising epoch is refused"
             time = connection.send_up(simulation.now, simulation._delay())
@@ -209,7 +209,7 @@ class WorkerProcess:
         if not self.is_alive or self.register.last_epoch <= age:
             return
         epoch = self.register.last_epoch - age
-        answer = self.register.hello(Hello(PROTOCOL_VERSION, "another", epoch, 1))
+        answer = self.register.hello(Hello(PROTOCOL_VERSION, "another", epoch, 1), self.simulation.now)
         assert isinstance(answer, Refusal), "S9: a stale epoch was taken"
         assert answer.epoch == self.register.last_epoch
         self.simulation.reached["a stale hello is refused"] += 1
@@ -218,7 +218,8 @@ class WorkerProcess:
         """Another scheduler takes the worker, and goes away."""
         if not self.is_alive or self.is_paused:
             return
-        answer = self.register.hello(Hello(PROTOCOL_VERSION, "rival", self.register.last_epoch + 2, 1))
+        hello = Hello(PROTOCOL_VERSION, "rival", self.register.last_epoch + 2, 1)
+        answer = self.register.hello(hello, self.simulation.now)
         assert isinstance(answer, Session)
         self.simulation.reached["a rival takes the worker"] += 1
         self.end_session("a rival took over")

@@ -230,6 +230,23 @@ async def test_refusals_end_the_stream_with_ok() -> None:
         assert (await holder.result()).step == 1
 
 
+async def test_an_epoch_of_the_far_future_takes_no_worker_from_anybody() -> None:
+    async with served(lambda: LoadedWorker(FakeRunner(), READY), clock=lambda: 1000.0) as stub:
+        for epoch in (7, 9):  # before any scheduler has come, and while one holds the worker
+            rogue = Stream(stub)
+            await rogue.call.write(hello(2**64 - 1, instance="rogue"))
+            assert (await rogue.read()).refusal.reason == pb.Refusal.REASON_FUTURE_EPOCH
+            assert await rogue.status() == (grpc.StatusCode.OK, "")
+            holder = Stream(stub)
+            await holder.open(epoch, instance="holder")
+        rogue = Stream(stub)
+        await rogue.call.write(hello(2**64 - 1, instance="rogue"))
+        refusal = (await rogue.read()).refusal
+        assert (refusal.epoch, refusal.instance_id) == (9, "holder")
+        await holder.send(StepPlan(9, 1))
+        assert (await holder.result()).step == 1
+
+
 async def test_higher_epoch_takes_over_after_the_running_step() -> None:
     runner = FakeRunner()
     runner.blocked = {1}

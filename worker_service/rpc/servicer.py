@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -46,15 +47,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load_patience_s: float = _LOAD_PATIENCE_S,
         on_stuck: Callable[[str], NoReturn] = exit_process,
         client_names: frozenset[str] | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_stuck`: called when earlier steps do not finish within `begin_timeout_s` of a new session's hello.
-        `client_names`: a peer's certificate must bear one of them; None: whoever connects may command this worker."""
+        `client_names`: a peer's certificate must bear one of them; None: whoever connects may command this worker.
+        `clock`: seconds of Unix time, which epochs are compared with."""
         self._engine = engine
         self._client_names = client_names
         self._heartbeat_interval_s = heartbeat_interval_s
         self._begin_timeout_s = begin_timeout_s
         self._load_patience_s = load_patience_s
         self._on_stuck = on_stuck
+        self._clock = clock
         self._register = SessionRegister()
         self._loaded = asyncio.Event()
         self._holder: _Stream | None = None
@@ -99,7 +103,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise ProtocolError("the first message is a plan, not hello")
         if self._is_closing:
             raise _SessionEnded(*_SHUTTING_DOWN)
-        session = self._register.hello(hello)
+        session = self._register.hello(hello, self._clock())
         if isinstance(session, Refusal):
             logger.warning("refused instance %s: %s", hello.instance_id, session.message)
             await context.write(encode_response(session))

@@ -27,6 +27,7 @@ from worker_service.step import (
 _REFUSAL_REASONS = {
     RefusalReason.STALE_EPOCH: pb.Refusal.REASON_STALE_EPOCH,
     RefusalReason.PROTOCOL_VERSION: pb.Refusal.REASON_PROTOCOL_VERSION,
+    RefusalReason.FUTURE_EPOCH: pb.Refusal.REASON_FUTURE_EPOCH,
 }
 _ROW_STATUSES = {
     RowStatus.OK: pb.ROW_STATUS_OK,

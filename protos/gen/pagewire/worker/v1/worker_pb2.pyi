@@ -95,9 +95,11 @@ class Refusal(_message.Message):
         REASON_UNSPECIFIED: _ClassVar[Refusal.Reason]
         REASON_STALE_EPOCH: _ClassVar[Refusal.Reason]
         REASON_PROTOCOL_VERSION: _ClassVar[Refusal.Reason]
+        REASON_FUTURE_EPOCH: _ClassVar[Refusal.Reason]
     REASON_UNSPECIFIED: Refusal.Reason
     REASON_STALE_EPOCH: Refusal.Reason
     REASON_PROTOCOL_VERSION: Refusal.Reason
+    REASON_FUTURE_EPOCH: Refusal.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
