@@ -11,6 +11,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "scheduler",
         "host",
         "port",
+        "socket",
         "gateway",
         "gateway_port",
         "device",

@@ -10,6 +10,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pagewire import garbage_collection, installation, logs, options
 from pagewire.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
 from pagewire.model_source import MISSING, DownloadError, LocatedModel, ModelSourceConfig, ModelSourceError, locate
 from pagewire.option_groups import GROUPS
+from pagewire.runtime_directory import RuntimeDirectory
 from pagewire.supervisor import (
     EXIT_REFUSED,
     EXIT_WITH_PARENT,
@@ -34,9 +36,10 @@ log = logging.getLogger(__name__)
 GatewayFactory = Callable[[str], Supervisor]
 
 LOOPBACK = "127.0.0.1"
-# The supervisor connects the two on loopback: these have no meaning for `serve`.
+# `serve` connects the two by itself, over sockets that nobody else can reach: these have no meaning there.
 LINK_OPTIONS = (
     "worker",
+    "socket",
     "tensor_parallel_rank",
     "tensor_parallel_address",
     "worker_tls_ca",
@@ -60,9 +63,10 @@ def serve(arguments: Sequence[str]) -> int:
     explained = {"--" + name.replace("_", "-"): own for name in LINK_OPTIONS}
     parser = _parser("serve", description, known, explained)
     resolved = _resolve(parser, known, arguments)
-    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0, "host": LOOPBACK}
-    ranks = [_build(parser, resolved, WorkerConfig, **link, **rank) for rank in _ranks(resolved)]
-    addresses = ",".join(f"{LOOPBACK}:{rank.port}" for rank in ranks)
+    link = {"tls_cert": None, "tls_key": None, "tls_client_ca": None, "health_port": 0, "host": LOOPBACK, "port": 0}
+    directory = RuntimeDirectory(os.environ)
+    ranks = [_build(parser, resolved, WorkerConfig, **link, **rank) for rank in _ranks(resolved, directory.path)]
+    addresses = ",".join(f"unix:{rank.socket}" for rank in ranks)
     scheduler_config = _build(parser, resolved, SchedulerConfig, worker=addresses)
     gateway_config = _build(parser, resolved, GatewayConfig)
     if gateway_config.gateway:
@@ -97,7 +101,7 @@ def serve(arguments: Sequence[str]) -> int:
         locked = environ | {ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
         return Supervisor(command, locked, name="gateway", on_ready=_announce, level_of=level_of)
 
-    return asyncio.run(_run(scheduler_config, workers, gateway_of if gateway_config.gateway else None))
+    return asyncio.run(_run(scheduler_config, workers, gateway_of if gateway_config.gateway else None, directory))
 
 
 def serve_options() -> dict[str, options.Option]:
@@ -127,17 +131,15 @@ def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, schedu
             parser.error(f"{flag} and --gateway-port are both {port}; choose another for one of them")
 
 
-def _ranks(resolved: options.Resolved) -> list[dict[str, Any]]:
-    """What each rank of the worker has of its own: ports, and a share of the CPU."""
+def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
+    """What each of the worker's ranks has of its own: a socket in the directory, and a share of the CPU."""
     size = max(1, resolved.values["tensor_parallel_size"])
-    ports: set[int] = set()
-    while len(ports) < size + 1:
-        ports.add(free_port(LOOPBACK))
+    sockets = [str(directory / f"rank-{rank}") for rank in range(size)]
     if size == 1:
-        return [{"port": ports.pop()}]
+        return [{"socket": sockets[0]}]
     num_threads = resolved.values["num_threads"] or max(1, len(os.sched_getaffinity(0)) // size)
-    shared = {"tensor_parallel_address": f"{LOOPBACK}:{ports.pop()}", "num_threads": num_threads}
-    return [{"port": port, "tensor_parallel_rank": rank, **shared} for rank, port in enumerate(ports)]
+    shared = {"tensor_parallel_address": f"file:{directory}", "num_threads": num_threads}
+    return [{"socket": path, "tensor_parallel_rank": rank, **shared} for rank, path in enumerate(sockets)]
 
 
 def scheduler(arguments: Sequence[str]) -> int:
@@ -297,17 +299,35 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
     return config
 
 
-async def _run(config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFactory | None) -> int:
-    """Serves until the first signal, then drains; a second signal ends at once. The gateway goes when the scheduler
-    has, and the workers last."""
-    from scheduler_service import server
-
+async def _run(
+    config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFactory | None, directory: RuntimeDirectory
+) -> int:
+    """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
     garbage_collection.keep_short()
     loop = asyncio.get_running_loop()
     stop, stop_now = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop, stop_now)
-    url: asyncio.Future[str] = loop.create_future()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(directory)
+        except OSError as error:
+            log.critical("%s", error)
+            return 1
+        return await _run_services(config, workers, gateway_of, stop, stop_now)
+
+
+async def _run_services(
+    config: Any,
+    workers: Sequence[Supervisor],
+    gateway_of: GatewayFactory | None,
+    stop: asyncio.Event,
+    stop_now: asyncio.Event,
+) -> int:
+    """Until `stop`, and not beyond `stop_now`. The gateway goes when the scheduler has, and the workers last."""
+    from scheduler_service import server
+
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def ready(served: str) -> None:
         _announce(served)

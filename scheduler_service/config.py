@@ -1,10 +1,14 @@
 """The options of the scheduler service. `pagewire.options` turns every field into a flag, a variable and a YAML key."""
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import POLICIES
+
+UNIX_SCHEME = "unix:"
+_MAX_SOCKET_PATH_BYTES = 107  # what the address of a Unix socket holds on Linux
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -16,7 +20,8 @@ class SchedulerConfig:
     model: str = _option("", "checkpoint directory, or the id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
     worker: str = _option(
         "127.0.0.1:50061",
-        "address of the worker, HOST:PORT; for several ranks, all their addresses in order, separated by commas",
+        "address of the worker, HOST:PORT, or unix:PATH of its --socket; for several ranks, all their addresses in "
+        "order, separated by commas",
     )
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(50051, "port to listen on; 0 picks a free one")
@@ -133,7 +138,7 @@ class SchedulerConfig:
                 f"--otlp-traces-endpoint is {endpoint!r}, but must be http://HOST:PORT or https://HOST:PORT"
             )
         for address in self.worker_addresses:
-            _check_address("worker", address)
+            _check_worker_address(address)
         for name, needed in _TLS_NEEDS:
             _check_need(self, name, needed)
 
@@ -226,10 +231,22 @@ def _check_model(model: str) -> None:
         raise ValueError("--model is missing: name a checkpoint directory")
 
 
-def _check_address(name: str, address: str) -> None:
+def _check_worker_address(address: str) -> None:
+    if not address.startswith(UNIX_SCHEME):
+        _check_address("worker", address, "HOST:PORT or unix:PATH")
+        return
+    num_bytes = len(os.fsencode(address.removeprefix(UNIX_SCHEME)))
+    if not 0 < num_bytes <= _MAX_SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"--worker is {address!r}, but the path of a Unix socket has 1 to {_MAX_SOCKET_PATH_BYTES} bytes, not "
+            f"{num_bytes}"
+        )
+
+
+def _check_address(name: str, address: str, form: str = "HOST:PORT") -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ValueError(f"{_flag(name)} is {address!r}, but must be HOST:PORT")
+        raise ValueError(f"{_flag(name)} is {address!r}, but must be {form}")
 
 
 def _check_need(config: object, name: str, needed: str) -> None:

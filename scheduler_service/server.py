@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
 
 from pagewire import __version__
 from scheduler_service.activity import Activity
-from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.config import UNIX_SCHEME, FrontEndConfig, SchedulerConfig
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.listening import join, listen
@@ -417,6 +418,8 @@ def probed_server(config: SchedulerConfig | FrontEndConfig, health: Health) -> g
 
 
 def _worker_channel(config: SchedulerConfig, address: str) -> grpc.aio.Channel:
+    if address.startswith(UNIX_SCHEME):
+        address = UNIX_SCHEME + quote(address.removeprefix(UNIX_SCHEME))
     if config.worker_tls_ca is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(

@@ -1,10 +1,12 @@
 """The worker's configuration: one frozen value, checked once. Importing this loads no torch."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 _ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8")
+_MAX_SOCKET_PATH_BYTES = 107  # what the address of a Unix socket holds on Linux
 _MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -20,6 +22,11 @@ class WorkerConfig:
     model: str = _option("", "checkpoint directory, or the id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(50061, "port to listen on; 0 picks a free one")
+    socket: str | None = _option(
+        None,
+        "path of a Unix socket to listen on instead of --host and --port, which a scheduler dials by --worker "
+        "unix:PATH; whoever may write to it, or to its directory, commands the worker",
+    )
     device: str = _option(
         "auto", "where to compute; auto: cuda if there is a GPU, otherwise cpu", ("auto", "cpu", "cuda")
     )
@@ -76,8 +83,9 @@ class WorkerConfig:
     tensor_parallel_rank: int = _option(0, "which rank this process is, counted from 0")
     tensor_parallel_address: str | None = _option(
         None,
-        "HOST:PORT on which rank 0 listens for the other ranks; the same for all ranks. Without it the worker starts "
-        "all ranks on this machine, on --port and the ports that follow it",
+        "HOST:PORT on which rank 0 listens for the other ranks, or file:DIRECTORY of ranks that share a machine; the "
+        "same for all ranks. Without it the worker starts all ranks on this machine, on --port and the ports that "
+        "follow it",
     )
     num_threads: int | None = _option(None, "number of CPU threads to compute with (default: one per core)")
     profile: int = _option(
@@ -110,6 +118,8 @@ class WorkerConfig:
             raise ValueError("--model is empty; give a checkpoint directory")
         _check_range("--port", self.port, 0, 65535)
         _check_range("--health-port", self.health_port, 0, 65535)
+        if self.socket is not None:
+            _check_socket("--socket", self.socket)
         _check_choice("--device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _check_choice("--load-format", self.load_format, ("auto", "dummy"))
@@ -163,10 +173,17 @@ class WorkerConfig:
                     f"--tensor-parallel-rank is {self.tensor_parallel_rank}, but --tensor-parallel-address is missing; "
                     "give all ranks the HOST:PORT where rank 0 shall listen, or leave both out to start all ranks here"
                 )
+            if size > 1 and self.socket is not None:
+                raise ValueError(
+                    "--socket is for one rank, and without --tensor-parallel-address the worker starts all; leave it "
+                    "out to have them listen on --port and the ports that follow it"
+                )
+            return
+        if address.startswith("file:/"):
             return
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-            raise ValueError(f"--tensor-parallel-address is {address!r}; it must be HOST:PORT")
+            raise ValueError(f"--tensor-parallel-address is {address!r}; it must be HOST:PORT or file:/DIRECTORY")
 
 
 def parse_memory(flag: str, text: str, least: int = 1) -> int:
@@ -186,6 +203,17 @@ def parse_memory(flag: str, text: str, least: int = 1) -> int:
 def _check_range(flag: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ValueError(f"{flag} is {value}; it must be {low} to {high}")
+
+
+def _check_socket(flag: str, path: str) -> None:
+    if "," in path:
+        raise ValueError(f"{flag} is {path!r}; it must have no comma, which separates addresses")
+    num_bytes = len(os.fsencode(path))
+    if not 0 < num_bytes <= _MAX_SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"{flag} is {path!r}, {num_bytes} bytes long; the path of a Unix socket must have 1 to "
+            f"{_MAX_SOCKET_PATH_BYTES}"
+        )
 
 
 def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:

@@ -129,7 +129,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
 
 
 def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
-    """Raises OSError if rank 0 cannot listen."""
+    """Raises OSError if the ranks cannot meet where they shall."""
     if config.tensor_parallel_size == 1:
         return SingleRank()
     assert config.tensor_parallel_address is not None

@@ -1,15 +1,14 @@
 """The ranks of a tensor parallel worker as processes that meet through torch.distributed: gloo on a CPU, NCCL on a GPU.
 
-Rank 0 keeps a store at an address that all know. In each epoch they meet anew, under a prefix of the store that the
-epoch names: a process that was started again finds the others, and nobody hears of an epoch before. They meet when the
-first step asks for it, since by then every rank has answered Ready, and none is missing.
+In each epoch they meet anew, in a store of that epoch (`rank_store.py`): a process that was started again finds the
+others, and nobody hears of an epoch before. They meet when the first step asks for it, since by then every rank has
+answered Ready, and none is missing.
 
 All ranks choose equal tokens: each computes its part of the logits, gathering copies the parts bit for bit, and
 sampling is a pure function of logits that all of them hold. (Sums, and so hidden states, are equal too: each element is
 added up by one rank and handed to the others.)
 """
 
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -17,13 +16,14 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from worker_service.rank_store import rank_store
+
 # Its annotations do not name what it exports.
 dist: Any = torch.distributed
 
 # All ranks are idle when they meet, and in step from then on: what takes longer than this is lost.
 _MEETING_TIMEOUT = timedelta(seconds=10)
 _COLLECTIVE_TIMEOUT = timedelta(seconds=30)
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this process reaches a store that listens everywhere
 
 
 class RankGroup:
@@ -34,13 +34,12 @@ class RankGroup:
     """
 
     def __init__(self, rank: int, size: int, address: str, listen_host: str, device: torch.device) -> None:
-        """`address`: HOST:PORT of rank 0's store, which listens at `listen_host`. Raises OSError if it cannot."""
+        """`address`: where they meet, HOST:PORT of rank 0's store, which listens at `listen_host`, or file:DIRECTORY.
+        Raises OSError."""
         self.rank = rank
         self.size = size
-        self._host, port = address.rsplit(":", 1)
-        self._port = int(port)
         self._device = device
-        self._store = _serve_store(listen_host, self._port) if rank == 0 else None
+        self._store = rank_store(rank, address, listen_host, _MEETING_TIMEOUT)
         self._epoch: int | None = None
         self._group: Any = None
 
@@ -65,8 +64,9 @@ class RankGroup:
         return gathered.unflatten(0, (self.size, len(x))).transpose(0, 1).flatten(1)
 
     def _meet(self) -> Any:
+        assert self._epoch is not None
         if self._group is None:
-            store = dist.PrefixStore(f"epoch {self._epoch}", self._connect())
+            store = self._store.of_epoch(self._epoch)
             store.set(f"rank {self.rank}", "here")
             store.wait([f"rank {rank}" for rank in range(self.size)], _MEETING_TIMEOUT)
             if self._device.type == "cuda":
@@ -76,38 +76,6 @@ class RankGroup:
             else:
                 options = dist.ProcessGroupGloo._Options()
                 options._timeout = _COLLECTIVE_TIMEOUT
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._store.own_address())]
                 self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         return self._group
-
-    def _connect(self) -> Any:
-        """Rank 0 may be another process than in the epoch before."""
-        return self._store or dist.TCPStore(
-            self._host, self._port, is_master=False, timeout=_MEETING_TIMEOUT, wait_for_workers=False
-        )
-
-    def _own_address(self) -> str:
-        """Of the interface that leads to rank 0: gloo listens there alone."""
-        family, kind, _, _, target = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
-
-
-def _serve_store(host: str, port: int) -> Any:
-    """Left to itself it would listen on every interface. Raises OSError."""
-    try:
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise OSError(
-            f"rank 0's store cannot listen on {host}:{port} ({error.strerror}); see --host and "
-            "--tensor-parallel-address"
-        ) from error
-    return dist.TCPStore(
-        _LOOPBACK.get(host, host),
-        port,
-        is_master=True,
-        timeout=_MEETING_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )

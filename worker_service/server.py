@@ -29,6 +29,7 @@ from worker_service.load_progress import LoadProgress
 from worker_service.preflight import check_worker
 from worker_service.rpc.credentials import server_credentials
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
+from worker_service.unix_socket import listen_on_socket
 
 if TYPE_CHECKING:
     from worker_service.profile import ProfiledRunner
@@ -106,7 +107,7 @@ class _Server:
         health = _Health()
         health.add_to(server)
         _enable_reflection(server)
-        port = _bind(server, self._config)
+        address = _bind(server, self._config)
         probed = grpc.aio.server(options=_SERVER_OPTIONS)
         if self._config.health_port:
             health.add_to(probed)
@@ -119,7 +120,7 @@ class _Server:
             if await self._until_loaded():
                 servicer.set_loaded()
                 await health.set_ready(True)
-                print(f"ready on grpc://{join(self._config.host, port)}", flush=True)
+                print(f"ready on {address}", flush=True)
                 await self._stop.wait()
                 logger.info("stopping")
                 await health.set_ready(False)
@@ -252,12 +253,15 @@ def _enable_reflection(server: grpc.aio.Server) -> None:
         reflection.enable_server_reflection(names, server)
 
 
-def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:
-    """The port that is bound. Raises OSError, with a text for people, if it cannot be."""
+def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
+    """The address that is bound. Raises OSError, with a text for people, if it cannot be."""
     credentials = None
     if config.tls_cert is not None and config.tls_key is not None:
         credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
-    return listen(server, config.host, config.port, credentials, "--port")
+    if config.socket is not None:
+        return listen_on_socket(server, config.socket, credentials, "--socket")
+    port = listen(server, config.host, config.port, credentials, "--port")
+    return f"grpc://{join(config.host, port)}"
 
 
 def _worker_id() -> str:

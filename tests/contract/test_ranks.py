@@ -172,7 +172,7 @@ async def test_ranks_that_do_not_fit_together_are_refused(workers: tuple[FakeWor
                 break
 
 
-@pytest.mark.parametrize("workers", ["a:1,", "a:1,b"])
+@pytest.mark.parametrize("workers", ["a:1,", "a:1,b", "unix:", "a:1,unix:", "unix:/" + "x" * 107])
 def test_every_address_is_checked(workers: str) -> None:
     with pytest.raises(ValueError, match="--worker is"):
         SchedulerConfig(model="m", worker=workers).validate()

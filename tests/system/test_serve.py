@@ -5,8 +5,10 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from pagewire import Client, SamplingParams
 from tests.contract import hub
+from tests.system.services import Service
 from tests.worker.checkpoints import make_checkpoint
 
 READY = "ready on grpc://"
@@ -133,7 +136,66 @@ def test_a_killed_server_leaves_no_worker(model: Path) -> None:
         wait_until_gone(worker)
 
 
-def test_a_taken_port_is_a_clear_error(model: Path) -> None:
+def listening_ports(pid: int) -> set[int]:
+    """TCP ports that a process listens on."""
+    sockets = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            sockets.add(os.readlink(entry))
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                ports.add(int(local.rpartition(":")[2], 16))
+    return ports
+
+
+def socket_of(worker: int) -> Path:
+    [path] = [flag.partition("=")[2] for flag in command_line(worker).split() if flag.startswith("--socket=")]
+    return Path(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_only_its_user_reaches_the_worker(model: Path, number: signal.Signals) -> None:
+    """No port, and a socket in a directory that goes with the server."""
+    with serving(model) as process:
+        port = int(wait_until_ready(process).rpartition(":")[2])
+        assert listening_ports(process.pid) == {port}
+        worker = worker_of(process)
+        assert listening_ports(worker) == set()
+        path = socket_of(worker)
+        assert stat.S_ISSOCK(path.stat().st_mode)
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+    assert not path.parent.exists()
+
+
+def test_a_scheduler_dials_a_worker_on_a_socket(model: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        path = f"{directory}/a worker"
+        worker = Service("worker", [model, "--socket", path, "--num-device-blocks=64", "--num-threads=1"])
+        try:
+            assert worker.next_line() == f"ready on unix:{path}"
+            assert listening_ports(worker.pid) == set()
+            flags = [model, "--worker", f"unix:{path}", "--port=0", "--metrics-port=0"]
+            scheduler = Service("scheduler", flags)
+            try:
+                with Client(scheduler.wait_until_ready()) as client:
+                    answer = client.complete(prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=3))
+                    assert len(answer.outputs[0].token_ids) == 3
+            finally:
+                scheduler.stop()
+        finally:
+            assert worker.stop() == 0
+        assert not Path(path).exists()
+
+
+def test_a_taken_port_is_a_clear_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -144,6 +206,7 @@ def test_a_taken_port_is_a_clear_error(model: Path) -> None:
     assert out == ""
     assert f"cannot listen on 127.0.0.1:{port}" in err
     assert "Traceback" not in err
+    Path(runtime).rmdir()  # nothing was left in it
 
 
 def test_a_worker_that_cannot_start_ends_the_server(tmp_path: Path, model: Path) -> None:

@@ -3,6 +3,7 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ def group(rank: int, address: str, size: int = 2) -> RankGroup:
     return RankGroup(rank, size, address, HOST, CPU)
 
 
-@pytest.fixture
-def address() -> str:
-    return f"{HOST}:{free_port(HOST)}"
+@pytest.fixture(params=["TCP", "files"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where the ranks meet."""
+    return f"{HOST}:{free_port(HOST)}" if request.param == "TCP" else f"file:{tmp_path}"
 
 
 def together(ranks: list[RankGroup], what) -> list[torch.Tensor]:
@@ -86,6 +88,20 @@ def test_a_rank_that_does_not_come_is_not_awaited_for_ever(
     alone.begin(1)
     with pytest.raises(RuntimeError, match="tim"):
         alone.all_reduce(torch.ones(2))
+
+
+def test_files_of_epochs_that_are_over_do_not_pile_up(tmp_path: Path) -> None:
+    ranks = [group(rank, f"file:{tmp_path}") for rank in range(2)]
+    for epoch in (1, 2, 3 << 60):
+        for rank in ranks:
+            rank.begin(epoch)
+        together(ranks, lambda rank: rank.all_reduce(torch.ones(1)))
+    assert [path.name for path in tmp_path.iterdir()] == [f"epoch-{3 << 60}"]
+
+
+def test_a_directory_that_is_not_there_is_told_with_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"the ranks' directory .*/none is not there; see --tensor-parallel-address"):
+        group(0, f"file:{tmp_path}/none")
 
 
 def test_a_taken_port_is_told_with_the_flags_that_choose_it() -> None:

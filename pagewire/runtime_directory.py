@@ -1,0 +1,80 @@
+"""The directory of a `pagewire serve` that runs, which nobody else may enter: its worker listens on sockets there."""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+_FALLBACK = "/tmp"
+_PREFIX = "pagewire-serve-"
+_NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{16}}")
+_MAX_BASE_BYTES = 56  # the path of a socket has 107 at most
+
+
+class RuntimeDirectory:
+    """Its path is known before it is made. It lasts as long as the block of a `with` statement.
+
+    While it lasts it is locked, which neither a killed process can leave behind nor systemd-tmpfiles removes.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.path = _base(environ.get("XDG_RUNTIME_DIR", "")) / f"{_PREFIX}{secrets.token_hex(8)}"
+        self._lock: int | None = None
+
+    def __enter__(self) -> Path:
+        """Makes it, and removes those that killed processes have left. Raises OSError, one line."""
+        base = self.path.parent
+        # Under a name that nobody looks for, until it is locked.
+        unlocked = base / f".{self.path.name}"
+        try:
+            _remove_abandoned(base)
+            unlocked.mkdir(mode=0o700)
+            self._lock = _lock(unlocked)
+            unlocked.rename(self.path)
+        except OSError as error:
+            raise OSError(
+                f"cannot make a directory for the worker's socket in {base} ({error.strerror}); name another one in "
+                "XDG_RUNTIME_DIR"
+            ) from None
+        return self.path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        assert self._lock is not None
+        os.close(self._lock)
+
+
+def _base(named: str) -> Path:
+    """The user's own directory for such things, where there is one that can be used, else the one for everybody."""
+    is_usable = os.path.isabs(named) and len(os.fsencode(named)) <= _MAX_BASE_BYTES and "," not in named
+    return Path(named if is_usable and os.access(named, os.W_OK | os.X_OK) else _FALLBACK)
+
+
+def _lock(directory: Path) -> int:
+    """A file descriptor that holds the lock. Raises OSError if another one does."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_abandoned(base: Path) -> None:
+    """Directories of this user that no process has locked."""
+    for path in base.glob(f"{_PREFIX}*"):
+        try:
+            if not _NAME.fullmatch(path.name) or path.lstat().st_uid != os.getuid():
+                continue
+            lock = _lock(path)
+        except OSError:  # somebody runs there, or has removed it
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)

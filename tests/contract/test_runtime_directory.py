@@ -1,0 +1,97 @@
+"""The directory of a server that runs: who may enter, and that none is left, however its process ends."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagewire.runtime_directory import RuntimeDirectory
+
+HOLDER = """
+import sys
+from pagewire.runtime_directory import RuntimeDirectory
+with RuntimeDirectory({"XDG_RUNTIME_DIR": sys.argv[1]}) as path:
+    (path / "rank-0").touch()
+    print(path, flush=True)
+    sys.stdin.read()
+"""
+
+
+def of(base: Path) -> RuntimeDirectory:
+    return RuntimeDirectory({"XDG_RUNTIME_DIR": str(base)})
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """With a short path."""
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+def test_nobody_else_may_enter_and_it_is_gone_at_the_end(base: Path) -> None:
+    before = os.umask(0)
+    try:
+        with of(base) as path:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+            assert path.parent == base
+            assert len(f"{path}/rank-1023") <= 107
+            (path / "rank-0").touch()
+            assert list(base.iterdir()) == [path]
+    finally:
+        os.umask(before)
+    assert list(base.iterdir()) == []
+
+
+def test_it_is_gone_after_an_error_too(base: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), of(base):
+        raise KeyboardInterrupt
+    assert list(base.iterdir()) == []
+
+
+def test_what_a_killed_process_has_left_goes_at_the_next_start(base: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        held = Path(holder.stdout.readline().strip())
+        with of(base):
+            assert (held / "rank-0").exists(), "its process lives"
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert (held / "rank-0").exists()
+    with of(base) as path:
+        assert list(base.iterdir()) == [path]
+
+
+def test_what_is_not_such_a_directory_stays(base: Path) -> None:
+    names = ("pagewire-serve-model", "pagewire-serve-" + "g" * 16, "pagewire-" + "0" * 16, "other")
+    for name in names:
+        (base / name).mkdir()
+    (base / ("pagewire-serve-" + "0" * 16)).touch()  # no directory
+    (base / ("pagewire-serve-" + "1" * 16)).symlink_to(base / "other")
+    with of(base):
+        pass
+    assert {path.name for path in base.iterdir()} == {
+        *names,
+        "pagewire-serve-" + "0" * 16,
+        "pagewire-serve-" + "1" * 16,
+    }
+
+
+@pytest.mark.parametrize("named", ["", "run", "/no/such/directory", "/" + "x" * 60, "/a,b"])
+def test_where_there_is_none_that_can_be_used_it_is_in_the_one_for_all(named: str) -> None:
+    assert RuntimeDirectory({"XDG_RUNTIME_DIR": named}).path.parent == Path("/tmp")
+    assert RuntimeDirectory({}).path.parent == Path("/tmp")
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(base: Path) -> None:
+    directory = of(base)
+    base.rmdir()
+    with pytest.raises(OSError, match=rf"^cannot make a directory .* in {base} \(No such file .*XDG_RUNTIME_DIR$"):
+        directory.__enter__()
