@@ -65,6 +65,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tls_key",
         "tls_client_ca",
         "tls_client_names",
+        "link_secret_file",
         "worker_tls_ca",
         "worker_tls_cert",
         "worker_tls_key",

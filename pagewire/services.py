@@ -42,6 +42,7 @@ LINK_OPTIONS = (
     "socket",
     "tensor_parallel_rank",
     "tensor_parallel_address",
+    "link_secret_file",
     "worker_tls_ca",
     "worker_tls_cert",
     "worker_tls_key",

@@ -98,6 +98,9 @@ class SchedulerConfig:
     health_port: int = _option(
         0, "plaintext port for health probes that cannot use TLS; 0 turns it off (--port answers probes too)"
     )
+    link_secret_file: str | None = _option(
+        None, "file with the secret to show the worker, which has a file with the same one; read at every attempt"
+    )
     worker_tls_ca: str | None = _option(
         None, "PEM file of the authority that the worker's certificate must come from; turns TLS on"
     )

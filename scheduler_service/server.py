@@ -35,6 +35,7 @@ from scheduler_service.rpc.epochs import EpochsExhausted
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.interception import Enter, Interception
+from scheduler_service.rpc.link_secret import LinkSecret
 from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.prompt_text import TextLimits
 from scheduler_service.rpc.quota import Quotas
@@ -168,6 +169,7 @@ class _Service:
             pipeline_depth=config.pipeline_depth,
             on_plan_sent=self._metrics.plan_sent,
             on_worker_hangs=on_worker_hangs,
+            secret=None if config.link_secret_file is None else LinkSecret(config.link_secret_file),
         )
         tenants = TenantFile(config.tenants) if config.tenants else None
         self._authentication = Authentication(tenants) if tenants is not None else None

@@ -104,6 +104,11 @@ class WorkerConfig:
         "names of the clients to admit, as in their certificates, separated by commas (default: all that "
         "--tls-client-ca signed)",
     )
+    link_secret_file: str | None = _option(
+        None,
+        "file with the secret that a scheduler must show, which has a file with the same one; read whenever one "
+        "connects (default: whoever connects may command the worker, if it has the certificate that is asked for)",
+    )
     otlp_traces_endpoint: str | None = _option(
         None, "where to send traces: http://HOST:PORT of a collector, OTLP over gRPC; needs the extra `tracing`"
     )

@@ -28,6 +28,7 @@ from worker_service.listening import join, listen
 from worker_service.load_progress import LoadProgress
 from worker_service.preflight import check_worker
 from worker_service.rpc.credentials import server_credentials
+from worker_service.rpc.link_secret import LinkSecret
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
 from worker_service.unix_socket import listen_on_socket
 
@@ -85,10 +86,11 @@ def limit_spinning(environ: MutableMapping[str, str]) -> None:
 
 class _Server:
     def __init__(self, config: WorkerConfig, refuse: Callable[[str], int]) -> None:
-        """Raises ValueError for what is asked for but not installed."""
+        """Raises ValueError for what is asked for but is not there."""
         self._config = config
         self._refuse = refuse
         self._stop = asyncio.Event()
+        self._link_secret = None if config.link_secret_file is None else LinkSecret(config.link_secret_file)
         self._tracing = _tracing(config)
         self._engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
         self._profile: ProfiledRunner | None = None
@@ -102,7 +104,9 @@ class _Server:
         """The exit status. Raises OSError for what a person can put right, such as the port."""
         self._install_signal_handlers()
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        servicer = WorkerServicer(self._engine, client_names=_names(self._config.tls_client_names))
+        servicer = WorkerServicer(
+            self._engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
+        )
         servicer.add_to(server)
         health = _Health()
         health.add_to(server)

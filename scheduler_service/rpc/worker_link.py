@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import grpc
@@ -17,6 +18,7 @@ from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.rpc import wire
 from scheduler_service.rpc.epochs import Epochs
+from scheduler_service.rpc.link_secret import LinkSecret
 from scheduler_service.rpc.ranked_session import RankedSession
 from scheduler_service.rpc.waiting import Waiting
 from scheduler_service.rpc.worker_session import Session, SessionEnded, SessionEvents, WorkerHangs, read, write
@@ -70,11 +72,12 @@ class WorkerLink:
         pipeline_depth: int,
         on_plan_sent: Callable[[int], None] = lambda num_bytes: None,
         on_worker_hangs: Callable[[int], None] = lambda rank: None,
+        secret: LinkSecret | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`channels` lead to the ranks of the worker, in their order. `on_plan_sent` gets the size of every plan in
         bytes. `on_worker_hangs` is called when a rank was given up that is connected but silent: whoever runs it may
-        end it. `clock` gives seconds of Unix time, which epochs begin with."""
+        end it. `secret` is shown to the ranks. `clock` gives seconds of Unix time, which epochs begin with."""
         self._stubs = [worker_pb2_grpc.WorkerServiceStub(channel) for channel in channels]
         self._events = events
         self._instance_id = instance_id
@@ -82,6 +85,7 @@ class WorkerLink:
         self._pipeline_depth = pipeline_depth
         self._on_plan_sent = on_plan_sent
         self._on_worker_hangs = on_worker_hangs
+        self._secret = secret
         self._epochs = Epochs(clock)
         self._waiting = Waiting("the worker", logger)
         self._first_capacities: dict[int, WorkerCapacity] = {}  # by rank
@@ -123,9 +127,10 @@ class WorkerLink:
 
     async def _hold(self, rank: int, session: Session) -> "_Ended":
         """One session, to its end and why it ended. Raises FencedError."""
-        call = self._stubs[rank].Execute(wait_for_ready=True)
+        execute = partial(self._stubs[rank].Execute, metadata=self._secret.metadata() if self._secret else ())
+        call = execute(wait_for_ready=True)
         try:
-            async with self._waiting.for_connection(self._stubs[rank].Execute, self._events.worker_missing):
+            async with self._waiting.for_connection(execute, self._events.worker_missing):
                 await write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
             # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
             async with asyncio.timeout(_READY_TIMEOUT):
@@ -204,4 +209,6 @@ def _describe(error: grpc.aio.AioRpcError, session: Session) -> _Ended:
     """A worker that starts or stops is UNAVAILABLE, and says so itself."""
     if not session.is_ready and error.code() is grpc.StatusCode.UNAVAILABLE:
         return _Ended(str(error.details()), is_calm=True)
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return _Ended(f"refused: {error.details()}")
     return _Ended(f"the stream broke ({error.code().name}: {error.details()})")

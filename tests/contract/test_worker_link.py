@@ -307,7 +307,7 @@ async def test_a_worker_that_joins_as_the_scheduler_stops_does_not_keep_it() -> 
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         link = WorkerLink([channel], Listener(), instance_id="one", model_digest=b"digest", pipeline_depth=2)
         running = asyncio.create_task(link.run())
-        link._stubs[0].Execute = lambda wait_for_ready=False: AnsweringCall(running.cancel)
+        link._stubs[0].Execute = lambda **options: AnsweringCall(running.cancel)
         done, _ = await asyncio.wait({running}, timeout=10)
         assert done == {running}
         assert running.cancelled()

@@ -12,8 +12,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire import Client, SamplingParams
 from tests.contract import hub
@@ -173,14 +176,19 @@ def test_only_its_user_reaches_the_worker(model: Path, number: signal.Signals) -
     assert not path.parent.exists()
 
 
-def test_a_scheduler_dials_a_worker_on_a_socket(model: Path) -> None:
+def test_a_scheduler_dials_a_worker_on_a_socket_and_shows_it_a_secret(model: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        path = f"{directory}/a worker"
-        worker = Service("worker", [model, "--socket", path, "--num-device-blocks=64", "--num-threads=1"])
+        path, secret = f"{directory}/a worker", Path(directory) / "secret"
+        secret.write_text("0123456789abcdef\n")
+        link = ["--link-secret-file", secret]
+        worker = Service("worker", [model, "--socket", path, *link, "--num-device-blocks=64", "--num-threads=1"])
         try:
             assert worker.next_line() == f"ready on unix:{path}"
             assert listening_ports(worker.pid) == set()
-            flags = [model, "--worker", f"unix:{path}", "--port=0", "--metrics-port=0"]
+            with grpc.insecure_channel("unix:" + quote(path)) as channel:  # probes show none
+                probed = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+            assert probed.status == health_pb2.HealthCheckResponse.SERVING
+            flags = [model, "--worker", f"unix:{path}", *link, "--port=0", "--metrics-port=0"]
             scheduler = Service("scheduler", flags)
             try:
                 with Client(scheduler.wait_until_ready()) as client:

@@ -13,6 +13,7 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
+from worker_service.rpc.link_secret import LinkSecret, shows_one
 from worker_service.rpc.wire import decode_request, encode_response
 from worker_service.session import ProtocolError, Session, SessionRegister
 from worker_service.step import Heartbeat, Hello, Ready, Refusal, StepPlan, StepResult
@@ -47,13 +48,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load_patience_s: float = _LOAD_PATIENCE_S,
         on_stuck: Callable[[str], NoReturn] = exit_process,
         client_names: frozenset[str] | None = None,
+        link_secret: LinkSecret | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_stuck`: called when earlier steps do not finish within `begin_timeout_s` of a new session's hello.
-        `client_names`: a peer's certificate must bear one of them; None: whoever connects may command this worker.
+        `client_names`: a peer's certificate must bear one of them, and `link_secret` is what it must show; None:
+        whoever connects may command this worker.
         `clock`: seconds of Unix time, which epochs are compared with."""
         self._engine = engine
         self._client_names = client_names
+        self._link_secret = link_secret
         self._heartbeat_interval_s = heartbeat_interval_s
         self._begin_timeout_s = begin_timeout_s
         self._load_patience_s = load_patience_s
@@ -125,7 +129,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._holder = None
 
     def _check_peer(self, context: grpc.aio.ServicerContext) -> None:
-        """Raises _SessionEnded for a peer of the right authority that is not the scheduler."""
+        """Raises _SessionEnded for a peer that is not the scheduler."""
+        self._check_secret(context)
         if self._client_names is None:
             return
         identity = context.auth_context()
@@ -133,6 +138,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if not names & self._client_names:
             logger.error("refused a client whose certificate bears the names %s", sorted(names))
             raise _SessionEnded(grpc.StatusCode.PERMISSION_DENIED, "the client's certificate is not a scheduler's")
+
+    def _check_secret(self, context: grpc.aio.ServicerContext) -> None:
+        """Raises _SessionEnded. Who shows a secret to a worker that would not look at it is told so."""
+        metadata = context.invocation_metadata() or ()
+        if self._link_secret is None:
+            reason = "this worker has no --link-secret-file, but the scheduler has" if shows_one(metadata) else ""
+        elif not shows_one(metadata):
+            reason = "the scheduler shows no secret, but this worker has a --link-secret-file"
+        elif not self._link_secret.is_in(metadata):
+            reason = "the secret of the scheduler's --link-secret-file is not that of this worker's"
+        else:
+            reason = ""
+        if reason:
+            raise _SessionEnded(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     async def _begin(self, stream: "_Stream") -> None:
         """Answer Ready once every earlier step has finished."""

@@ -1,0 +1,176 @@
+"""The secret of the link: who does not show it is refused before anything else is looked at."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_service.rpc.link_secret import LinkSecret as SchedulerSecret
+from scheduler_service.rpc.worker_link import WorkerLink
+from tests.contract.certificates import Authority
+from tests.contract.test_worker_link import Listener
+from worker_service.engine import Engine, LoadedWorker
+from worker_service.rpc.credentials import server_credentials
+from worker_service.rpc.link_secret import LinkSecret
+from worker_service.rpc.servicer import WorkerServicer
+from worker_service.session import PROTOCOL_VERSION
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "models" / "storyteller")
+SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
+LOADING = (grpc.StatusCode.UNAVAILABLE, "the worker is still loading its model: 0 %")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    return path
+
+
+@asynccontextmanager
+async def worker(secret: Path | None, credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[str]:
+    """A worker's service, which loads for ever: its address. Who is let in gets `LOADING`."""
+    server = grpc.aio.server()
+
+    def load() -> LoadedWorker:
+        raise AssertionError("nothing is loaded here")
+
+    link_secret = None if secret is None else LinkSecret(str(secret))
+    WorkerServicer(Engine(load), load_patience_s=0.01, link_secret=link_secret).add_to(server)
+    if credentials is None:
+        port = server.add_insecure_port("localhost:0")
+    else:
+        port = server.add_secure_port("localhost:0", credentials)
+    await server.start()
+    try:
+        yield f"localhost:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def answer(
+    channel: grpc.aio.Channel, metadata: tuple[tuple[str, bytes], ...], epoch: int = 1
+) -> tuple[grpc.StatusCode, str] | worker_pb2.Refusal:
+    """What a hello gets: a refusal, or the status."""
+    call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(metadata=metadata, timeout=20)
+    hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, instance_id="a", epoch=epoch, pipeline_depth=1)
+    try:
+        await call.write(worker_pb2.ExecuteRequest(hello=hello))
+        message = await call.read()
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it had ended before the hello went out
+        message = grpc.aio.EOF
+    if message is grpc.aio.EOF:
+        return await call.code(), await call.details()
+    return message.refusal
+
+
+def shown(*secrets: bytes) -> tuple[tuple[str, bytes], ...]:
+    return tuple(("pagewire-link-secret-bin", secret) for secret in secrets)
+
+
+BAD = [(), shown(b""), shown(OTHER), shown(SECRET[:-1]), shown(SECRET + b"\n"), shown(SECRET, OTHER)]
+
+
+@pytest.mark.parametrize("metadata", BAD)
+async def test_who_does_not_show_it_takes_no_epoch(file: Path, metadata: tuple[tuple[str, bytes], ...]) -> None:
+    async with worker(file) as target, grpc.aio.insecure_channel(target) as channel:
+        code, _ = await answer(channel, metadata, epoch=2)
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+        assert await answer(channel, shown(SECRET), epoch=1) == LOADING
+        refusal = await answer(channel, shown(SECRET), epoch=1)
+        assert (refusal.reason, refusal.epoch) == (worker_pb2.Refusal.REASON_STALE_EPOCH, 1)
+        code, _ = await answer(channel, metadata, epoch=1)  # nor does it learn the one that is held
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_worker_that_would_not_look_at_it_says_so() -> None:
+    async with worker(None) as target, grpc.aio.insecure_channel(target) as channel:
+        told = "this worker has no --link-secret-file, but the scheduler has"
+        assert await answer(channel, shown(SECRET)) == (grpc.StatusCode.UNAUTHENTICATED, told)
+        assert await answer(channel, ()) == LOADING
+
+
+async def test_a_certificate_does_not_stand_in_for_it(file: Path, tmp_path: Path) -> None:
+    authority = Authority("pagewire")
+    cert, key = authority.issue("localhost").write(tmp_path, "server")
+    client = authority.issue("scheduler.test")
+    credentials = grpc.ssl_channel_credentials(authority.cert, client.key, client.cert)
+    async with (
+        worker(file, server_credentials(cert, key, authority.write(tmp_path))) as target,
+        grpc.aio.secure_channel(target, credentials) as channel,
+    ):
+        assert (await answer(channel, ()))[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert await answer(channel, shown(SECRET)) == LOADING
+
+
+async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_right(
+    file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = tmp_path / "mine"
+    mine.write_bytes(OTHER)
+    listener = Listener()
+    async with worker(file) as target, grpc.aio.insecure_channel(target) as channel:
+        link = WorkerLink(
+            [channel],
+            listener,
+            instance_id="one",
+            model_digest=b"",
+            pipeline_depth=1,
+            secret=SchedulerSecret(str(mine)),
+        )
+        running = asyncio.create_task(link.run())
+        told = "refused: the secret of the scheduler's --link-secret-file is not that of this worker's"
+        assert await listener.next() == ("missing", told)
+        assert [r.message for r in caplog.records if r.name == "scheduler_service.rpc.worker_link"] == [
+            f"no session with the worker: {told}"
+        ]
+        mine.write_bytes(SECRET)
+        while (heard := await listener.next()) == ("missing", told):
+            pass
+        assert heard == ("missing", LOADING[1])
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def test_a_file_that_becomes_unreadable_changes_nothing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = LinkSecret(str(file))
+    file.write_bytes(b"short")
+    assert secret.is_in(shown(SECRET))
+    file.unlink()
+    assert secret.metadata() == shown(SECRET)
+    assert [record.message.partition(";")[2] for record in caplog.records][1] == " the one that was read before stays"
+
+
+@pytest.mark.parametrize("verb", ["worker", "scheduler"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "cannot read --link-secret-file {path}: No such file or directory"),
+        (b" 0123456789abcde\n", "--link-secret-file {path} holds 15 bytes; a secret has 16 to 4096"),
+        (b"x" * 10_000, "--link-secret-file {path} holds more than 4096 bytes; a secret has 16 to 4096"),
+    ],
+)
+def test_a_bad_file_is_one_line_and_exit_code_78(tmp_path: Path, verb: str, content: bytes | None, told: str) -> None:
+    path = tmp_path / "secret"
+    if content is not None:
+        path.write_bytes(content)
+    flags = [MODEL, "--port=0", f"--link-secret-file={path}", "--log-level=warning"]
+    flags += ["--metrics-port=0"] if verb == "scheduler" else []
+    command = [sys.executable, "-m", "pagewire", verb, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 78
+    assert re.fullmatch(r"\S+ \S+ CRITICAL \S+ " + re.escape(told.format(path=path)) + "\n", done.stderr), done.stderr
+
+
+def test_the_services_have_the_same_module() -> None:
+    services = [ROOT / service / "rpc" / "link_secret.py" for service in ("scheduler_service", "worker_service")]
+    assert len({path.read_text() for path in services}) == 1
