@@ -340,7 +340,7 @@ async def _run_services(
             stop=stop,
             ready=ready,
             stop_now=stop_now,
-            on_worker_hangs=lambda rank: workers[rank].kill(),
+            restart_worker=lambda rank, reason: workers[rank].restart(reason),
         )
     )
     supervising = [asyncio.create_task(worker.run()) for worker in workers]

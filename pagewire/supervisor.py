@@ -114,10 +114,10 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._refusal = ""
 
-    def kill(self) -> None:
-        """End a child that hangs; `run` starts the next one."""
+    def restart(self, reason: str) -> None:
+        """End a child that is of no use any more; `run` starts the next one."""
         if self._process is not None and self._process.returncode is None:
-            log.warning("the %s hangs: killing process %d", self._name, self._process.pid)
+            log.warning("killing the %s, process %d: %s", self._name, self._process.pid, reason)
             self._process.kill()
 
     async def run(self) -> "GivenUp":

@@ -84,16 +84,16 @@ async def run(
     stop: asyncio.Event,
     ready: Callable[[str], None],
     stop_now: asyncio.Event | None = None,
-    on_worker_hangs: Callable[[int], None] = lambda rank: None,
+    restart_worker: Callable[[int, str], None] | None = None,
 ) -> int:
     """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
 
-    `ready` gets the server's URL once, when it first serves. `on_worker_hangs` is called with the rank of a worker
-    that was given up though it is connected, but silent.
+    `ready` gets the server's URL once, when it first serves. `restart_worker` ends the process of a rank that
+    hangs, or that another scheduler has taken, and another one takes its place; None: somebody else runs the worker.
     """
     try:
         config.validate()
-        service = _Service(config, on_worker_hangs)
+        service = _Service(config, restart_worker)
     except (ValueError, OSError) as error:
         return refused(error)
     return await service.run(stop, stop_now or asyncio.Event(), ready)
@@ -136,7 +136,7 @@ async def serve_until_signalled(run: Callable[..., Coroutine[Any, Any, int]]) ->
 class _Service:
     """All parts, connected. Nothing runs before `run`."""
 
-    def __init__(self, config: SchedulerConfig, on_worker_hangs: Callable[[int], None]) -> None:
+    def __init__(self, config: SchedulerConfig, restart_worker: Callable[[int, str], None] | None) -> None:
         """Raises ValueError and OSError, one line each."""
         model = read_model_info(config.model)
         warn_of(model)
@@ -168,7 +168,7 @@ class _Service:
             model_digest=model.digest,
             pipeline_depth=config.pipeline_depth,
             on_plan_sent=self._metrics.plan_sent,
-            on_worker_hangs=on_worker_hangs,
+            restart_worker=restart_worker,
             secret=None if config.link_secret_file is None else LinkSecret(config.link_secret_file),
         )
         tenants = TenantFile(config.tenants) if config.tenants else None

@@ -61,6 +61,10 @@ class FencedError(Exception):
     """Another scheduler has taken the worker that this one held."""
 
 
+class WorkerTaken(SessionEnded):
+    """The worker is another scheduler's until its process ends."""
+
+
 class WorkerLink:
     def __init__(
         self,
@@ -71,20 +75,21 @@ class WorkerLink:
         model_digest: bytes,
         pipeline_depth: int,
         on_plan_sent: Callable[[int], None] = lambda num_bytes: None,
-        on_worker_hangs: Callable[[int], None] = lambda rank: None,
+        restart_worker: Callable[[int, str], None] | None = None,
         secret: LinkSecret | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`channels` lead to the ranks of the worker, in their order. `on_plan_sent` gets the size of every plan in
-        bytes. `on_worker_hangs` is called when a rank was given up that is connected but silent: whoever runs it may
-        end it. `secret` is shown to the ranks. `clock` gives seconds of Unix time, which epochs begin with."""
+        bytes. `restart_worker` ends the process of a rank, for the reason that it is given, and another one takes its
+        place: for one that hangs, and one that another scheduler has taken. None: somebody else runs the worker.
+        `secret` is shown to the ranks. `clock` gives seconds of Unix time, which epochs begin with."""
         self._stubs = [worker_pb2_grpc.WorkerServiceStub(channel) for channel in channels]
         self._events = events
         self._instance_id = instance_id
         self._model_digest = model_digest
         self._pipeline_depth = pipeline_depth
         self._on_plan_sent = on_plan_sent
-        self._on_worker_hangs = on_worker_hangs
+        self._restart_worker = restart_worker
         self._secret = secret
         self._epochs = Epochs(clock)
         self._waiting = Waiting("the worker", logger)
@@ -147,17 +152,20 @@ class WorkerLink:
             )
             await session.hold(call, capacity)
         except TimeoutError:
-            self._on_worker_hangs(rank)
-            return _Ended(f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
-        except WorkerHangs as error:
-            self._on_worker_hangs(rank)
-            return _Ended(str(error))
+            return self._given_up(rank, f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
+        except (WorkerHangs, WorkerTaken) as error:
+            return self._given_up(rank, str(error))
         except (SessionEnded, ProtocolError) as error:
             return _Ended(str(error))
         except grpc.aio.AioRpcError as error:
             return _describe(error, session)
         finally:
             call.cancel()
+
+    def _given_up(self, rank: int, reason: str) -> "_Ended":
+        if self._restart_worker is not None:
+            self._restart_worker(rank, reason)
+        return _Ended(reason)
 
     def _admit(self, rank: int, answer: wire.WorkerMessage) -> WorkerCapacity:
         """The worker's capacity if it fits what this scheduler serves. Raises SessionEnded, FencedError."""
@@ -186,13 +194,15 @@ class WorkerLink:
         return answer
 
     def _take_refusal(self, refusal: wire.Refusal) -> None:
-        """Raises FencedError, and SessionEnded for an epoch that is out of reach."""
+        """Raises FencedError, WorkerTaken."""
         if refusal.reason is not wire.RefusalReason.STALE_EPOCH:
             return
         if self._first_capacities and refusal.instance_id != self._instance_id:
-            raise FencedError(f"scheduler {refusal.instance_id} has taken the worker in epoch {refusal.epoch}")
+            reason = f"scheduler {refusal.instance_id} has taken the worker in epoch {refusal.epoch}"
+            # A process that is started for this scheduler alone knows of no other one.
+            raise WorkerTaken(reason) if self._restart_worker is not None else FencedError(reason)
         if not self._epochs.hear_of(refusal.epoch):
-            raise SessionEnded(
+            raise WorkerTaken(
                 f"the worker is held in epoch {refusal.epoch}, more than a day ahead of this scheduler's clock; "
                 "restart the worker, or set the clocks of both"
             )

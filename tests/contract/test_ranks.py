@@ -34,7 +34,7 @@ class Ranks:
     def __init__(self, *workers: FakeWorker) -> None:
         self.workers = workers
         self.listener = Listener()
-        self.hanging: list[int] = []
+        self.restarted: list[tuple[int, str]] = []
         self.running: asyncio.Task[None]
 
 
@@ -43,7 +43,8 @@ def rank(number: int, size: int = 2, **capacity: object) -> FakeWorker:
 
 
 @asynccontextmanager
-async def linked(*workers: FakeWorker) -> AsyncIterator[Ranks]:
+async def linked(*workers: FakeWorker, restarts: bool = True) -> AsyncIterator[Ranks]:
+    """`restarts`: whoever runs the ranks starts them again when they are of no use."""
     ranks = Ranks(*workers)
     async with AsyncExitStack() as stack:
         for worker in workers:
@@ -57,7 +58,7 @@ async def linked(*workers: FakeWorker) -> AsyncIterator[Ranks]:
             instance_id="one",
             model_digest=b"digest",
             pipeline_depth=2,
-            on_worker_hangs=ranks.hanging.append,
+            restart_worker=(lambda *restarted: ranks.restarted.append(restarted)) if restarts else None,
         )
         ranks.running = asyncio.create_task(link.run())
         yield ranks
@@ -132,7 +133,7 @@ async def test_a_rank_that_dies_ends_the_epoch_of_all_and_they_begin_together(nu
         link.send(StepPlan(link.sessions[0].epoch, 1, openings=(opening(),), **WORK))
         assert [await ranks.listener.next() for _ in range(2)] == [("moved", 1), ("result", 1)]
         assert (dead.num_steps, other.num_steps) == (1, 1)
-        assert ranks.hanging == []
+        assert ranks.restarted == []
 
 
 async def test_a_silent_rank_is_the_one_that_hangs() -> None:
@@ -140,8 +141,9 @@ async def test_a_silent_rank_is_the_one_that_hangs() -> None:
         _, link = await joined(ranks)
         ranks.workers[1].is_silent = True
         link.send(StepPlan(link.sessions[0].epoch, 1, openings=(opening(),), **WORK))
-        assert "rank 1: the worker has been silent" in await lost(ranks)
-        assert ranks.hanging == [1]
+        reason = await lost(ranks)
+        assert reason.startswith("rank 1: the worker has been silent")
+        assert ranks.restarted == [(1, reason.removeprefix("rank 1: "))]
 
 
 async def test_tokens_that_differ_end_the_epoch_before_they_count() -> None:
@@ -178,8 +180,25 @@ def test_every_address_is_checked(workers: str) -> None:
         SchedulerConfig(model="m", worker=workers).validate()
 
 
-async def test_a_scheduler_that_loses_one_rank_to_another_ends() -> None:
+async def test_a_rank_that_another_scheduler_has_taken_is_started_again_where_that_can_be() -> None:
     async with linked(rank(0), rank(1)) as ranks:
+        await joined(ranks)
+        ranks.workers[1].last_epoch, ranks.workers[1].holder = 2**63, "usurper"
+        await ranks.workers[0].kill()
+        await ranks.workers[0].start()
+        told = f"scheduler usurper has taken the worker in epoch {2**63}"
+        while (await ranks.listener.next()) != ("missing", f"rank 1: {told}"):
+            pass
+        assert ranks.restarted[0] == (1, told)
+        await ranks.workers[1].kill()
+        await ranks.workers[1].start()
+        while (await ranks.listener.next())[0] != "ready":
+            pass
+        assert ranks.workers[0].epochs[-1] == ranks.workers[1].epochs[-1] < 2**63
+
+
+async def test_a_scheduler_that_loses_one_rank_to_another_ends() -> None:
+    async with linked(rank(0), rank(1), restarts=False) as ranks:
         await joined(ranks)
         ranks.workers[1].last_epoch, ranks.workers[1].holder = 2**63, "usurper"
         await ranks.workers[0].kill()

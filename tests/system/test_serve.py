@@ -19,6 +19,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire import Client, SamplingParams
+from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
+from scheduler_service.rpc.wire import PROTOCOL_VERSION
 from tests.contract import hub
 from tests.system.services import Service
 from tests.worker.checkpoints import make_checkpoint
@@ -129,6 +131,39 @@ def test_a_worker_that_hangs_is_replaced(model: Path) -> None:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
         assert process.returncode == 0
+
+
+def test_a_worker_that_another_scheduler_takes_is_replaced(model: Path) -> None:
+    """The stream goes on, whether the other one's epoch is refused or not."""
+    sampling = SamplingParams(temperature=0, max_tokens=300)
+    answers = []
+    with serving(model) as process:
+        with Client(wait_until_ready(process)) as client:
+            undisturbed = client.complete(prompt_token_ids=PROMPT, sampling=sampling)
+            token_ids: list[int] = []
+            for output in client.stream(prompt_token_ids=PROMPT, sampling=sampling):
+                if len(token_ids) < 20 <= len(token_ids) + len(output.token_ids):
+                    taken = worker_of(process)
+                    for epoch in (2**64 - 1, int((time.time() + 3600) * 1000) << 20):
+                        answers.append(take(socket_of(taken), epoch))
+                token_ids += output.token_ids
+            assert client.complete(prompt_token_ids=PROMPT, sampling=sampling).outputs == undisturbed.outputs
+        assert [answer.WhichOneof("body") for answer in answers] == ["refusal", "ready"]
+        assert answers[0].refusal.reason == worker_pb2.Refusal.REASON_FUTURE_EPOCH
+        assert tuple(token_ids) == undisturbed.outputs[0].token_ids
+        assert worker_of(process) != taken
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert f"killing the worker, process {taken}: scheduler rogue has taken the worker in epoch" in err
+
+
+def take(path: Path, epoch: int) -> worker_pb2.ExecuteResponse:
+    """Say hello as a scheduler of this epoch would: the worker's answer."""
+    hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, instance_id="rogue", epoch=epoch, pipeline_depth=1)
+    with grpc.insecure_channel("unix:" + quote(str(path))) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        return next(stub.Execute(iter([worker_pb2.ExecuteRequest(hello=hello)]), timeout=60, wait_for_ready=True))
 
 
 def test_a_killed_server_leaves_no_worker(model: Path) -> None:
