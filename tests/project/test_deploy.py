@@ -430,3 +430,13 @@ def test_the_gateway_knows_every_flag() -> None:
     environ = {**os.environ, "PYTHONUTF8": "1"}  # its help is not ASCII
     known = subprocess.run(command, env=environ, capture_output=True, encoding="utf-8", check=True).stdout
     assert {f"--{flag}" for flag in flags_of(pod)} <= set(re.findall(r"--[a-z][a-z-]*", known))
+
+
+def test_schedulers_and_workers_read_the_same_secret() -> None:
+    for name, template in pod_templates(rendered(DEPLOY / "overlays" / "link-secret")):
+        pod = template["spec"]
+        (variable,) = [item for item in container_of(pod).get("env", []) if item["name"] == "PAGEWIRE_LINK_SECRET_FILE"]
+        (volume,) = [item for item in pod["volumes"] if "secret" in item]
+        assert volume["secret"] == {"secretName": "pagewire-link", "defaultMode": 0o440}, name
+        (mount,) = [item for item in container_of(pod)["volumeMounts"] if item["name"] == volume["name"]]
+        assert variable["value"] == f"{mount['mountPath']}/secret"
