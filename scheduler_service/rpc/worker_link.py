@@ -219,6 +219,9 @@ def _describe(error: grpc.aio.AioRpcError, session: Session) -> _Ended:
     """A worker that starts or stops is UNAVAILABLE, and says so itself."""
     if not session.is_ready and error.code() is grpc.StatusCode.UNAVAILABLE:
         return _Ended(str(error.details()), is_calm=True)
+    if not session.is_ready and error.code() is grpc.StatusCode.INTERNAL:
+        # What gRPC makes of any end that comes before Hello is out. The next attempt may learn why.
+        return _Ended("the worker ended the stream before Hello", is_calm=True)
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return _Ended(f"refused: {error.details()}")
     return _Ended(f"the stream broke ({error.code().name}: {error.details()})")

@@ -58,19 +58,28 @@ async def worker(secret: Path | None, credentials: grpc.ServerCredentials | None
 
 
 async def answer(
-    channel: grpc.aio.Channel, metadata: tuple[tuple[str, bytes], ...], epoch: int = 1
+    target: str,
+    metadata: tuple[tuple[str, bytes], ...],
+    epoch: int = 1,
+    credentials: grpc.ChannelCredentials | None = None,
 ) -> tuple[grpc.StatusCode, str] | worker_pb2.Refusal:
-    """What a hello gets: a refusal, or the status."""
-    call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(metadata=metadata, timeout=20)
+    """What a hello gets: a refusal, or the status.
+
+    Of gRPC's blocking call: the other one makes INTERNAL of a status that comes before the hello is out.
+    """
     hello = worker_pb2.Hello(protocol_version=PROTOCOL_VERSION, instance_id="a", epoch=epoch, pipeline_depth=1)
-    try:
-        await call.write(worker_pb2.ExecuteRequest(hello=hello))
-        message = await call.read()
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it had ended before the hello went out
-        message = grpc.aio.EOF
-    if message is grpc.aio.EOF:
-        return await call.code(), await call.details()
-    return message.refusal
+
+    def ask() -> tuple[grpc.StatusCode, str] | worker_pb2.Refusal:
+        opened = grpc.secure_channel(target, credentials) if credentials else grpc.insecure_channel(target)
+        with opened as channel:
+            requests = iter([worker_pb2.ExecuteRequest(hello=hello)])
+            call = worker_pb2_grpc.WorkerServiceStub(channel).Execute(requests, metadata=metadata, timeout=60)
+            try:
+                return next(call).refusal
+            except grpc.RpcError:
+                return call.code(), call.details()
+
+    return await asyncio.to_thread(ask)
 
 
 def shown(*secrets: bytes) -> tuple[tuple[str, bytes], ...]:
@@ -82,21 +91,21 @@ BAD = [(), shown(b""), shown(OTHER), shown(SECRET[:-1]), shown(SECRET + b"\n"), 
 
 @pytest.mark.parametrize("metadata", BAD)
 async def test_who_does_not_show_it_takes_no_epoch(file: Path, metadata: tuple[tuple[str, bytes], ...]) -> None:
-    async with worker(file) as target, grpc.aio.insecure_channel(target) as channel:
-        code, _ = await answer(channel, metadata, epoch=2)
+    async with worker(file) as target:
+        code, _ = await answer(target, metadata, epoch=2)
         assert code is grpc.StatusCode.UNAUTHENTICATED
-        assert await answer(channel, shown(SECRET), epoch=1) == LOADING
-        refusal = await answer(channel, shown(SECRET), epoch=1)
+        assert await answer(target, shown(SECRET), epoch=1) == LOADING
+        refusal = await answer(target, shown(SECRET), epoch=1)
         assert (refusal.reason, refusal.epoch) == (worker_pb2.Refusal.REASON_STALE_EPOCH, 1)
-        code, _ = await answer(channel, metadata, epoch=1)  # nor does it learn the one that is held
+        code, _ = await answer(target, metadata, epoch=1)  # nor does it learn the one that is held
         assert code is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_worker_that_would_not_look_at_it_says_so() -> None:
-    async with worker(None) as target, grpc.aio.insecure_channel(target) as channel:
+    async with worker(None) as target:
         told = "this worker has no --link-secret-file, but the scheduler has"
-        assert await answer(channel, shown(SECRET)) == (grpc.StatusCode.UNAUTHENTICATED, told)
-        assert await answer(channel, ()) == LOADING
+        assert await answer(target, shown(SECRET)) == (grpc.StatusCode.UNAUTHENTICATED, told)
+        assert await answer(target, ()) == LOADING
 
 
 async def test_a_certificate_does_not_stand_in_for_it(file: Path, tmp_path: Path) -> None:
@@ -104,12 +113,9 @@ async def test_a_certificate_does_not_stand_in_for_it(file: Path, tmp_path: Path
     cert, key = authority.issue("localhost").write(tmp_path, "server")
     client = authority.issue("scheduler.test")
     credentials = grpc.ssl_channel_credentials(authority.cert, client.key, client.cert)
-    async with (
-        worker(file, server_credentials(cert, key, authority.write(tmp_path))) as target,
-        grpc.aio.secure_channel(target, credentials) as channel,
-    ):
-        assert (await answer(channel, ()))[0] is grpc.StatusCode.UNAUTHENTICATED
-        assert await answer(channel, shown(SECRET)) == LOADING
+    async with worker(file, server_credentials(cert, key, authority.write(tmp_path))) as target:
+        assert (await answer(target, (), credentials=credentials))[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert await answer(target, shown(SECRET), credentials=credentials) == LOADING
 
 
 async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_right(
@@ -129,14 +135,15 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
         )
         running = asyncio.create_task(link.run())
         told = "refused: the secret of the scheduler's --link-secret-file is not that of this worker's"
-        assert await listener.next() == ("missing", told)
-        assert [r.message for r in caplog.records if r.name == "scheduler_service.rpc.worker_link"] == [
+        while await listener.next() != ("missing", told):
+            pass
+        mine.write_bytes(SECRET)
+        while await listener.next() != ("missing", LOADING[1]):
+            pass
+        warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert [r.message for r in warnings if r.name == "scheduler_service.rpc.worker_link"] == [
             f"no session with the worker: {told}"
         ]
-        mine.write_bytes(SECRET)
-        while (heard := await listener.next()) == ("missing", told):
-            pass
-        assert heard == ("missing", LOADING[1])
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
