@@ -24,7 +24,7 @@ from pagewire.compatibility import LLM_OPTIONS, SAMPLING_FIELDS, Foreign
 from pagewire.llm_options import MAPPED
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
-from scheduler_service.metrics import Metrics, MetricsCollector
+from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs"
@@ -88,7 +88,7 @@ def _exported() -> MetricsCollector:
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     stats = SchedulerStats(**{field.name: 0 for field in fields(SchedulerStats)})
-    return MetricsCollector(metrics, lambda: stats, "model")
+    return MetricsCollector(metrics, lambda: stats, "model", ServiceStats)
 
 
 def api_page() -> str:

@@ -41,6 +41,9 @@ VERBS = {
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # Of gRPC 1.85: reads and writes by the thread that polls, not by a pool of threads that hand every message on.
 GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
+# gRPC's core would write to standard error itself, a line for each bad handshake, and where nobody reads, its threads
+# would wait there for ever. What matters it tells Python too.
+GRPC_VERBOSITY = "NONE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(verb: Verb, arguments: Sequence[str]) -> int:
     """Runs one verb; what fails in it is one line on standard error."""
-    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)  # gRPC reads it when it is imported
+    # gRPC reads them when it is imported.
+    os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
+    if verb.module == _SERVICES:
+        os.environ.setdefault("GRPC_VERBOSITY", GRPC_VERBOSITY)
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         # Models write what they like, also to a terminal that is not UTF-8: escaped there, as on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")

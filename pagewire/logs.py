@@ -1,16 +1,26 @@
-"""Logging of the command: standard error only, standard output is for results."""
+"""Logging of the services: standard error only, standard output is for results.
+
+Lines go through a queue (`log_writer.py`): a standard error that nobody reads stops no service.
+"""
 
 import contextlib
+import io
 import json
 import logging
+import os
 import sys
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from pagewire.log_writer import LogWriter
+
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 MAX_TERMINATION_LOG = 4096  # bytes that Kubernetes reads of one
+# Seconds that a process which ends waits for its last lines to be read.
+FLUSH_TIMEOUT = 2.0
+_STDERR = 2
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # What every record has; the rest is what a caller gave as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -56,9 +66,72 @@ class TerminationLog(logging.Handler):
             file.write(f"{record.getMessage()}\n".encode()[:MAX_TERMINATION_LOG])
 
 
+class LogQueue(logging.Handler):
+    """Hands the lines of this process to a writer. What ends a process flushes it: `logging.shutdown`."""
+
+    def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.writer = LogWriter(descriptor, self._dropped_notice)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.writer.put(self._line(record))
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        self.writer.flush(FLUSH_TIMEOUT)
+
+    def close(self) -> None:
+        self.writer.close()
+        super().close()
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return f"{self.format(record)}\n".encode(errors="backslashreplace")
+
+    def _dropped_notice(self, num_dropped: int) -> bytes:
+        text = "nobody read standard error in time: %d lines were dropped here"
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (num_dropped,), None)
+        record.num_dropped = num_dropped
+        return self._line(record)
+
+
+class _QueuedFile(io.RawIOBase):
+    """Standard error, as the interpreter and `print` know it, by the same queue as the log lines."""
+
+    def __init__(self, writer: LogWriter, descriptor: int) -> None:
+        self._writer = writer
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._writer.put(bytes(data))
+        return len(data)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+
 def configure(config: LogConfig) -> None:
-    """Sends the log lines of this process to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if config.log_format == "json" else logging.Formatter(TEXT_FORMAT))
-    handlers = [handler, TerminationLog(config.termination_log)] if config.termination_log else [handler]
+    """Sends the log lines of this process to standard error, and in order with them what else is written there."""
+    formatter = JsonFormatter() if config.log_format == "json" else logging.Formatter(TEXT_FORMAT)
+    queue = LogQueue(_STDERR, formatter)
+    handlers: list[logging.Handler] = [queue]
+    if config.termination_log:
+        handlers.append(TerminationLog(config.termination_log))
     logging.basicConfig(handlers=handlers, level=config.log_level.upper(), force=True)
+    if sys.stderr is sys.__stderr__:
+        file = io.BufferedWriter(_QueuedFile(queue.writer, _STDERR))
+        sys.stderr = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def num_dropped_lines() -> int:
+    """Lines of this process that were dropped since nobody read standard error."""
+    queues = [handler for handler in logging.getLogger().handlers if isinstance(handler, LogQueue)]
+    return sum(queue.writer.num_dropped for queue in queues)

@@ -152,7 +152,7 @@ def scheduler(arguments: Sequence[str]) -> int:
     from scheduler_service import server
 
     garbage_collection.keep_short()
-    return server.serve(config)
+    return server.serve(config, logs.num_dropped_lines)
 
 
 def frontend(arguments: Sequence[str]) -> int:
@@ -341,6 +341,7 @@ async def _run_services(
             ready=ready,
             stop_now=stop_now,
             restart_worker=lambda rank, reason: workers[rank].restart(reason),
+            num_log_lines_dropped=logs.num_dropped_lines,
         )
     )
     supervising = [asyncio.create_task(worker.run()) for worker in workers]

@@ -7,6 +7,7 @@ many equal observations at once, which keeps the cost of a step independent of i
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import add
 from typing import Any
 
@@ -52,6 +53,13 @@ _HISTOGRAMS = {
     "pagewire:gc_pause_seconds": ("Time for which a garbage collection stopped the scheduler.", _PAUSE_SECONDS),
 }
 _FINISHED_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStats:
+    """What the service around the core holds, and what it has let go. Sizes in bytes."""
+
+    num_log_lines_dropped: int = 0
 
 
 class Histogram:
@@ -159,13 +167,21 @@ class Metrics:
 class MetricsCollector(Collector):
     """Puts the numbers into Prometheus' form when they are asked for."""
 
-    def __init__(self, metrics: Metrics, read_stats: Callable[[], SchedulerStats], model_name: str) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        read_stats: Callable[[], SchedulerStats],
+        model_name: str,
+        read_service_stats: Callable[[], ServiceStats],
+    ) -> None:
+        """Both are read from other threads than the event loop's."""
         self._metrics = metrics
         self._read_stats = read_stats
+        self._read_service_stats = read_service_stats
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
-        stats, metrics = self._read_stats(), self._metrics
+        stats, metrics, service = self._read_stats(), self._metrics, self._read_service_stats()
         yield from self._gauges(stats)
         yield from self._prefix_counters(stats)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens of sequences that ran.", stats.num_prompt_tokens)
@@ -187,6 +203,8 @@ class MetricsCollector(Collector):
         yield self._counter("pagewire:invariant_failures", text, metrics.num_invariant_failures)
         yield self._counter("pagewire:worker_losses", "Workers lost.", metrics.num_worker_losses)
         yield self._counter("pagewire:epochs", "Epochs begun.", metrics.num_epochs)
+        text = "Lines of the log that were dropped since nobody read standard error."
+        yield self._counter("pagewire:log_lines_dropped", text, service.num_log_lines_dropped)
         text = "Seconds of all steps on the worker, by part of the step."
         yield self._counters("pagewire:step_part_seconds", text, "part", metrics.part_seconds())
         for name, histogram in metrics.histograms.items():

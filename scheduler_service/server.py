@@ -22,7 +22,7 @@ from scheduler_service.config import UNIX_SCHEME, FrontEndConfig, SchedulerConfi
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.listening import join, listen
-from scheduler_service.metrics import Metrics, MetricsCollector
+from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.recording import Recorder, SchedulerArguments
@@ -73,9 +73,9 @@ SERVER_OPTIONS = (
 )
 
 
-def serve(config: SchedulerConfig) -> int:
+def serve(config: SchedulerConfig, num_log_lines_dropped: Callable[[], int]) -> int:
     """Serve until SIGTERM or SIGINT; a second one ends at once. The exit code."""
-    return asyncio.run(serve_until_signalled(partial(run, config)))
+    return asyncio.run(serve_until_signalled(partial(run, config, num_log_lines_dropped=num_log_lines_dropped)))
 
 
 async def run(
@@ -85,15 +85,17 @@ async def run(
     ready: Callable[[str], None],
     stop_now: asyncio.Event | None = None,
     restart_worker: Callable[[int, str], None] | None = None,
+    num_log_lines_dropped: Callable[[], int] = lambda: 0,
 ) -> int:
     """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
 
     `ready` gets the server's URL once, when it first serves. `restart_worker` ends the process of a rank that
     hangs, or that another scheduler has taken, and another one takes its place; None: somebody else runs the worker.
+    `num_log_lines_dropped` is for the metrics.
     """
     try:
         config.validate()
-        service = _Service(config, restart_worker)
+        service = _Service(config, restart_worker, num_log_lines_dropped)
     except (ValueError, OSError) as error:
         return refused(error)
     return await service.run(stop, stop_now or asyncio.Event(), ready)
@@ -136,13 +138,19 @@ async def serve_until_signalled(run: Callable[..., Coroutine[Any, Any, int]]) ->
 class _Service:
     """All parts, connected. Nothing runs before `run`."""
 
-    def __init__(self, config: SchedulerConfig, restart_worker: Callable[[int, str], None] | None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        restart_worker: Callable[[int, str], None] | None,
+        num_log_lines_dropped: Callable[[], int],
+    ) -> None:
         """Raises ValueError and OSError, one line each."""
         model = read_model_info(config.model)
         warn_of(model)
         self._config = config
         self._tokenizer = Tokenizer(model.tokenizer_path) if model.tokenizer_path else None
         self._metrics = Metrics()
+        self._num_log_lines_dropped = num_log_lines_dropped
         self._availability_changed = asyncio.Event()
         max_model_len = _max_model_len(config, model)
         arguments = _scheduler_arguments(config, max_model_len)
@@ -175,20 +183,8 @@ class _Service:
         self._authentication = Authentication(tenants) if tenants is not None else None
         interceptors = _interceptors(self._authentication or Anybody(), self._tracing)
         self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
-        self._servicer = SchedulerServicer(
-            self._step_loop,
-            model,
-            self._tokenizer,
-            info,
-            DetachedRequests(
-                retention=config.detached_retention,
-                max_ended=config.max_detached_requests,
-                max_bytes=config.max_detached_bytes,
-            ),
-            lambda: self._activity.generation_throughput,
-            Outlet,
-            Quotas(tenants.quota, lambda: self._step_loop.capacity) if tenants is not None else None,
-        )
+        self._detached = _detached_requests(config)
+        self._servicer = self._make_servicer(model, info, tenants)
         self._servicer.add_to(self._server)
         service_names = [SERVICE_NAME, *self._add_vllm(self._servicer.intake, model, info)]
         self._health = Health(self._server, service_names)
@@ -198,12 +194,27 @@ class _Service:
             self._recorder.open()
         self._metrics_server = self._serve_metrics(info.served_model_name)
 
+    def _make_servicer(self, model: ModelInfo, info: ServerInfo, tenants: TenantFile | None) -> SchedulerServicer:
+        return SchedulerServicer(
+            self._step_loop,
+            model,
+            self._tokenizer,
+            info,
+            self._detached,
+            lambda: self._activity.generation_throughput,
+            Outlet,
+            Quotas(tenants.quota, lambda: self._step_loop.capacity) if tenants is not None else None,
+        )
+
     def _serve_metrics(self, model_name: str) -> MetricsServer | None:
         """Raises OSError."""
         if self._config.metrics_port == 0:
             return None
-        collector = MetricsCollector(self._metrics, self._step_loop.stats, model_name)
+        collector = MetricsCollector(self._metrics, self._step_loop.stats, model_name, self._service_stats)
         return MetricsServer(collector, self._config.metrics_host, self._config.metrics_port)
+
+    def _service_stats(self) -> ServiceStats:
+        return ServiceStats(num_log_lines_dropped=self._num_log_lines_dropped())
 
     def _add_vllm(self, intake: Intake, model: ModelInfo, info: ServerInfo) -> list[str]:
         """Serve VllmEngine too; its name, if it can be served."""
@@ -358,6 +369,14 @@ def _tracing(config: SchedulerConfig, info: ServerInfo) -> "Tracing | None":
         model_name=info.served_model_name,
         version=info.version,
         read_context=trace_context_of_call,
+    )
+
+
+def _detached_requests(config: SchedulerConfig) -> DetachedRequests:
+    return DetachedRequests(
+        retention=config.detached_retention,
+        max_ended=config.max_detached_requests,
+        max_bytes=config.max_detached_bytes,
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -16,9 +16,17 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 @pytest.fixture
-def written(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+def written(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """What went to standard error."""
-    return lambda: capsys.readouterr().err
+    handlers = logging.getLogger().handlers[:]
+
+    def read() -> str:
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        return capfd.readouterr().err
+
+    yield read
+    logging.basicConfig(handlers=handlers, force=True)
 
 
 def test_json_lines_hold_what_the_caller_gave(written: Callable[[], str]) -> None:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler_service import metrics_server
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.metrics import Metrics, MetricsCollector
+from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MAX_CONNECTIONS, MetricsServer
 
 # What these versions send by default: read off 2.42, and put together after the source of 3.0.
@@ -31,7 +31,7 @@ PROMETHEUS_3 = (
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
     scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
-    server = MetricsServer(MetricsCollector(Metrics(), scheduler.stats, "tiny"), "127.0.0.1", 0)
+    server = MetricsServer(MetricsCollector(Metrics(), scheduler.stats, "tiny", ServiceStats), "127.0.0.1", 0)
     yield server
     server.close()
 

@@ -11,7 +11,7 @@ import pytest
 
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
-from scheduler_service.metrics import Metrics, MetricsCollector
+from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from tests.project.manifests import DEPLOY, documents
 
 MONITORING = DEPLOY / "components" / "monitoring"
@@ -26,7 +26,7 @@ def exported() -> dict[str, set[str]]:
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     numbers = dict.fromkeys(SchedulerStats.__slots__, 0)
-    collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model")
+    collector = MetricsCollector(metrics, lambda: SchedulerStats(**numbers), "model", ServiceStats)
     return {
         sample.name: set(sample.labels) | TARGET_LABELS for family in collector.collect() for sample in family.samples
     }

@@ -1,0 +1,242 @@
+"""Log lines whose reader is slow, silent or gone: whoever logs never waits, and what is lost is counted."""
+
+import asyncio
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from pagewire import log_writer
+from pagewire.log_writer import LogWriter
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
+from pagewire.supervisor import free_port
+from scheduler_service.model_info import read_model_info
+from tests.contract.certificates import Authority
+from tests.contract.fake_worker import FakeWorker
+from tests.contract.scheduler_stack import request, serve
+
+PROMPT = [1, 2, 3, 4, 5]
+MAX_BYTES = 1000
+
+
+class Pipe:
+    """A small pipe, full if so wanted."""
+
+    def __init__(self, *, is_full: bool = False) -> None:
+        self.read_end, self.write_end = os.pipe()
+        fcntl.fcntl(self.write_end, fcntl.F_SETPIPE_SZ, 4096)
+        if is_full:
+            os.write(self.write_end, b"\n" * fcntl.fcntl(self.write_end, fcntl.F_GETPIPE_SZ))
+
+    def close_write_end(self) -> None:
+        os.close(self.write_end)
+        self.write_end = -1
+
+    def read_all(self) -> str:
+        """Until nobody has the other end any more."""
+        self.close_write_end()
+        with open(self.read_end, encoding="utf-8", closefd=False) as file:
+            return file.read()
+
+    def close(self) -> None:
+        for end in (self.read_end, self.write_end):
+            if end != -1:
+                os.close(end)
+
+
+@pytest.fixture
+def full_pipe() -> Iterator[Pipe]:
+    pipe = Pipe(is_full=True)
+    yield pipe
+    pipe.close()
+
+
+def notice(num_dropped: int) -> bytes:
+    return b"%d dropped\n" % num_dropped
+
+
+def lines_from(descriptor: int, *, until: str) -> list[str]:
+    """All up to a line."""
+    text = ""
+    while f"{until}\n" not in text:
+        text += os.read(descriptor, 65536).decode()
+    return [line for line in text.splitlines() if line]
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_lines_that_find_no_room_are_counted_where_they_would_have_stood(
+    full_pipe: Pipe, monkeypatch: pytest.MonkeyPatch, is_blocking: bool
+) -> None:
+    monkeypatch.setattr(log_writer, "MAX_WAITING_BYTES", MAX_BYTES)
+    os.set_blocking(full_pipe.write_end, is_blocking)
+    writer = LogWriter(full_pipe.write_end, notice)
+    for number in range(1000):
+        writer.put(b"line %04d\n" % number)
+    assert not writer.flush(0.01)
+    num_dropped = writer.num_dropped
+    assert 1000 - 2 * MAX_BYTES // 10 <= num_dropped < 1000, "the lines that wait, and those that are being written"
+    told = lines_from(full_pipe.read_end, until=f"{num_dropped} dropped")
+    assert told == [*(f"line {number:04}" for number in range(1000 - num_dropped)), f"{num_dropped} dropped"]
+    writer.put(b"after\n")
+    assert writer.flush(20)
+    assert lines_from(full_pipe.read_end, until="after") == ["after"], "told once"
+    assert writer.num_dropped == num_dropped
+    writer.close()
+
+
+def test_a_line_longer_than_the_queue_is_written_too() -> None:
+    pipe = Pipe()
+    writer = LogWriter(pipe.write_end, notice)
+    reader: list[str] = []
+    reading = threading.Thread(target=lambda: reader.extend(lines_from(pipe.read_end, until="end")))
+    reading.start()
+    writer.put(b"x" * (log_writer.MAX_WAITING_BYTES + 1) + b"\n")
+    assert writer.flush(20)
+    writer.put(b"end\n")
+    assert writer.flush(20)
+    reading.join()
+    assert [len(line) for line in reader] == [log_writer.MAX_WAITING_BYTES + 1, 3]
+    writer.close()
+    pipe.close()
+
+
+def test_a_reader_that_has_gone_costs_the_lines_alone() -> None:
+    pipe = Pipe()
+    os.close(pipe.read_end)
+    pipe.read_end = -1
+    writer = LogWriter(pipe.write_end, notice)
+    writer.put(b"lost\n")
+    assert writer.flush(20)
+    assert writer.num_dropped == 1
+    writer.close()
+    pipe.close()
+
+
+ENDS = {
+    "returns": ("", 0),
+    "raises": ("raise RuntimeError('why')", 1),
+    "refuses": ("print('what people read', file=sys.stderr); sys.exit(78)", 78),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_whether_or_not_its_last_lines_are_read(full_pipe: Pipe, end: str) -> None:
+    body, code = ENDS[end]
+    program = (
+        "import logging, sys\nfrom pagewire import logs\nlogs.FLUSH_TIMEOUT = 0.1\nlogs.configure(logs.LogConfig())\n"
+        f"for number in range(300):\n    logging.info('line %d', number)\n{body}"
+    )
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, stderr=full_pipe.write_end, timeout=60, check=False).returncode == code
+    pipe = Pipe()
+    with subprocess.Popen([sys.executable, "-c", program.replace("0.1", "60")], stderr=pipe.write_end) as process:
+        text = pipe.read_all()
+    pipe.close()
+    assert process.returncode == code
+    numbers = [int(number) for number in re.findall(r"INFO root: line (\d+)", text)]
+    assert numbers == list(range(300)), "all is flushed"
+    last = {"returns": "line 299", "raises": "RuntimeError: why", "refuses": "what people read"}[end]
+    assert text.endswith(f"{last}\n")
+
+
+def start(arguments: list[str], stderr: Pipe) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "pagewire", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr.write_end, text=True)
+
+
+async def ready(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    line = await asyncio.to_thread(process.stdout.readline)
+    return line.strip().removeprefix("ready on grpc://")
+
+
+async def dropped_lines(metrics_port: int) -> float:
+    def get() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=20) as response:
+            return response.read().decode()
+
+    text = await asyncio.to_thread(get)
+    (value,) = re.findall(r"^pagewire:log_lines_dropped_total\{.*\} (.*)$", text, re.MULTILINE)
+    return float(value)
+
+
+@pytest.mark.parametrize("is_read_again", [True, False])
+async def test_a_scheduler_goes_on_when_nobody_reads_its_log(
+    checkpoint: Path, full_pipe: Pipe, is_read_again: bool
+) -> None:
+    metrics_port = free_port("127.0.0.1")
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    await worker.start()
+    flags = [f"--worker=127.0.0.1:{worker.port}", "--port=0", f"--metrics-port={metrics_port}", "--log-requests"]
+    process = start(["scheduler", str(checkpoint), *flags], full_pipe)
+    try:
+        async with grpc.aio.insecure_channel(await ready(process)) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+
+            async def fill_log() -> None:
+                async for _ in stub.Generate(request(PROMPT, max_tokens=1, n=16), timeout=60):
+                    pass
+
+            # A line for each sample, until more came than the queue holds.
+            async with asyncio.timeout(120):
+                while await dropped_lines(metrics_port) == 0:
+                    await asyncio.gather(*(fill_log() for _ in range(20)))
+            if is_read_again:
+                told = await asyncio.to_thread(read_until, full_pipe, r"nobody read standard error .*: (\d+) lines")
+                assert int(told) > 0
+            assert (await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)).version
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+        await worker.kill()
+
+
+def read_until(pipe: Pipe, pattern: str) -> str:
+    text = ""
+    while not (found := re.search(pattern, text)):
+        text += os.read(pipe.read_end, 65536).decode()
+    return found[1]
+
+
+async def test_bad_handshakes_and_a_silent_log_stop_no_front_end(
+    tmp_path: Path, checkpoint: Path, full_pipe: Pipe
+) -> None:
+    """gRPC's core would write a line of its own for each."""
+    authority = Authority("pagewire")
+    cert, key = authority.issue("localhost").write(tmp_path, "server")
+    async with serve(checkpoint) as stack:
+        flags = [
+            f"--scheduler={stack.url.removeprefix('grpc://')}",
+            "--host=localhost",
+            "--port=0",
+            "--log-level=debug",
+        ]
+        process = start(["frontend", str(checkpoint), *flags, f"--tls-cert={cert}", f"--tls-key={key}"], full_pipe)
+        try:
+            address = await ready(process)
+            for _ in range(40):
+                reader, writer = await asyncio.open_connection(*address.split(":"))
+                writer.write(b"garbage" * 100)
+                await reader.read()
+                writer.close()
+            secure = grpc.ssl_channel_credentials(authority.cert)
+            async with grpc.aio.secure_channel(address, secure) as channel:
+                stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+                assert (await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=60)).version
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 60) == 0
+        finally:
+            process.kill()
+            process.communicate()
