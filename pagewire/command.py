@@ -1,13 +1,14 @@
 """The `pagewire` command. Each verb is a function of its arguments in a module that is imported only when it runs."""
 
 import codecs
+import contextlib
 import importlib
 import io
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pagewire import __version__
@@ -44,6 +45,7 @@ GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
 # gRPC's core would write to standard error itself, a line for each bad handshake, and where nobody reads, its threads
 # would wait there for ever. What matters it tells Python too.
 GRPC_VERBOSITY = "NONE"
+NUM_DESCRIPTORS = 65_536
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +72,7 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     if verb.module == _SERVICES:
         os.environ.setdefault("GRPC_VERBOSITY", GRPC_VERBOSITY)
+        raise_descriptor_limit()
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         # Models write what they like, also to a terminal that is not UTF-8: escaped there, as on standard error.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -94,6 +97,15 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
         return FAILURE
 
 
+def raise_descriptor_limit() -> None:
+    """Each connection takes a file descriptor, and the usual soft limit of 1,024 is for programs that call select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, NUM_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # where that is denied, what there is must do
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _run(verb: Verb, arguments: Sequence[str]) -> int:
     from pagewire.errors import CommandError, PagewireError
 
@@ -108,7 +120,7 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
     return FAILURE
 
 
-@contextmanager
+@contextlib.contextmanager
 def _interrupts(verb: Verb) -> Iterator[None]:
     """What Ctrl-C does while a verb runs, where the process is the command's own (`pagewire.__main__`).
 

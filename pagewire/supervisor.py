@@ -40,16 +40,18 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a run of the worker ended. `code` is negative for a signal; `refusal` says why it cannot start, if so."""
+    """How a run of the worker ended. `code` is negative for a signal; `refusal` says why it cannot start, if so, and
+    `failure` why it was not started this time."""
 
     code: int
     was_ready: bool
     ran_s: float
     refusal: str = ""
+    failure: str = ""
 
     def __str__(self) -> str:
-        if self.refusal:
-            return self.refusal
+        if self.refusal or self.failure:
+            return self.refusal or self.failure
         return f"signal {signal.Signals(-self.code).name}" if self.code < 0 else f"exit code {self.code}"
 
 
@@ -137,13 +139,11 @@ class Supervisor:
     async def run_once(self) -> Exit:
         """Starts the child and waits for its end; when cancelled, ends it."""
         started_at = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            env=self._environ,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            process_group=0,
-        )
+        try:
+            process = await self._start()
+        except OSError as error:
+            # No descriptor, process or memory is left: that may change, as it may for a child that ends by itself.
+            return Exit(1, was_ready=False, ran_s=0.0, failure=f"it could not be started: {error}")
         self._process, self._refusal = process, ""
         log.info("the %s is process %d", self._name, process.pid)
         ready = asyncio.Event()
@@ -157,6 +157,15 @@ class Supervisor:
             await self._terminate(process)
         code = EXIT_REFUSED if self._refusal else code
         return Exit(code, ready.is_set(), time.monotonic() - started_at, self._refusal)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            env=self._environ,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            process_group=0,
+        )
 
     async def _watch(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
         """Reads the child's standard output to its end."""

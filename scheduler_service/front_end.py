@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.listening import join
+from scheduler_service.listening import connections_option, join
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.front_end_servicer import FrontEndServicer
@@ -89,7 +89,7 @@ class _FrontEnd:
         self._authentication = Authentication(tenants) if tenants is not None else None
         callers = self._authentication or Anybody()
         interceptors = [Interception([callers.enter, note_trace_context]), MalformedRequests()]
-        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(interceptors=interceptors, options=(*SERVER_OPTIONS, connections_option()))
         self._servicer = FrontEndServicer(
             self._link,
             config.scheduler,

@@ -21,7 +21,7 @@ from scheduler_service.activity import Activity
 from scheduler_service.config import UNIX_SCHEME, FrontEndConfig, SchedulerConfig
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.kv_event_log import KvEventLog
-from scheduler_service.listening import join, listen
+from scheduler_service.listening import MAX_PROBES, connections_option, join, listen
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
@@ -70,6 +70,8 @@ SERVER_OPTIONS = (
     # A client that is gone without a word loses its requests.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Who connects and says nothing keeps a connection from others.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
 
@@ -182,7 +184,7 @@ class _Service:
         tenants = TenantFile(config.tenants) if config.tenants else None
         self._authentication = Authentication(tenants) if tenants is not None else None
         interceptors = _interceptors(self._authentication or Anybody(), self._tracing)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+        self._server = grpc.aio.server(options=(*SERVER_OPTIONS, connections_option()), interceptors=interceptors)
         self._detached = _detached_requests(config)
         self._servicer = self._make_servicer(model, info, tenants)
         self._servicer.add_to(self._server)
@@ -431,7 +433,7 @@ def bind(server: grpc.aio.Server, config: SchedulerConfig | FrontEndConfig) -> i
 
 def probed_server(config: SchedulerConfig | FrontEndConfig, health: Health) -> grpc.aio.Server:
     """Answers probes that know no certificates, where that is asked for. Raises OSError."""
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=(*SERVER_OPTIONS, connections_option(MAX_PROBES)))
     if config.health_port:
         health.add_to(server)
         listen(server, config.health_host, config.health_port, None, "--health-port")

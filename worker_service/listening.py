@@ -1,14 +1,34 @@
-"""Ports to listen on, and what to say of one that cannot be had.
+"""Ports to listen on, how many connections they take, and what to say of one that cannot be had.
 
 Each service has this module, word for word: they share no code.
 """
 
 import errno
 import os
+import resource
 import socket
 
 import grpc
 import grpc.aio
+
+# Of a port that answers probes alone.
+MAX_PROBES = 16
+_MAX_CONNECTIONS = 65_536
+# File descriptors that are kept for the service itself: its links, its files, metrics, probes.
+_MAX_RESERVED = 256
+
+
+def connections_option(max_connections: int | None = None) -> tuple[str, int]:
+    """The option of a gRPC server that closes connections beyond so many at once. By default, beyond what this process
+    may open, so that whoever connects never takes the descriptors that the service needs."""
+    return ("grpc.max_allowed_incoming_connections", max_connections or _max_connections())
+
+
+def _max_connections() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(1, min(limit - min(limit // 2, _MAX_RESERVED), _MAX_CONNECTIONS))
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, flag: str) -> int:

@@ -24,7 +24,7 @@ import grpc.aio
 from pagewire import __version__
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
-from worker_service.listening import join, listen
+from worker_service.listening import MAX_PROBES, connections_option, join, listen
 from worker_service.load_progress import LoadProgress
 from worker_service.preflight import check_worker
 from worker_service.rpc.credentials import server_credentials
@@ -103,7 +103,7 @@ class _Server:
     async def run(self) -> int:
         """The exit status. Raises OSError for what a person can put right, such as the port."""
         self._install_signal_handlers()
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option()))
         servicer = WorkerServicer(
             self._engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
         )
@@ -112,7 +112,7 @@ class _Server:
         health.add_to(server)
         _enable_reflection(server)
         address = _bind(server, self._config)
-        probed = grpc.aio.server(options=_SERVER_OPTIONS)
+        probed = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option(MAX_PROBES)))
         if self._config.health_port:
             health.add_to(probed)
             listen(probed, self._config.health_host, self._config.health_port, None, "--health-port")

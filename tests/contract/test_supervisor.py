@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -178,6 +179,60 @@ async def test_a_child_that_never_comes_up_is_given_up(tmp_path: Path) -> None:
         reason = await asyncio.wait_for(task, 20)
     assert reason == GivenUp("the worker failed to start 3 times in a row (exit code 1): giving up", 1)
     assert len(child.pids()) == 3
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Nothing more can be opened in this process."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+class Warnings(logging.Handler):
+    """Waits for a warning of the supervisor's."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._seen: asyncio.Queue[str] = asyncio.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._seen.put_nowait(record.getMessage())
+
+    async def next(self, text: str) -> None:
+        async with asyncio.timeout(20):
+            while text not in await self._seen.get():
+                pass
+
+
+async def test_a_child_that_cannot_be_started_is_started_later(tmp_path: Path, ready: ReadyLines) -> None:
+    child = Child(tmp_path, READY_FOREVER)
+    warnings = Warnings()
+    logging.getLogger("pagewire.supervisor").addHandler(warnings)
+    try:
+        async with supervised(child) as task:
+            await ready.next()
+            (first,) = child.pids()
+            with no_descriptors():
+                os.kill(first, signal.SIGKILL)
+                for _ in range(4):
+                    await warnings.next("it could not be started: [Errno 24] Too many open files")
+            await ready.next()
+            assert not task.done()
+    finally:
+        logging.getLogger("pagewire.supervisor").removeHandler(warnings)
+
+
+async def test_a_child_that_can_never_be_started_is_given_up(tmp_path: Path) -> None:
+    child = Child(tmp_path, READY_FOREVER)
+    child.command[0] = str(tmp_path / "nothing")
+    async with supervised(child) as task:
+        given_up = await asyncio.wait_for(task, 20)
+    assert given_up.code == 1
+    assert "failed to start 3 times in a row (it could not be started: [Errno 2] No such file" in given_up.reason
 
 
 REFUSAL = """

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -164,6 +165,30 @@ def take(path: Path, epoch: int) -> worker_pb2.ExecuteResponse:
     with grpc.insecure_channel("unix:" + quote(str(path))) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         return next(stub.Execute(iter([worker_pb2.ExecuteRequest(hello=hello)]), timeout=60, wait_for_ready=True))
+
+
+def test_a_worker_is_started_when_there_are_descriptors_again(model: Path) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=300)
+    with serving(model) as process:
+        assert process.stderr is not None
+        with Client(wait_until_ready(process)) as client:
+            undisturbed = client.complete(prompt_token_ids=PROMPT, sampling=sampling)
+            token_ids: list[int] = []
+            for output in client.stream(prompt_token_ids=PROMPT, sampling=sampling):
+                if len(token_ids) < 20 <= len(token_ids) + len(output.token_ids):
+                    limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+                    assert limits[0] == min(65_536, limits[1])
+                    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+                    os.kill(worker_of(process), signal.SIGKILL)
+                    while "Too many open files" not in process.stderr.readline():
+                        assert process.poll() is None
+                    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+                token_ids += output.token_ids
+        assert tuple(token_ids) == undisturbed.outputs[0].token_ids
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "Traceback" not in err
 
 
 def test_a_killed_server_leaves_no_worker(model: Path) -> None:
