@@ -56,6 +56,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_detached_requests",
         "max_detached_bytes",
         "kv_events_buffer",
+        "max_kv_event_bytes",
     ),
     "gateway": ("gateway_host", "gateway_metrics_port"),
     "tenants and TLS": (

@@ -73,6 +73,9 @@ class SchedulerConfig:
         268_435_456, "how many bytes of ended detached requests are kept; the oldest is dropped first"
     )
     kv_events_buffer: int = _option(10_000, "how many batches of KV events a slow subscriber can fall behind")
+    max_kv_event_bytes: int = _option(
+        67_108_864, "how many bytes of KV events are kept for slow subscribers; the oldest are dropped first"
+    )
     enable_prefix_caching: bool = _option(True, "reuse the KV cache of prompts that begin alike")
     record: str | None = _option(
         None, "record all events and plans to this file, for `pagewire replay`; it contains every prompt"
@@ -164,6 +167,7 @@ _MINIMA = {
     "max_detached_requests": 0,
     "max_detached_bytes": 0,
     "kv_events_buffer": 1,
+    "max_kv_event_bytes": 0,
     **_TEXT_MINIMA,
 }
 _TLS_NEEDS = (

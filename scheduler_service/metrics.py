@@ -60,6 +60,10 @@ class ServiceStats:
     """What the service around the core holds, and what it has let go. Sizes in bytes."""
 
     num_log_lines_dropped: int = 0
+    waiting_text_bytes: int = 0
+    detached_bytes: int = 0
+    kv_event_bytes: int = 0
+    num_unread_failures: int = 0
 
 
 class Histogram:
@@ -183,6 +187,7 @@ class MetricsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, metrics, service = self._read_stats(), self._metrics, self._read_service_stats()
         yield from self._gauges(stats)
+        yield from self._service_gauges(service)
         yield from self._prefix_counters(stats)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens of sequences that ran.", stats.num_prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Output tokens.", stats.num_generation_tokens)
@@ -235,6 +240,19 @@ class MetricsCollector(Collector):
                 "num_cpu_blocks": str(capacity.num_host_blocks),
             }
             yield self._gauge("vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
+
+    def _service_gauges(self, service: ServiceStats) -> Iterator[Metric]:
+        for name, text, value in (
+            ("waiting_text_bytes", "Bytes of texts that wait to be tokenized.", service.waiting_text_bytes),
+            ("detached_bytes", "Bytes of results that are kept of detached requests.", service.detached_bytes),
+            ("kv_event_bytes", "Bytes of KV events that are kept for subscribers.", service.kv_event_bytes),
+            (
+                "unread_failures",
+                "Failed submissions that clients of GenerateMany have not been told of, since they do not read.",
+                service.num_unread_failures,
+            ),
+        ):
+            yield self._gauge(f"pagewire:{name}", text, value)
 
     def _prefix_counters(self, stats: SchedulerStats) -> Iterator[Metric]:
         yield self._counter(

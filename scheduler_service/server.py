@@ -160,12 +160,13 @@ class _Service:
         scheduler = arguments.build()
         info = _server_info(config, model, max_model_len)
         self._tracing = _tracing(config, info)
+        self._kv_event_log = KvEventLog(config.kv_events_buffer, config.max_kv_event_bytes)
         self._step_loop = StepLoop(
             RecordingScheduler(scheduler, self._recorder) if self._recorder else scheduler,
             self._metrics,
             worker_timeout=config.worker_timeout,
             worker_grace=config.worker_grace,
-            kv_event_log=KvEventLog(config.kv_events_buffer),
+            kv_event_log=self._kv_event_log,
             on_availability_changed=self._availability_changed.set,
             **_request_observers(config, self._tracing),
         )
@@ -216,7 +217,14 @@ class _Service:
         return MetricsServer(collector, self._config.metrics_host, self._config.metrics_port)
 
     def _service_stats(self) -> ServiceStats:
-        return ServiceStats(num_log_lines_dropped=self._num_log_lines_dropped())
+        texts = self._servicer.intake.texts
+        return ServiceStats(
+            num_log_lines_dropped=self._num_log_lines_dropped(),
+            waiting_text_bytes=texts.num_waiting_bytes if texts is not None else 0,
+            detached_bytes=self._detached.num_bytes,
+            kv_event_bytes=self._kv_event_log.num_bytes,
+            num_unread_failures=self._servicer.num_unread_failures,
+        )
 
     def _add_vllm(self, intake: Intake, model: ModelInfo, info: ServerInfo) -> list[str]:
         """Serve VllmEngine too; its name, if it can be served."""

@@ -118,6 +118,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """For other services of the same server: its limits hold for all of them together."""
         return self._intake
 
+    @property
+    def num_unread_failures(self) -> int:
+        """Failed submissions that clients of GenerateMany have not been told of. May be asked from any thread."""
+        return self._shared_calls.num_unread_failures
+
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 

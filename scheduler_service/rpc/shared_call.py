@@ -131,7 +131,7 @@ class SharedCall:
         self._streams: dict[int, _Request] = {}  # by each of their streams
         self._ready: dict[_Request, None] = {}  # those with something new, in order
         self._next_stream_id = 0
-        self._num_failed = 0  # requests whose failure the client has not been told
+        self.num_unread_failures = 0  # requests whose failure the client has not been told
         self._room = asyncio.Event()  # for more of them
         self._room.set()
         self._is_closing = False  # nothing more is submitted
@@ -265,8 +265,8 @@ class SharedCall:
 
     def _fail(self, request: _Request, error: RpcError) -> None:
         if request.error is None:
-            self._num_failed += 1
-            if self._num_failed >= _MAX_UNREAD_FAILURES:
+            self.num_unread_failures += 1
+            if self.num_unread_failures >= _MAX_UNREAD_FAILURES:
                 self._room.clear()
         # Without its traceback, whose frames refer to the request.
         request.error = request.failure or error.with_traceback(None)
@@ -276,7 +276,7 @@ class SharedCall:
         """It is over, and whatever is left of it ends."""
         del self._requests[request.stream_id]
         if request.error is not None:
-            self._num_failed -= 1
+            self.num_unread_failures -= 1
             self._room.set()
         self._ready.pop(request, None)
         if request.task is not None and request.task is not asyncio.current_task():
@@ -369,6 +369,11 @@ class SharedCalls:
         self._make_call = lambda: SharedCall(intake, step_loop, make_outlet, server_info, loads)
         self._calls: set[SharedCall] = set()
         self._is_closed = False
+
+    @property
+    def num_unread_failures(self) -> int:
+        """Of all calls. May be asked from any thread."""
+        return sum(call.num_unread_failures for call in tuple(self._calls))
 
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext

@@ -64,6 +64,7 @@ def test_every_option_has_a_help_text() -> None:
         ({"detached_retention": -1.0}, "--detached-retention"),
         ({"max_detached_requests": -1}, "--max-detached-requests"),
         ({"kv_events_buffer": 0}, "--kv-events-buffer"),
+        ({"max_kv_event_bytes": -1}, "--max-kv-event-bytes"),
         ({"tls_cert": "x"}, "--tls-key"),
         ({"tls_client_ca": "x"}, "--tls-cert"),
         ({"worker_tls_cert": "x", "worker_tls_key": "x"}, "--worker-tls-ca"),
