@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGE_WEIGHT = 65_536
 # Failures that wait for a client that does not read. With so many, its next requests wait on the wire.
 _MAX_UNREAD_FAILURES = 1024
+_END_OF_STREAM_IDS = 2**64
 _LOGPROBS_WEIGHT = 32  # of one position's, with 20 alternatives
 
 
@@ -189,15 +190,19 @@ class SharedCall:
 
     def _begin(self, submission: scheduler_pb2.Submission) -> None:
         stream_id = submission.stream_id
-        if stream_id < self._next_stream_id:
+        if stream_id < self._next_stream_id or stream_id in self._requests:
             raise invalid(
                 "submit.stream_id",
                 f"stream_id is {stream_id}, but this call has used those below {self._next_stream_id}; count upwards",
             )
         num_samples = submission.request.sampling.n
-        self._next_stream_id = stream_id + (num_samples if 1 <= num_samples <= MAX_SAMPLES else 1)
+        end = stream_id + (num_samples if 1 <= num_samples <= MAX_SAMPLES else 1)
         request = _Request(stream_id)
         self._requests[stream_id] = request
+        if end > _END_OF_STREAM_IDS:
+            self._fail(request, _no_such_streams(stream_id, num_samples))
+            return
+        self._next_stream_id = end
         if submission.HasField("timeout_seconds"):
             seconds = max(0.0, submission.timeout_seconds)
             request.timer = asyncio.get_running_loop().call_later(seconds, self._expire, request)
@@ -396,6 +401,14 @@ class SharedCalls:
         self._is_closed = True
         for call in self._calls:
             call.close()
+
+
+def _no_such_streams(stream_id: int, num_samples: int) -> RpcError:
+    return invalid(
+        "submit.stream_id",
+        f"stream_id is {stream_id} and n is {num_samples}, but stream ids end at {_END_OF_STREAM_IDS - 1}, and every "
+        "sample has one; begin with a smaller one",
+    )
 
 
 def _check_token_only(message: scheduler_pb2.GenerateRequest) -> None:

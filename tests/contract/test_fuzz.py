@@ -3,11 +3,14 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2 as common
@@ -16,6 +19,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
+from tests.contract.test_front_end import FrontEnd, serve_front_end
 from tests.core.simulated_worker import SimulatedWorker
 
 NUM_REQUESTS = 10_000
@@ -96,6 +100,17 @@ FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-38, 3e38, float("nan"), float("inf"), fl
 TEXTS = ("", "x", "r", "q", "é😀", "a" * 129, "once upon a time", "\0")
 
 
+INTEGER_TYPES = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64),
+    FieldDescriptor.CPPTYPE_ENUM: (-(2**31), 2**31),
+}
+EXTREMES = [-(2**63), -(2**31), -1, 0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+EXTREMES += [2**31 - 2, 2**32 - 2, 2**63 - 2, 2**64 - 2]
+
+
 def value_for(rng: random.Random, field: FieldDescriptor) -> object:
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_BOOL:
@@ -170,6 +185,57 @@ def mutant(rng: random.Random) -> tuple[str, bool, bytes]:
     return method, is_stream, message.SerializeToString()
 
 
+Setter = Callable[[Message, int], None]
+
+
+def integer_fields(descriptor: Descriptor) -> Iterator[tuple[str, tuple[int, int], Setter]]:
+    """Path, range and setter of every integer of a message, at any depth."""
+    for field in descriptor.fields:
+        name, kind = field.name, field.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            yield from map_fields(field)
+        elif kind is not None and not kind.full_name.startswith("google."):
+            for path, bounds, set_value in integer_fields(kind):
+                yield f"{name}.{path}", bounds, within(field, set_value)
+        elif field.cpp_type in INTEGER_TYPES:
+            yield name, INTEGER_TYPES[field.cpp_type], partial(set_integer, field)
+
+
+def set_integer(field: FieldDescriptor, message: Message, value: int) -> None:
+    if field.is_repeated:
+        getattr(message, field.name)[:] = [value]
+    else:
+        setattr(message, field.name, value)
+
+
+def within(field: FieldDescriptor, set_value: Setter) -> Setter:
+    def set_in_child(message: Message, value: int) -> None:
+        child = getattr(message, field.name)
+        set_value((child[0] if child else child.add()) if field.is_repeated else child, value)
+
+    return set_in_child
+
+
+def map_fields(field: FieldDescriptor) -> Iterator[tuple[str, tuple[int, int], Setter]]:
+    key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+    if key.cpp_type in INTEGER_TYPES:
+        bounds = INTEGER_TYPES[key.cpp_type]
+        yield f"{field.name}.key", bounds, lambda message, number: getattr(message, field.name).update({number: 1})
+    assert value.cpp_type not in INTEGER_TYPES, "no map has integers for values yet"
+
+
+def extreme_requests() -> Iterator[tuple[str, str, bool, bytes]]:
+    """What it is, and how to send it."""
+    for method, is_stream, good in GOOD:
+        for path, (low, end), set_value in integer_fields(good.DESCRIPTOR):
+            for value in EXTREMES:
+                if low <= value < end:
+                    message = type(good)()
+                    message.CopyFrom(good)
+                    set_value(message, value)
+                    yield f"{method} {path} = {value}", method, is_stream, message.SerializeToString()
+
+
 class SoundWorker(FakeWorker):
     """Without the fake worker's token that makes bad logits: what is INTERNAL here is a defect."""
 
@@ -179,7 +245,7 @@ class SoundWorker(FakeWorker):
         return worker
 
 
-async def send(stack: Stack, method: str, is_stream: bool, data: bytes) -> grpc.StatusCode:
+async def send(stack: Stack | FrontEnd, method: str, is_stream: bool, data: bytes) -> grpc.StatusCode:
     """How it ended; OK too for a stream that has begun."""
     if method == SHARED:
         return await send_shared(stack, data)
@@ -195,7 +261,7 @@ async def send(stack: Stack, method: str, is_stream: bool, data: bytes) -> grpc.
     return grpc.StatusCode.OK
 
 
-async def send_shared(stack: Stack, data: bytes) -> grpc.StatusCode:
+async def send_shared(stack: Stack | FrontEnd, data: bytes) -> grpc.StatusCode:
     """On a call of its own, read to its end. What fails in a request is told in a message."""
     call = stack.channel.stream_stream(SHARED)(timeout=2)
     try:
@@ -237,3 +303,38 @@ async def test_mutated_requests_are_served_or_refused_as_what_they_are(checkpoin
         result = await stack.generate(request(PROMPT, max_tokens=9))
         assert result.token_ids[0] == expected_tokens(PROMPT, 9)
         assert len(worker.epochs) == 1, "no mutant has cost the worker's session"
+
+
+@asynccontextmanager
+async def scheduler_or_front_end(checkpoint: Path, *, is_front_end: bool) -> AsyncIterator[Stack | FrontEnd]:
+    worker = SoundWorker(read_model_info(str(checkpoint)).digest, max_model_len=MAX_MODEL_LEN)
+    await worker.start()
+    async with serve(checkpoint, worker=worker, max_detached_requests=16) as stack:
+        if not is_front_end:
+            yield stack
+            return
+        async with serve_front_end(checkpoint, stack.url) as front:
+            yield front
+
+
+@pytest.mark.parametrize("is_front_end", [False, True], ids=["scheduler", "front end"])
+async def test_no_integer_is_too_extreme_for_an_answer(checkpoint: Path, is_front_end: bool) -> None:
+    """Each of every request, one by one."""
+    sent = list(extreme_requests())
+    assert len({name.rpartition(" = ")[0] for name, *_ in sent}) > 50
+    async with scheduler_or_front_end(checkpoint, is_front_end=is_front_end) as stack:
+        todo = iter(sent)
+        num_refused = 0
+
+        async def send_some() -> None:
+            nonlocal num_refused
+            for name, method, is_stream, data in todo:
+                code = await send(stack, method, is_stream, data)
+                is_missing = code is grpc.StatusCode.UNIMPLEMENTED and (is_front_end or method in MISSING)
+                assert code in ALLOWED or is_missing, f"{name}: {code}"
+                num_refused += code is grpc.StatusCode.INVALID_ARGUMENT
+
+        await asyncio.gather(*(send_some() for _ in range(NUM_AT_ONCE)))
+        assert num_refused > 100
+        result = await stack.generate(request(PROMPT, max_tokens=9))
+        assert result.token_ids[0] == expected_tokens(PROMPT, 9)

@@ -357,3 +357,35 @@ async def test_failures_that_nobody_reads_are_bounded() -> None:
     assert 1000 < taken < 1100
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_the_last_stream_ids(checkpoint: Path) -> None:
+    """Samples that no id is left for are refused, and the call goes on."""
+    last = 2**64 - 1
+    async with serve(checkpoint) as stack:
+        call = stack.stub.GenerateMany()
+
+        async def submit(stream_id: int, n: int) -> None:
+            submission = pb.Submission(stream_id=stream_id, request=request(PROMPT, max_tokens=2, n=n))
+            await call.write(pb.GenerateManyRequest(submit=submission))
+
+        async def failure() -> pb.StreamFailure:
+            while not (message := await call.read()).failures:
+                assert message is not grpc.aio.EOF
+            (failure,) = message.failures
+            return failure
+
+        for stream_id, n in ((last, 2), (last - 14, 16)):
+            await submit(stream_id, n)
+            told = await asyncio.wait_for(failure(), DEADLINE)
+            assert (told.stream_id, told.field) == (stream_id, "submit.stream_id")
+            assert told.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+            assert f"stream_id is {stream_id} and n is {n}, but stream ids end at {last}" in told.message
+        for stream_id, n in ((7, 2), (last - 15, 16)):
+            await submit(stream_id, n)
+        await call.done_writing()
+        ended = set()
+        while (message := await call.read()) is not grpc.aio.EOF:
+            ended |= {delta.stream_id for delta in message.deltas if delta.delta.finish_reason}
+        assert ended == {7, 8, *range(last - 15, last + 1)}
+        assert await call.code() is grpc.StatusCode.OK
