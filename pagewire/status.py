@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 
+import grpc
+
 from pagewire import connection
 from pagewire.block_view import BlockView
 from pagewire.client import Client
-from pagewire.errors import Unavailable
+from pagewire.errors import PagewireError, Unavailable
 from pagewire.options import Parser
 from pagewire.server import Loads, RequestReport, ServerInfo
 
@@ -92,9 +94,9 @@ class _View:
         if self._request_id is not None:
             report = await self.client.get_request(self._request_id, tenant=self._tenant)
             return json.dumps(asdict(report)) if as_json else report_table(report, colour=self._colour)
-        info, loads = await asyncio.gather(self.client.server_info(), self.client.loads())
+        info, loads = await asyncio.gather(self.client.server_info(), self._loads())
         if as_json:
-            return json.dumps({"info": asdict(info), "loads": asdict(loads)})
+            return json.dumps({"info": asdict(info), "loads": None if loads is None else asdict(loads)})
         described = table(info, loads, colour=self._colour)
         if not self._with_map:
             return described
@@ -103,10 +105,20 @@ class _View:
         num_lines = max(MIN_MAP_LINES, size.lines - described.count("\n") - LEGEND_LINES)
         return f"{described}\n\n{self._blocks.draw(blocks, size.columns, num_lines)}"
 
+    async def _loads(self) -> Loads | None:
+        """None where only operators are told."""
+        try:
+            return await self.client.loads()
+        except PagewireError as error:
+            if error.code is not grpc.StatusCode.PERMISSION_DENIED:
+                raise
+            return None
 
-def table(info: ServerInfo, loads: Loads, *, colour: bool) -> str:
+
+def table(info: ServerInfo, loads: Loads | None, *, colour: bool) -> str:
     """Two columns, names and values."""
-    return _rows_text([*_info_rows(info), *_load_rows(loads)], colour)
+    load_rows = [("load", "only operators may see it")] if loads is None else _load_rows(loads)
+    return _rows_text([*_info_rows(info), *load_rows], colour)
 
 
 def report_table(report: RequestReport, *, colour: bool) -> str:

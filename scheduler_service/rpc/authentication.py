@@ -50,8 +50,9 @@ class Caller(Protocol):
         """The tenant of a request that itself names `named`. Raises RpcError."""
         ...
 
-    def check_operator(self, what: str) -> None:
-        """Raises RpcError unless the caller may see what belongs to all tenants."""
+    def is_operator(self) -> bool:
+        """Whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
+        ...
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
         """Raises RpcError unless the caller may say that it has authenticated this tenant, by a file so revised."""
@@ -65,14 +66,24 @@ def tenant_of_call(named: str) -> str:
     return _calling().tenant(named)
 
 
+def is_operator() -> bool:
+    """Whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
+    return _calling().is_operator()
+
+
 def check_operator(what: str) -> None:
     """Raises RpcError unless the caller may see what belongs to all tenants."""
-    _calling().check_operator(what)
+    _check_operator(_calling(), what)
 
 
 def check_forwarded(tenant: str, revision: str) -> None:
     """Raises RpcError unless the caller may say that it has authenticated this tenant, by a file so revised."""
     _calling().check_forwarded(tenant, revision)
+
+
+def _check_operator(caller: Caller, what: str) -> None:
+    if not caller.is_operator():
+        raise RpcError(grpc.StatusCode.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
 
 
 def _calling() -> Caller:
@@ -98,8 +109,8 @@ class Anybody:
     def tenant(self, named: str) -> str:
         return named
 
-    def check_operator(self, what: str) -> None:
-        pass
+    def is_operator(self) -> bool:
+        return True
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
         message = "this server knows no tenants, and the front end does; start both with the same --tenants"
@@ -195,13 +206,12 @@ class _TenantCaller:
             "tenant",
         )
 
-    def check_operator(self, what: str) -> None:
-        if not self._credentials.identify(self._tenants).is_operator:
-            raise RpcError(grpc.StatusCode.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
+    def is_operator(self) -> bool:
+        return self._credentials.identify(self._tenants).is_operator
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
         """A tenant that only the front end's file has may be one that was revoked here."""
-        self.check_operator("what a front end forwards")
+        _check_operator(self, "what a front end forwards")
         if not self._tenants.has(tenant):
             is_same = revision == self._tenants.revision
             why = "" if is_same else "; the front end's file of tenants is another than the scheduler's"

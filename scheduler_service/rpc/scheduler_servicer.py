@@ -260,9 +260,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetLoads(
         self, request: scheduler_pb2.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetLoadsResponse:
-        return self._loads()
+        try:
+            return self._loads()
+        except RpcError as error:
+            await abort(context, error)
 
     def _loads(self) -> scheduler_pb2.GetLoadsResponse:
+        """Raises RpcError."""
+        check_operator("what the server is doing")
         response = report.encode_loads(self._step_loop.stats())
         response.generation_throughput = self._generation_throughput()
         response.worker_connected = self._step_loop.is_connected

@@ -229,6 +229,30 @@ async def test_a_prefix_is_not_shared_between_tenants(checkpoint: Path, tenants:
         assert cached["globex"] == cached["root"] == [0]
 
 
+async def test_only_operators_are_told_what_the_server_is_doing(
+    checkpoint: Path, tenants: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        for tenant, code in (("acme", grpc.StatusCode.PERMISSION_DENIED), ("root", None)):
+            asked = stack.stub.GetLoads(pb.GetLoadsRequest(), metadata=credentials(tenant))
+            assert await code_of(asked) is code
+            shared = stack.stub.GenerateMany(metadata=credentials(tenant))
+            await shared.write(pb.GenerateManyRequest(get_loads={}))
+            await shared.done_writing()
+
+            async def loads_in(call: grpc.aio.StreamStreamCall = shared) -> bool:
+                while not (message := await call.read()).HasField("loads"):
+                    pass
+                return message.loads.worker_connected
+
+            assert await code_of(loads_in()) is code
+            monkeypatch.setenv("PAGEWIRE_API_KEY", KEYS[tenant])
+            assert await asyncio.to_thread(command.main, ["status", "--url", stack.url]) == 0
+            text = capsys.readouterr().out
+            assert ("only operators may see it" in text) == (tenant == "acme")
+            assert "positions" in text
+
+
 async def test_quotas_hold_one_tenant_and_no_other(checkpoint: Path, tenants: Path) -> None:
     write_tenants(tenants, acme={"max_requests": 2})
     async with slow_stack(checkpoint, tenants) as stack:

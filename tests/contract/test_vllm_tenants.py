@@ -69,3 +69,39 @@ async def test_everybody_is_told_of_what_is_their_own(checkpoint: Path, tenants:
         assert await code_of(refused) is grpc.StatusCode.PERMISSION_DENIED
         assert (await stub_of(stack).FlushCache(flush, metadata=credentials("root"))).success
         assert await cached_tokens_of(stack, "globex") == set()
+
+
+async def test_nobody_is_told_how_much_others_do(checkpoint: Path, tenants: Path) -> None:
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        stub = stub_of(stack)
+        await ends_of(stack, "globex", request([200, 1, 2, 3, 4], max_tokens=1))
+        for tenant, code in (("acme", grpc.StatusCode.PERMISSION_DENIED), ("root", None)):
+            asked = stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(), metadata=credentials(tenant))
+            assert await code_of(asked) is code
+            info = await stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest(), metadata=credentials(tenant))
+            assert info.uptime_seconds > 0
+            assert (info.last_receive_timestamp > 0) == (tenant == "root")
+
+
+async def test_batches_count_what_is_their_own(checkpoint: Path, tenants: Path) -> None:
+    """What others do between them is not told, not by numbers, not by empty batches, and not by loads."""
+    async with serve(checkpoint, tenants=str(tenants)) as stack:
+        call = stub_of(stack).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), metadata=credentials("acme"))
+        batches = [await call.read()]
+        for first in range(100, 105):
+            for _ in range(first - 100):
+                await ends_of(stack, "globex", request([first + 100, 1, 2, 3, 4], max_tokens=1))
+            await ends_of(stack, "acme", request([first, 1, 2, 3, 4], max_tokens=1))
+            batches.append(await call.read())
+        call.cancel()
+        assert [batch.sequence_number - batches[0].sequence_number for batch in batches] == list(range(6))
+        assert not any(batch.HasField("load") for batch in batches)
+        told = [block.token_ids[0] for batch in batches for event in batch.events for block in event.stored.blocks]
+        assert told == [100, 101, 102, 103, 104]
+        # A cursor of an earlier subscription counts nothing that is known here.
+        again = common_pb2.SubscribeKvEventsRequest(start_sequence_number=batches[2].sequence_number)
+        call = stub_of(stack).SubscribeKvEvents(again, metadata=credentials("acme"))
+        snapshot = await call.read()
+        call.cancel()
+        assert snapshot.snapshot.blocks == 5
+        assert snapshot.sequence_number > batches[-1].sequence_number

@@ -3,6 +3,9 @@
 A subscriber's cursor outlives the server, so sequence numbers begin at the server's start time: no two servers' ranges
 meet. Whoever has no cursor, another server's, or one that the log no longer reaches gets a snapshot. Content of other
 tenants and salts is left out: no request of this service can hit it.
+
+Where callers are told apart, a tenant does not learn how much others do: it is told no load, and its batches are
+counted by themselves, from the time of its subscription on, so that each subscription begins with a snapshot.
 """
 
 import asyncio
@@ -28,13 +31,24 @@ _LEVELS = {Tier.DEVICE: 0, Tier.HOST: 1}
 class KvEventFeed:
     """For one subscriber."""
 
-    def __init__(self, source: KvEventSource, first_number: int, read_load: Callable[[], Load], tenant: str) -> None:
-        """`first_number` is the server's: the sequence number of what happened before its first event. `tenant` is
-        whose requests the subscriber sends."""
+    def __init__(
+        self,
+        source: KvEventSource,
+        first_number: int,
+        read_load: Callable[[], Load] | None,
+        tenant: str,
+        *,
+        sees_all: bool = True,
+    ) -> None:
+        """`first_number` is the server's: the sequence number of what happened before its first event. Without
+        `read_load` no load is told. `tenant` is whose requests the subscriber sends; `sees_all` says whether it may
+        learn how many batches there are of all tenants."""
         self._source = source
         self._first_number = first_number
         self._read_load = read_load
         self._tenant = tenant
+        self._sees_all = sees_all
+        self._number = _now_us()  # of the last batch that was told
         self._num_records = 0
         self._num_events = 0
         self._last_load: Load | None = None
@@ -53,7 +67,9 @@ class KvEventFeed:
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         last = request.start_sequence_number - self._first_number  # as the log counts
-        is_known = self._is_held(last)
+        is_known = self._sees_all and self._is_held(last)
+        if is_known:
+            self._number = request.start_sequence_number
         while True:
             if not is_known:
                 snapshot = self._source.kv_snapshot()
@@ -66,10 +82,12 @@ class KvEventFeed:
                 if happened is None:
                     return
                 last = happened.sequence_number
-                yield self._live(happened)
+                events = [event for event in happened.events if self._is_theirs(event)]
+                if events or self._sees_all:
+                    yield self._live(last, events)
             except TimeoutError:
                 if self._is_load_due():
-                    yield self._load_only(last)
+                    yield self._load_only()
             except LookupError:
                 is_known = False
 
@@ -80,9 +98,10 @@ class KvEventFeed:
     def _is_theirs(self, event: KvEvent) -> bool:
         return isinstance(event, CacheCleared) or (event.tenant == self._tenant and not event.cache_salt)
 
-    def _live(self, happened: KvEventBatch) -> common_pb2.KvEventBatch:
-        batch = self._batch(happened.sequence_number)
-        for event in _encode([event for event in happened.events if self._is_theirs(event)]):
+    def _live(self, log_number: int, events: Sequence[KvEvent]) -> common_pb2.KvEventBatch:
+        self._count(log_number, 1)
+        batch = self._batch()
+        for event in _encode(events):
             self._num_events += 1
             event.event_id = self._num_events
             batch.events.append(event)
@@ -92,8 +111,9 @@ class KvEventFeed:
     def _snapshot(self, snapshot: KvEventBatch) -> Iterator[common_pb2.KvEventBatch]:
         blocks = [event for event in snapshot.events if self._is_theirs(event)]
         starts = range(0, max(1, len(blocks)), _MAX_CHUNK_BLOCKS)
+        self._count(snapshot.sequence_number, len(starts))
         for index, start in enumerate(starts):
-            batch = self._batch(snapshot.sequence_number - len(starts) + 1 + index)
+            batch = self._batch(len(starts) - 1 - index)
             batch.snapshot.index, batch.snapshot.count, batch.snapshot.blocks = index, len(starts), len(blocks)
             if index == 0:
                 batch.events.add().cleared.SetInParent()
@@ -101,25 +121,38 @@ class KvEventFeed:
             self._add_load(batch, engine_load_in_full)
             yield batch
 
-    def _load_only(self, last: int) -> common_pb2.KvEventBatch:
-        batch = self._batch(last)
+    def _load_only(self) -> common_pb2.KvEventBatch:
+        batch = self._batch()
         self._add_load(batch, engine_load_in_full)
         batch.load.load_only = True
         return batch
 
-    def _batch(self, number: int) -> common_pb2.KvEventBatch:
-        return common_pb2.KvEventBatch(sequence_number=self._first_number + number, timestamp=time.time(), dp_rank=0)
+    def _count(self, log_number: int, num_batches: int) -> None:
+        """So many batches are told, after which the subscriber knows the log up to a number."""
+        self._number = self._first_number + log_number if self._sees_all else self._number + num_batches
+
+    def _batch(self, num_left: int = 0) -> common_pb2.KvEventBatch:
+        """One that so many follow of those that are told together."""
+        return common_pb2.KvEventBatch(sequence_number=self._number - num_left, timestamp=time.time(), dp_rank=0)
 
     def _is_load_due(self) -> bool:
+        if self._read_load is None:
+            return False
         is_stale = time.monotonic() - self._sent_at >= _HEARTBEAT_INTERVAL
         return is_stale or self._read_load() != self._last_load
 
     def _add_load(self, batch: common_pb2.KvEventBatch, encode: Callable[[Load], common_pb2.EngineLoad]) -> None:
+        if self._read_load is None:
+            return
         load = self._last_load = self._read_load()
         batch.load.CopyFrom(encode(load))
         self._num_records += 1
         batch.load.sample = self._num_records
         self._sent_at = time.monotonic()
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
 
 
 def _encode(events: Sequence[KvEvent]) -> Iterator[common_pb2.KvCacheEvent]:

@@ -18,7 +18,7 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc.authentication import check_operator, tenant_of_call
+from scheduler_service.rpc.authentication import check_operator, is_operator, tenant_of_call
 from scheduler_service.rpc.call import Call
 from scheduler_service.rpc.delivery import SequenceStopper
 from scheduler_service.rpc.intake import Intake
@@ -160,15 +160,22 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        info, load = server_info(self._engine.capacity, self._info().max_num_seqs), await self._load(context)
-        info.active_requests = load.num_running + load.num_waiting
-        info.last_receive_timestamp = self._last_request_at
+        """What all tenants are doing is for operators."""
+        info = server_info(self._engine.capacity, self._info().max_num_seqs)
+        if is_operator():
+            load = await self._load(context)
+            info.active_requests = load.num_running + load.num_waiting
+            info.last_receive_timestamp = self._last_request_at
         info.uptime_seconds = time.monotonic() - self._started_at
         return info
 
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetLoadsResponse:
+        try:
+            check_operator("the load")
+        except RpcError as error:
+            await abort(context, error)
         if request.dp_rank != 0:
             await abort(context, invalid("dp_rank", f"dp_rank is {request.dp_rank}, but there is only rank 0 here"))
         return vllm_engine_pb2.GetLoadsResponse(
@@ -198,7 +205,10 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         cache, load = self._cache
         # The gateway takes the subscription for made when the headers come.
         await context.send_initial_metadata(())
-        feed = KvEventFeed(cache, self._first_event_number, load, tenant_of_call(_TENANT))
+        sees_all = is_operator()
+        feed = KvEventFeed(
+            cache, self._first_event_number, load if sees_all else None, tenant_of_call(_TENANT), sees_all=sees_all
+        )
         await _write_all(feed.batches(request), context)
 
     async def FlushCache(

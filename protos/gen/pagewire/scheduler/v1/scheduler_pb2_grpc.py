@@ -203,7 +203,7 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """What the server is doing now.
+        """What the server is doing now, for operators: it counts the requests of all tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
