@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos docs model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-overload bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos docs model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-hostile bench-long-text bench-overload bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -99,6 +99,9 @@ bench-gateway: $(READY)  ## what the gateway adds to the first token, and conver
 
 bench-hostile: $(READY)  ## what a hostile tenant does to the streams of a polite one
 	$(BIN)/python -m bench.hostile
+
+bench-long-text: $(READY)  ## what long texts of one client do to the stream of another, and to memory
+	$(BIN)/python -m bench.long_text
 
 bench-overload: $(READY)  ## ten times too many requests: how soon they are refused, what those that run lose
 	$(BIN)/python -m bench.overload

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pagewire import garbage_collection, installation, logs, options
+from pagewire import freed_memory, garbage_collection, installation, logs, options
 from pagewire.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
 from pagewire.model_source import MISSING, DownloadError, LocatedModel, ModelSourceConfig, ModelSourceError, locate
 from pagewire.option_groups import GROUPS
@@ -151,6 +151,7 @@ def scheduler(arguments: Sequence[str]) -> int:
     config = _service_config("scheduler", description, SchedulerConfig, arguments)
     from scheduler_service import server
 
+    freed_memory.give_back_large()
     garbage_collection.keep_short()
     return server.serve(config, logs.num_dropped_lines)
 
@@ -163,6 +164,7 @@ def frontend(arguments: Sequence[str]) -> int:
     config = _service_config("frontend", description, FrontEndConfig, arguments)
     from scheduler_service import front_end
 
+    freed_memory.give_back_large()
     garbage_collection.keep_short()
     return front_end.serve(config)
 
@@ -304,6 +306,7 @@ async def _run(
     config: Any, workers: Sequence[Supervisor], gateway_of: GatewayFactory | None, directory: RuntimeDirectory
 ) -> int:
     """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
+    freed_memory.give_back_large()
     garbage_collection.keep_short()
     loop = asyncio.get_running_loop()
     stop, stop_now = asyncio.Event(), asyncio.Event()

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import ctypes
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +21,7 @@ _MAX_HELD_TOKENS = 8
 # Beyond this the decoder lets go of the oldest tokens of its window.
 _MAX_WINDOW_TOKENS = 64
 _REPLACEMENT = "\ufffd"
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
 class Tokenizer:
@@ -49,9 +51,9 @@ class Tokenizer:
 
         Long texts have a thread of their own, so that no other waits for one.
         """
-        threads = self._long_text_thread if is_long else self._threads
-        encode = partial(self._encode, text, max_tokens, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(threads, encode)
+        threads, encode = (self._long_text_thread, self._encode_long) if is_long else (self._threads, self._encode)
+        encode_this = partial(encode, text, max_tokens, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(threads, encode_this)
 
     async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """What `decode` returns, off the event loop."""
@@ -88,6 +90,12 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._long_text_thread.shutdown(wait=False, cancel_futures=True)
 
+    def _encode_long(self, text: str, max_tokens: int, add_special_tokens: bool) -> list[int] | int:
+        try:
+            return self._encode(text, max_tokens, add_special_tokens)
+        finally:
+            _give_back_memory()
+
     def _encode(self, text: str, max_tokens: int, add_special_tokens: bool) -> list[int] | int:
         try:
             # Only the functions for batches let other threads run meanwhile.
@@ -96,6 +104,13 @@ class Tokenizer:
             raise ValueError(f"{self._path} makes no tokens of this text: {error}") from None
         # No other thread runs while a list of ids is made.
         return encoding.ids if len(encoding) <= max_tokens else len(encoding)
+
+
+def _give_back_memory() -> None:
+    """What was freed goes back to the system. The allocator of most Linux systems would keep it: hundreds of megabytes
+    after a text of one. Other threads run meanwhile."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:

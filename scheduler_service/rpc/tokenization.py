@@ -1,5 +1,6 @@
 """Tokenize and Detokenize: the served checkpoint's tokenizer for whoever has none."""
 
+import asyncio
 from typing import TypeVar
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
@@ -11,6 +12,7 @@ from scheduler_service.rpc.status import invalid
 
 Needed = TypeVar("Needed")
 
+_PIECE_TOKENS = 16_384  # that are put into a message before others have their turn
 _ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
 
 
@@ -30,7 +32,10 @@ class Tokenization:
             token_ids = await texts.encode(
                 text, tenant, _ANY_NUMBER, field=f"texts[{index}]", add_special_tokens=add_special_tokens
             )
-            response.prompts.add(ids=token_ids)
+            ids = response.prompts.add().ids
+            for start in range(0, len(token_ids), _PIECE_TOKENS):
+                ids.extend(token_ids[start : start + _PIECE_TOKENS])
+                await asyncio.sleep(0)
         return response
 
     async def detokenize(self, request: scheduler_pb2.DetokenizeRequest) -> scheduler_pb2.DetokenizeResponse:
