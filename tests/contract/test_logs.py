@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,13 +18,14 @@ PROMPT = [1, 2, 3, 4, 5]
 
 @pytest.fixture
 def written(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """What went to standard error."""
+    """What went to standard error, but for what gRPC's core wrote there itself."""
     handlers = logging.getLogger().handlers[:]
 
     def read() -> str:
         for handler in logging.getLogger().handlers:
             handler.flush()
-        return capfd.readouterr().err
+        lines = capfd.readouterr().err.splitlines(keepends=True)
+        return "".join(line for line in lines if not re.match(r"[IWE]\d{4} ", line))
 
     yield read
     logging.basicConfig(handlers=handlers, force=True)
