@@ -95,12 +95,14 @@ class TenantFile:
         """A file that is gone, or makes no sense any more, changes nothing."""
         version = self._look()
         if version != self._version:
-            self._version = version
             try:
                 self._tenants = self._read()
                 logger.info("%s: %d tenants", self._path, len(self._tenants))
             except (OSError, ValueError) as error:
                 logger.error("%s; the tenants stay as they were", error)
+                if isinstance(error, OSError) and version is not None:
+                    return self._tenants  # it is there, so that the next call may succeed: file descriptors run out
+            self._version = version
         return self._tenants
 
     def _look(self) -> tuple[int, int, int] | None:

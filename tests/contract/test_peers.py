@@ -1,7 +1,7 @@
 """Who may connect: six bad peers of the scheduler and of the worker, and a good one, over real TLS."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +46,13 @@ def site(tmp_path: Path) -> Site:
     return Site(authority, tmp_path, authority.issue(CLIENT_NAME))
 
 
-def channel(target: str, ca: bytes, client: Certificate | None) -> grpc.aio.Channel:
+def credentials(ca: bytes, client: Certificate | None) -> grpc.ChannelCredentials:
     pair = {} if client is None else {"private_key": client.key, "certificate_chain": client.cert}
-    return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(ca, **pair))
+    return grpc.ssl_channel_credentials(ca, **pair)
+
+
+def channel(target: str, ca: bytes, client: Certificate | None) -> grpc.aio.Channel:
+    return grpc.aio.secure_channel(target, credentials(ca, client))
 
 
 BAD_PEERS: dict[str, Callable[[Site], Certificate | None]] = {
@@ -59,24 +63,26 @@ BAD_PEERS: dict[str, Callable[[Site], Certificate | None]] = {
     "wrong name": lambda site: site.authority.issue("gateway.test"),
 }
 
-Ask = Callable[[grpc.aio.Channel], Awaitable[object]]
+# A call to a target with these credentials; None: in plaintext.
+Ask = Callable[[str, grpc.ChannelCredentials | None], Awaitable[object]]
 
 
 async def answers_to_bad_peers(site: Site, target: str, ask: Ask) -> dict[str, grpc.StatusCode | None]:
     """What each of the six gets; None: it was served."""
-    channels = {name: channel(target, site.authority.cert, make(site)) for name, make in BAD_PEERS.items()}
-    channels["plaintext"] = grpc.aio.insecure_channel(target)
+    peers: dict[str, grpc.ChannelCredentials | None] = {
+        name: credentials(site.authority.cert, make(site)) for name, make in BAD_PEERS.items()
+    }
+    peers["plaintext"] = None
 
-    async def answer(peer: grpc.aio.Channel) -> grpc.StatusCode | None:
-        async with peer:
-            try:
-                await ask(peer)
-            except grpc.aio.AioRpcError as error:
-                return error.code()
+    async def answer(peer: grpc.ChannelCredentials | None) -> grpc.StatusCode | None:
+        try:
+            await ask(target, peer)
+        except grpc.RpcError as error:
+            return error.code()
         return None
 
-    codes = await asyncio.gather(*map(answer, channels.values()))
-    return dict(zip(channels, codes, strict=True))
+    codes = await asyncio.gather(*map(answer, peers.values()))
+    return dict(zip(peers, codes, strict=True))
 
 
 @asynccontextmanager
@@ -98,12 +104,20 @@ async def worker(site: Site) -> AsyncIterator[str]:
         await server.stop(0)
 
 
-async def ask_worker(peer: grpc.aio.Channel) -> object:
-    """A plan before hello is a protocol error: the status of who was let in."""
-    call = worker_pb2_grpc.WorkerServiceStub(peer).Execute(timeout=10)
-    plan = worker_pb2.ExecuteRequest(plan=worker_pb2.StepPlan(epoch=1, step=1))
-    await call.write(plan)
-    return await call.read()
+async def ask_worker(
+    target: str, peer: grpc.ChannelCredentials | None, options: Sequence[tuple[str, object]] = ()
+) -> object:
+    """A plan before hello is a protocol error: the status of who was let in.
+
+    Of gRPC's blocking call: the other one makes INTERNAL of a status that comes before the plan is out.
+    """
+    requests = iter([worker_pb2.ExecuteRequest(plan=worker_pb2.StepPlan(epoch=1, step=1))])
+
+    def ask() -> object:
+        with grpc.insecure_channel(target) if peer is None else grpc.secure_channel(target, peer, options) as opened:
+            return next(worker_pb2_grpc.WorkerServiceStub(opened).Execute(requests, timeout=30))
+
+    return await asyncio.to_thread(ask)
 
 
 async def test_worker_refuses_six_bad_peers_and_takes_the_good_one(site: Site) -> None:
@@ -111,9 +125,8 @@ async def test_worker_refuses_six_bad_peers_and_takes_the_good_one(site: Site) -
         codes = await answers_to_bad_peers(site, target, ask_worker)
         assert {name for name, code in codes.items() if code in REFUSED} == {*BAD_PEERS, "plaintext"}, codes
         assert codes["wrong name"] is grpc.StatusCode.PERMISSION_DENIED
-        async with channel(target, site.authority.cert, site.client) as peer:
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await ask_worker(peer)
+        with pytest.raises(grpc.RpcError) as error:
+            await ask_worker(target, credentials(site.authority.cert, site.client))
     assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "first message is a plan" in error.value.details()
 
@@ -121,6 +134,12 @@ async def test_worker_refuses_six_bad_peers_and_takes_the_good_one(site: Site) -
 async def ask_scheduler(peer: grpc.aio.Channel) -> object:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(peer)
     return await stub.GetServerInfo(scheduler_pb2.GetServerInfoRequest(), timeout=10)
+
+
+async def ask_as(target: str, peer: grpc.ChannelCredentials | None) -> object:
+    opened = grpc.aio.insecure_channel(target) if peer is None else grpc.aio.secure_channel(target, peer)
+    async with opened:
+        return await ask_scheduler(opened)
 
 
 @asynccontextmanager
@@ -134,7 +153,7 @@ async def test_scheduler_refuses_six_bad_peers_and_takes_the_good_one(site: Site
     tenants = site.folder / "tenants.yaml"
     tenants.write_text(f"tenants: {{tester: {{certificates: [{CLIENT_NAME}]}}}}")
     async with scheduler(site, checkpoint, tenants=str(tenants)) as target:
-        codes = await answers_to_bad_peers(site, target, ask_scheduler)
+        codes = await answers_to_bad_peers(site, target, ask_as)
         assert {name for name, code in codes.items() if code in REFUSED} == {*BAD_PEERS, "plaintext"}, codes
         assert codes["wrong name"] is grpc.StatusCode.UNAUTHENTICATED
         async with channel(target, site.authority.cert, site.client) as peer:
@@ -188,11 +207,9 @@ async def test_probes_need_no_certificate_on_the_health_port(site: Site, checkpo
 async def test_scheduler_refuses_a_worker_of_another_name(site: Site) -> None:
     """With the options of its own channel."""
     async with worker(site) as target:
-        credentials = grpc.ssl_channel_credentials(site.authority.cert, site.client.key, site.client.cert)
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", "worker.test"))
-        async with grpc.aio.secure_channel(target, credentials, options=options) as peer:
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await ask_worker(peer)
+        with pytest.raises(grpc.RpcError) as error:
+            await ask_worker(target, credentials(site.authority.cert, site.client), options)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 

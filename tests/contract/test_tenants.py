@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import logging
 import re
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from scheduler_service.config import SchedulerConfig
 from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc import authentication
 from scheduler_service.rpc.status import RpcError
-from scheduler_service.rpc.tenant_file import parse_tenants
+from scheduler_service.rpc.tenant_file import TenantFile, parse_tenants
 from tests.contract.certificates import Authority
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import Result, Stack, request, serve
@@ -373,6 +374,19 @@ async def test_the_file_is_read_again_when_it_changes(
         assert len([line for line in caplog.messages if "the tenants stay as they were" in line]) == 1
         write_tenants(tenants)
         assert await code("acme") is None
+
+
+def test_a_file_that_could_not_be_opened_is_read_again(tenants: Path) -> None:
+    """Of a change that is seen while no file descriptor is left."""
+    file = TenantFile(str(tenants))
+    write_tenants(tenants, acme={"api_keys": []})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        assert file.by_key(KEYS["acme"]) is not None, "what was known stays known"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert file.by_key(KEYS["acme"]) is None
 
 
 async def test_a_revoked_tenants_calls_end(checkpoint: Path, tenants: Path) -> None:
