@@ -131,8 +131,8 @@ async def worker_process(arguments) -> AsyncIterator[str]:
 async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
     import grpc.aio
 
-    from scheduler_service.model_info import read_model_info
     from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, WorkerLink
+    from scheduler_service.serving.model_info import read_model_info
 
     info = read_model_info(str(arguments.model))
     async with worker_process(arguments) as target, grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
@@ -147,7 +147,7 @@ async def run_injected(arguments, arm) -> None:
     from scheduler_service.core.plan import SamplingParams
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
-    from scheduler_service.step_loop import StepLoop
+    from scheduler_service.serving.step_loop import StepLoop
 
     scheduler = Scheduler(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096)
     step_loop = StepLoop(scheduler, NoObserver(), worker_timeout=60)

@@ -1,13 +1,13 @@
 """A model's chat template: messages in, the prompt's text out.
 
-It is code of the model's author, and runs in the sandbox of `scheduler_service.template_sandbox`.
+It is code of the model's author, and runs in the sandbox of `scheduler_service.serving.template_sandbox`.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scheduler_service.template_sandbox import Template, TemplateFailure
+from scheduler_service.serving.template_sandbox import Template, TemplateFailure
 
 # A message of a conversation: its role, its content, and whatever else the template knows.
 Message = Mapping[str, Any]

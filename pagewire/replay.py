@@ -10,7 +10,7 @@ from typing import Any
 from pagewire.options import Parser
 from scheduler_service.core.request import TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.recording import (
+from scheduler_service.serving.recording import (
     CutShortError,
     Event,
     RecordingError,

@@ -11,7 +11,6 @@ import grpc.aio
 
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.listening import connections_option, join
-from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.health import Health
@@ -36,8 +35,9 @@ from scheduler_service.server import (
     serve_until_signalled,
     warn_of,
 )
-from scheduler_service.stream import Outlet
-from scheduler_service.tokenizer import Tokenizer
+from scheduler_service.serving.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.token_stream import Outlet
+from scheduler_service.serving.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from scheduler_service.rpc.vllm.load import Load

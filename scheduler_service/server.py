@@ -17,17 +17,11 @@ import grpc
 import grpc.aio
 
 from pagewire import __version__
-from scheduler_service.activity import Activity
 from scheduler_service.config import UNIX_SCHEME, FrontEndConfig, SchedulerConfig
 from scheduler_service.core.request import Request, SequenceEnd
-from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.listening import MAX_PROBES, connections_option, join, listen
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MetricsServer
-from scheduler_service.model_info import ModelInfo, read_model_info
-from scheduler_service.recording import Recorder, SchedulerArguments
-from scheduler_service.recording_scheduler import RecordingScheduler
-from scheduler_service.request_log import RequestLog
 from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.credentials import server_credentials
 from scheduler_service.rpc.detached import DetachedRequests
@@ -43,9 +37,15 @@ from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME, SchedulerServ
 from scheduler_service.rpc.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context, trace_context_of_call
 from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
-from scheduler_service.step_loop import StepLoop
-from scheduler_service.stream import Outlet
-from scheduler_service.tokenizer import Tokenizer
+from scheduler_service.serving.activity import Activity
+from scheduler_service.serving.kv_event_log import KvEventLog
+from scheduler_service.serving.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.recording import Recorder, SchedulerArguments
+from scheduler_service.serving.recording_scheduler import RecordingScheduler
+from scheduler_service.serving.request_log import RequestLog
+from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.token_stream import Outlet
+from scheduler_service.serving.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from scheduler_service.rpc.vllm.load import Load

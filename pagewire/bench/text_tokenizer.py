@@ -16,7 +16,7 @@ class TextTokenizer:
         """`model` is a checkpoint directory or a hub id. CommandError if it has no tokenizer."""
         from tokenizers import Tokenizer
 
-        from scheduler_service.model_info import read_model_info
+        from scheduler_service.serving.model_info import read_model_info
 
         try:
             info = read_model_info(locate(model, with_weights=False).directory)

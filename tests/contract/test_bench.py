@@ -31,7 +31,7 @@ from pagewire.command import main
 from pagewire.errors import CommandError, ResourceExhausted
 from pagewire.sampling import SamplingParams
 from pagewire.supervisor import free_port
-from scheduler_service.model_info import read_model_info
+from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import Stack, serve
 from tests.core.simulated_worker import SimulatedWorker

@@ -15,7 +15,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.rpc import shared_call
-from scheduler_service.tokenizer import Tokenizer
+from scheduler_service.serving.tokenizer import Tokenizer
 from tests.contract.scheduler_stack import Stack, details, request, serve
 
 PROMPT = [1, 2, 3, 4, 5]

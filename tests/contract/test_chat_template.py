@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 import pagewire
 from pagewire import Client, SamplingParams
 from pagewire.chat_template import ChatTemplateError, render
-from scheduler_service.template_sandbox import MAX_STEPS
+from scheduler_service.serving.template_sandbox import MAX_STEPS
 from tests.contract.scheduler_stack import VOCAB_SIZE, make_checkpoint, serve
 from tests.contract.test_tokenization import checkpoint  # noqa: F401 - a fixture
 

@@ -15,8 +15,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.history import History, HistoryReader
 from scheduler_service.rpc.transcript import Transcript
-from scheduler_service.stream import Delta
-from scheduler_service.tokenizer import Tokenizer as ServedTokenizer
+from scheduler_service.serving.token_stream import Delta
+from scheduler_service.serving.tokenizer import Tokenizer as ServedTokenizer
 from tests.contract.scheduler_stack import (
     VOCAB_SIZE,
     Result,

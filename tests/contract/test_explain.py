@@ -22,7 +22,7 @@ from pagewire.block_view import BlockView
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockMap
 from scheduler_service.core.request import BlockUse
-from scheduler_service.model_info import read_model_info
+from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import Stack, request, serve
 

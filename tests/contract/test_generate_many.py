@@ -15,7 +15,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_g
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.shared_call import SharedCall
 from scheduler_service.rpc.status import RpcError
-from scheduler_service.stream import Outlet
+from scheduler_service.serving.token_stream import Outlet
 from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 from tests.contract.shared_stream import SharedStream
 

@@ -20,7 +20,7 @@ from pagewire.log_writer import LogWriter
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from pagewire.supervisor import free_port
-from scheduler_service.model_info import read_model_info
+from scheduler_service.serving.model_info import read_model_info
 from tests.contract.certificates import Authority
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import request, serve

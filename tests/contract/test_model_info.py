@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_service.model_info import read_model_info
+from scheduler_service.serving.model_info import read_model_info
 from tests.broken_json import ODD_VALUES, refusal_of, spoilt, spoilt_bytes
 
 CONFIG = {

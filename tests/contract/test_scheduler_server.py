@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.supervisor import free_port
 from scheduler_service import server
-from scheduler_service.activity import Activity
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Histogram
-from scheduler_service.model_info import read_model_info
+from scheduler_service.serving.activity import Activity
+from scheduler_service.serving.model_info import read_model_info
 from tests.contract.certificates import Authority, self_signed
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import expected_tokens, make_checkpoint, request, serve

@@ -11,14 +11,14 @@ from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, WorkerCapacity
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.kv_event_log import KvEventLog
 from scheduler_service.metrics import Metrics
 from scheduler_service.rpc.call import Call
 from scheduler_service.rpc.sample import Sample
 from scheduler_service.rpc.transcript import Transcript
-from scheduler_service.step_loop import StepLoop, UnavailableError
-from scheduler_service.stream import Delta, FanOut, TokenStream
-from scheduler_service.tokenizer import DecodedText
+from scheduler_service.serving.kv_event_log import KvEventLog
+from scheduler_service.serving.step_loop import StepLoop, UnavailableError
+from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
+from scheduler_service.serving.tokenizer import DecodedText
 from tests.core.simulated_worker import SimulatedWorker, reference
 
 VOCAB_SIZE = 100

@@ -7,7 +7,7 @@ import string
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from scheduler_service.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure
+from scheduler_service.serving.template_sandbox import MAX_STEPS, Overspent, Template, TemplateFailure
 
 MESSAGES = [
     {"role": "system", "content": "Be kind & <short>."},

@@ -17,8 +17,8 @@ from smg_grpc_proto.generated import common_pb2
 from pagewire.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.vllm.generate_request import translate_request
+from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import EOS, VOCAB_SIZE, Stack, make_checkpoint, serve
 from tests.contract.vllm_client import generate, request, stub_of

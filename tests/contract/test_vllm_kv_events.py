@@ -12,10 +12,10 @@ from smg_grpc_proto.generated import common_pb2
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BlockStored, KvEvent, Tier
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.kv_event_log import KvEventBatch
-from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.load import Load
+from scheduler_service.serving.kv_event_log import KvEventBatch
+from scheduler_service.serving.model_info import read_model_info
 from tests.contract import scheduler_stack
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import Stack, expected_tokens, serve

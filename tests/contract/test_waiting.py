@@ -13,8 +13,8 @@ import pytest
 from pagewire.supervisor import free_port
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
-from scheduler_service.model_info import read_model_info
 from scheduler_service.rpc.waiting import Waiting
+from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 
 LOOPBACK = "127.0.0.1"

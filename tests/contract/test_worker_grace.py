@@ -17,7 +17,7 @@ from pagewire.replay import main as replay
 from pagewire.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.model_info import read_model_info
+from scheduler_service.serving.model_info import read_model_info
 from tests.contract import vllm_client
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import Result, Stack, details, expected_tokens, request, serve

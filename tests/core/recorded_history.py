@@ -14,8 +14,8 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.scheduler import ProtocolError
-from scheduler_service.recording import Recorder, SchedulerArguments
-from scheduler_service.recording_scheduler import RecordingScheduler
+from scheduler_service.serving.recording import Recorder, SchedulerArguments
+from scheduler_service.serving.recording_scheduler import RecordingScheduler
 from tests.core.simulated_worker import SimulatedWorker
 
 VOCAB = 97

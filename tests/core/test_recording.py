@@ -13,7 +13,7 @@ from pagewire.replay import main
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.recording import (
+from scheduler_service.serving.recording import (
     EVENTS,
     CutShortError,
     Recorder,
@@ -21,7 +21,7 @@ from scheduler_service.recording import (
     RecordingReader,
     SchedulerArguments,
 )
-from scheduler_service.recording_scheduler import RecordingScheduler
+from scheduler_service.serving.recording_scheduler import RecordingScheduler
 from tests.core.recorded_history import DEFAULTS, RecordedHistory
 
 

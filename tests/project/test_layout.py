@@ -24,14 +24,13 @@ ALLOWED_IMPORTS = {
     "pagewire.kernels": ("pagewire.kernels",),
     "scheduler_service": ("scheduler_service", "pagewire.__version__"),
     "scheduler_service.core": ("scheduler_service.core",),
-    "scheduler_service.rpc": ("scheduler_service.core", "scheduler_service.rpc", "pagewire.protos.gen.pagewire"),
-    "scheduler_service.step_loop": (
+    "scheduler_service.serving": ("scheduler_service.core", "scheduler_service.serving"),
+    "scheduler_service.rpc": (
         "scheduler_service.core",
-        "scheduler_service.stream",
-        "scheduler_service.kv_event_log",
+        "scheduler_service.serving",
+        "scheduler_service.rpc",
+        "pagewire.protos.gen.pagewire",
     ),
-    "scheduler_service.kv_event_log": ("scheduler_service.core",),
-    "scheduler_service.stream": ("scheduler_service.core",),
     "worker_service": ("worker_service", "pagewire.__version__"),
     "worker_service.rpc": (
         "worker_service.step",
@@ -66,6 +65,8 @@ ALLOWED_IMPORTS = {
 COMPOSERS = ("scheduler_service.server", "scheduler_service.front_end", "worker_service.server")
 # The standard library of the core: nothing that does I/O, tells the time, draws at random or runs beside it.
 CORE_DENIED = {"asyncio", "datetime", "os", "pathlib", "random", "secrets", "socket", "subprocess", "threading", "time"}
+# What only `rpc` speaks, wherever it is installed from.
+TRANSPORT = {"grpc", "google", "grpc_health", "grpc_reflection", "smg_grpc_proto"}
 DENIED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 DENIED_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 
@@ -128,7 +129,7 @@ def test_boundaries_are_noticed_when_they_break() -> None:
     assert forbidden_imports("pagewire.kernels.cpu.attention", ["worker_service.step"])
     assert forbidden_imports("scheduler_service.core.scheduler", ["scheduler_service.rpc.wire"])
     assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
-    assert forbidden_imports("scheduler_service.step_loop", ["scheduler_service.rpc.worker_link"])
+    assert forbidden_imports("scheduler_service.serving.step_loop", ["scheduler_service.rpc.worker_link"])
     assert forbidden_imports("scheduler_service.metrics", ["worker_service.step"])
     assert forbidden_imports("worker_service.model_runner", ["worker_service.rpc.wire"])
     assert forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
@@ -150,6 +151,11 @@ def test_core_is_pure(path: Path) -> None:
     outside = {name.split(".")[0] for name in imports(parse(path))} - {"scheduler_service", "xxhash"}
     assert outside <= sys.stdlib_module_names
     assert not outside & CORE_DENIED
+
+
+@pytest.mark.parametrize("path", sources("scheduler_service/serving"), ids=str)
+def test_serving_knows_nothing_of_the_wire(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports(parse(path))} & TRANSPORT
 
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

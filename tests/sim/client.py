@@ -5,7 +5,7 @@ undisturbed run is, every end with the reason it claims.
 """
 
 from scheduler_service.core.request import EndReason, Hypothesis, OutputMode, SequenceEnd, TokenLogprobs
-from scheduler_service.stream import Delta, TokenStream
+from scheduler_service.serving.token_stream import Delta, TokenStream
 from tests.core.simulated_worker import digest, digest_all, next_token
 from tests.sim import beam_oracle
 from tests.sim.scenario import VOCAB_SIZE, Arrival

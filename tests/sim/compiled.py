@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 _PACKAGES = ("scheduler_service/core", "tests/sim")
 _MODULES = (
     "scheduler_service/__init__.py",
-    "scheduler_service/stream.py",
+    "scheduler_service/serving/__init__.py",
+    "scheduler_service/serving/token_stream.py",
     "worker_service/__init__.py",
     "worker_service/session.py",
     "worker_service/step.py",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from scheduler_service.chat_template import ChatTemplate, read_chat_template
+from scheduler_service.serving.chat_template import ChatTemplate, read_chat_template
 
 # The keys under which the families of models give their greatest length.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions")

@@ -14,7 +14,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.recording import Recorder, failure, outcome
+from scheduler_service.serving.recording import Recorder, failure, outcome
 
 
 class RecordingScheduler:

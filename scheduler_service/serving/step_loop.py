@@ -29,8 +29,8 @@ from scheduler_service.core.request import (
     count_kv_events,
 )
 from scheduler_service.core.scheduler import ProtocolError
-from scheduler_service.kv_event_log import KvEventBatch, KvEventLog
-from scheduler_service.stream import Deliver, FanOut, Outlet, TokenStream
+from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
+from scheduler_service.serving.token_stream import Deliver, FanOut, Outlet, TokenStream
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scheduler_service.template_sandbox import Overspent, Template, TemplateFailure
+from scheduler_service.serving.template_sandbox import Overspent, Template, TemplateFailure
 
 _QUESTION = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": True}
 
