@@ -36,7 +36,6 @@ from scheduler_service.server import (
     warn_of,
 )
 from scheduler_service.serving.model_info import ModelInfo, read_model_info
-from scheduler_service.serving.token_stream import Outlet
 from scheduler_service.serving.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -95,7 +94,6 @@ class _FrontEnd:
             config.scheduler,
             model,
             self._tokenizer,
-            Outlet,
             max_pending_calls=config.max_pending_calls,
             text_limits=TextLimits(
                 config.max_prompt_bytes, config.max_waiting_text_bytes, config.max_tenant_waiting_text_bytes

@@ -44,7 +44,6 @@ from scheduler_service.serving.recording import Recorder, SchedulerArguments
 from scheduler_service.serving.recording_scheduler import RecordingScheduler
 from scheduler_service.serving.request_log import RequestLog
 from scheduler_service.serving.step_loop import StepLoop
-from scheduler_service.serving.token_stream import Outlet
 from scheduler_service.serving.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -205,7 +204,6 @@ class _Service:
             info,
             self._detached,
             lambda: self._activity.generation_throughput,
-            Outlet,
             Quotas(tenants.quota, lambda: self._step_loop.capacity) if tenants is not None else None,
         )
 
@@ -243,7 +241,8 @@ class _Service:
             return load()
 
         cache = (self._step_loop, load)
-        vllm.VllmServicer(self._step_loop, intake, model, lambda: info, read_load, cache).add_to(self._server)
+        servicer = vllm.VllmServicer(self._step_loop, intake, model, self._servicer.server_info, read_load, cache)
+        servicer.add_to(self._server)
         return [vllm.SERVICE_NAME]
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:

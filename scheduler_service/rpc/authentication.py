@@ -14,33 +14,11 @@ import grpc
 import grpc.aio
 
 from scheduler_service.rpc.status import RpcError, abort, set_status
+from scheduler_service.rpc.tenant_file import Tenant, TenantFile
 
 _BEARER = "bearer "
 # Seconds between two looks whether running calls are still those of tenants.
 _WATCH_INTERVAL = 1.0
-
-
-class Tenant(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_operator(self) -> bool:
-        """Whether it acts for any tenant, and sees what belongs to all."""
-
-
-class Tenants(Protocol):
-    def by_key(self, key: str) -> Tenant | None: ...
-
-    def by_certificate(self, names: Sequence[str]) -> Tenant | None: ...
-
-    def anonymous(self) -> Tenant | None: ...
-
-    def has(self, name: str) -> bool: ...
-
-    @property
-    def revision(self) -> str:
-        """Of what is known now: another text whenever that is something else."""
 
 
 class Caller(Protocol):
@@ -120,7 +98,7 @@ class Anybody:
 class Authentication:
     """Callers of a server with tenants."""
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: TenantFile) -> None:
         self._tenants = tenants
         self._calls: dict[asyncio.Task[object], tuple[_Credentials, grpc.aio.ServicerContext]] = {}
 
@@ -168,7 +146,7 @@ class _Credentials:
         names = tuple(name.decode(errors="replace") for name in identity.get("peer_dns", ()))
         return _Credentials(metadata.get("authorization"), names)
 
-    def identify(self, tenants: Tenants) -> Tenant:
+    def identify(self, tenants: TenantFile) -> Tenant:
         """Raises RpcError. A key counts before a certificate; a wrong one is never overlooked."""
         if self.authorization is not None:
             text = self.authorization if isinstance(self.authorization, str) else ""
@@ -190,7 +168,7 @@ class _Credentials:
 class _TenantCaller:
     """Looked up anew whenever it matters: a call may outlive its caller's being a tenant."""
 
-    def __init__(self, tenants: Tenants, credentials: _Credentials) -> None:
+    def __init__(self, tenants: TenantFile, credentials: _Credentials) -> None:
         self._tenants = tenants
         self._credentials = credentials
 

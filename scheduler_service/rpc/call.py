@@ -3,16 +3,17 @@
 from collections.abc import AsyncGenerator
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.delivery import Delivery, SequenceStopper
+from scheduler_service.rpc.delivery import Delivery
 from scheduler_service.rpc.news import News
 from scheduler_service.rpc.sample import Sample
+from scheduler_service.serving.engine import RequestEngine
 
 
 class Call:
-    def __init__(self, samples: list[Sample], stopper: SequenceStopper) -> None:
+    def __init__(self, samples: list[Sample], engine: RequestEngine) -> None:
         self._samples = samples
         self._news = News()
-        self.delivery = Delivery(samples, stopper, self._news.tell)
+        self.delivery = Delivery(samples, engine, self._news.tell)
 
     async def responses(self) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
         """Until every sample has ended. Raises RpcError."""

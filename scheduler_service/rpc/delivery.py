@@ -6,9 +6,11 @@ from typing import Protocol
 
 import grpc
 
-from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
+from scheduler_service.core.request import EndReason
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.token_stream import Delta
 
 logger = logging.getLogger(__name__)
 
@@ -21,31 +23,6 @@ _FAILURES = {
 }
 
 
-class Delta(Protocol):
-    """What one sequence got since its last delta."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def first_token(self) -> int: ...
-
-    @property
-    def token_ids(self) -> list[int]: ...
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs]: ...
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprobs]: ...
-
-    @property
-    def end(self) -> SequenceEnd | None: ...
-
-    @property
-    def cumulative_logprob(self) -> float | None: ...
-
-
 class SampleSink(Protocol):
     """What keeps the output of one sample."""
 
@@ -55,15 +32,11 @@ class SampleSink(Protocol):
     def add(self, delta: Delta) -> None: ...
 
 
-class SequenceStopper(Protocol):
-    def stop(self, sequence_id: int, num_output_tokens: int) -> None: ...
-
-
 class Delivery:
-    def __init__(self, samples: Sequence[SampleSink], stopper: SequenceStopper, on_news: Callable[[], None]) -> None:
+    def __init__(self, samples: Sequence[SampleSink], engine: RequestEngine, on_news: Callable[[], None]) -> None:
         """`on_news` is called after every delta."""
         self._samples = samples
-        self._stopper = stopper
+        self._engine = engine
         self._on_news = on_news
         self.error: RpcError | None = None  # the request failed
         self.sequence_ids: list[int] = []  # known before the first delta
@@ -84,7 +57,7 @@ class Delivery:
         try:
             sample.add(delta)
             if sample.transcript.is_stopped and delta.end is None:
-                self._stopper.stop(sequence_id, sample.transcript.num_tokens)
+                self._engine.stop(sequence_id, sample.transcript.num_tokens)
         except Exception:
             logger.exception("a delta of sequence %d cannot be delivered", sequence_id)
             self.error = RpcError(grpc.StatusCode.INTERNAL, "the output cannot be delivered; see the server's log")

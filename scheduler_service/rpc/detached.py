@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
 
 import grpc
 
@@ -11,24 +10,19 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.delivery import Delivery
 from scheduler_service.rpc.history import History, HistoryReader
 from scheduler_service.rpc.status import RpcError, invalid
-
-
-class SequenceEnder(Protocol):
-    def stop(self, sequence_id: int, num_output_tokens: int) -> None: ...
-
-    def cancel(self, sequence_ids: list[int]) -> None: ...
+from scheduler_service.serving.engine import RequestEngine
 
 
 class DetachedRequest:
     """What its samples got so far, and who reads it."""
 
-    def __init__(self, tenant: str, request_id: str, histories: Sequence[History], ender: SequenceEnder) -> None:
+    def __init__(self, tenant: str, request_id: str, histories: Sequence[History], engine: RequestEngine) -> None:
         self.tenant = tenant
         self.request_id = request_id
-        self.delivery = Delivery(histories, ender, self._take_news)
+        self.delivery = Delivery(histories, engine, self._take_news)
         self.on_end: Callable[[], None] = lambda: None
         self._histories = histories
-        self._ender = ender
+        self._engine = engine
         self._readers: set[asyncio.Event] = set()
         self._has_ended = False
 
@@ -98,7 +92,7 @@ class DetachedRequest:
         if self._has_ended:
             return
         if self.delivery.error is not None:
-            self._ender.cancel(self.delivery.sequence_ids)
+            self._engine.cancel(self.delivery.sequence_ids)
         self._has_ended = self.delivery.error is not None or all(
             history.transcript.end is not None for history in self._histories
         )

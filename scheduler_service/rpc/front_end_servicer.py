@@ -8,14 +8,15 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.rpc.authentication import tenant_of_call
-from scheduler_service.rpc.generate_request import ServedModel
 from scheduler_service.rpc.generation import generate
-from scheduler_service.rpc.intake import Intake, Tokenizer
+from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.prompt_text import TextLimits
 from scheduler_service.rpc.scheduler_link import SchedulerLink
-from scheduler_service.rpc.shared_call import OutletFactory, SharedCalls
+from scheduler_service.rpc.shared_call import SharedCalls
 from scheduler_service.rpc.status import RpcError, abort
 from scheduler_service.rpc.tokenization import Tokenization
+from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.tokenizer import Tokenizer
 
 
 class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -23,9 +24,8 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self,
         link: SchedulerLink,
         address: str,
-        model: ServedModel,
+        model: ModelInfo,
         tokenizer: Tokenizer | None,
-        make_outlet: OutletFactory,
         *,
         max_pending_calls: int,
         text_limits: TextLimits,
@@ -44,7 +44,7 @@ class FrontEndServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             is_taken=lambda tenant, request_id: False,  # the scheduler knows
         )
         self._tokenization = Tokenization(tokenizer, self.intake.texts, model)
-        self._shared_calls = SharedCalls(self.intake, link, make_outlet, link.server_info, None)
+        self._shared_calls = SharedCalls(self.intake, link, link.server_info, None)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)

@@ -6,7 +6,7 @@ Every range is tested as `low <= value <= high`, which NaN fails too.
 import math
 import secrets
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import SamplingParams
@@ -14,6 +14,7 @@ from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.rpc.beam_search import MAX_BEAM_WIDTH, check_beam_search, num_candidates, resolve_beam
 from scheduler_service.rpc.prompt_text import too_many_tokens
 from scheduler_service.rpc.status import invalid
+from scheduler_service.serving.model_info import ModelInfo
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_NAME_CHARS = 1024  # of a tenant, and of a cache salt
@@ -25,41 +26,6 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 
 
-class SamplingDefaults(Protocol):
-    """What unset sampling fields mean."""
-
-    @property
-    def temperature(self) -> float: ...
-
-    @property
-    def top_p(self) -> float: ...
-
-    @property
-    def top_k(self) -> int: ...
-
-    @property
-    def min_p(self) -> float: ...
-
-    @property
-    def repetition_penalty(self) -> float: ...
-
-
-class ServedModel(Protocol):
-    """What the checks need to know of the checkpoint."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def has_tokenizer(self) -> bool: ...
-
-    @property
-    def sampling_defaults(self) -> SamplingDefaults: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """How the tokens of a request become text."""
@@ -69,7 +35,7 @@ class TextOptions:
     skip_special_tokens: bool
 
 
-def check_before_tokenizing(request: scheduler_pb2.GenerateRequest, model: ServedModel) -> None:
+def check_before_tokenizing(request: scheduler_pb2.GenerateRequest, model: ModelInfo) -> None:
     """Everything that needs no prompt token. Raises RpcError."""
     if request.HasField("request_id") and not 1 <= len(request.request_id) <= MAX_REQUEST_ID_CHARS:
         raise invalid(
@@ -92,7 +58,7 @@ def check_before_tokenizing(request: scheduler_pb2.GenerateRequest, model: Serve
 def resolve_request(
     request: scheduler_pb2.GenerateRequest,
     prompt_token_ids: list[int],
-    model: ServedModel,
+    model: ModelInfo,
     max_sequence_tokens: int,
     deadline: float | None,
 ) -> Request:
@@ -171,7 +137,7 @@ _RANGES = {
 }
 
 
-def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ServedModel) -> None:
+def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) -> None:
     for field, allowed in _RANGES.items():
         value = getattr(sampling, field)
         if sampling.HasField(field) and not allowed.holds(value):
@@ -191,7 +157,7 @@ def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ServedModel) 
             )
 
 
-def _check_stop(sampling: scheduler_pb2.SamplingParams, model: ServedModel) -> None:
+def _check_stop(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) -> None:
     _check_count("stop", len(sampling.stop), MAX_STOP_TEXTS)
     if sampling.stop and not model.has_tokenizer:
         raise invalid("sampling.stop", "the served checkpoint has no tokenizer and knows no text; use stop_token_ids")
@@ -208,13 +174,13 @@ def _check_count(field: str, count: int, limit: int) -> None:
         raise invalid(f"sampling.{field}", f"{field} has {count} entries, at most {limit} are allowed; send fewer")
 
 
-def _check_token_id(field: str, token_id: int, model: ServedModel) -> None:
+def _check_token_id(field: str, token_id: int, model: ModelInfo) -> None:
     if token_id >= model.vocab_size:
         raise invalid(field, f"token id {token_id} is not in the vocabulary of {model.vocab_size} tokens")
 
 
 def _check_prompt(
-    request: scheduler_pb2.GenerateRequest, token_ids: list[int], model: ServedModel, max_sequence_tokens: int
+    request: scheduler_pb2.GenerateRequest, token_ids: list[int], model: ModelInfo, max_sequence_tokens: int
 ) -> None:
     field = "text" if request.WhichOneof("prompt") == "text" else "token_ids.ids"
     if not token_ids:
@@ -227,7 +193,7 @@ def _check_prompt(
 
 
 def _resolve_sampling(
-    sampling: scheduler_pb2.SamplingParams, model: ServedModel, beam: BeamParams | None
+    sampling: scheduler_pb2.SamplingParams, model: ModelInfo, beam: BeamParams | None
 ) -> SamplingParams:
     eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
     biases = sorted(sampling.logit_bias.items())

@@ -2,36 +2,19 @@
 
 import contextlib
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Any
 
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import Request
 from scheduler_service.rpc.call import Call
-from scheduler_service.rpc.delivery import Delivery
+from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.sample import Sample
-from scheduler_service.rpc.transcript import Transcript
-
-
-class Intake(Protocol):
-    async def resolve(self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None) -> Request: ...
-
-    def transcripts(
-        self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
-    ) -> list[Transcript]: ...
-
-    def submit(self, request: Request, delivery: Delivery, outlet: Any = None, label: int = 0) -> None: ...
-
-
-class SequenceEnder(Protocol):
-    def stop(self, sequence_id: int, num_output_tokens: int) -> None: ...
-
-    def cancel(self, sequence_ids: list[int]) -> None: ...
+from scheduler_service.serving.engine import RequestEngine
 
 
 async def generate(
-    message: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext, intake: Intake, ender: SequenceEnder
+    message: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext, intake: Intake, engine: RequestEngine
 ) -> None:
     """Serve the call. A client that goes away takes its request with it. Raises RpcError."""
     request = await intake.resolve(message, context.time_remaining())
@@ -40,12 +23,12 @@ async def generate(
         Sample(request.request_id, index, transcript, with_logprobs=with_logprobs)
         for index, transcript in enumerate(intake.transcripts(message, request))
     ]
-    call = Call(samples, ender)
+    call = Call(samples, engine)
     intake.submit(request, call.delivery)
     try:
         await write_all(call.responses(), context)
     finally:
-        ender.cancel(call.delivery.sequence_ids)
+        engine.cancel(call.delivery.sequence_ids)
 
 
 async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import TokenLogprobs
-from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.logprob_columns import LogprobColumns
 from scheduler_service.rpc.sample import MAX_RESPONSE_TOKENS, encode_logprobs
 from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.serving.token_stream import Delta
 
 _PIECE_TOKENS = 256  # of a whole history: less than a millisecond's work, log-probabilities included
 _BASE_BYTES = 4096  # of a sample without a token, and of what stands around it

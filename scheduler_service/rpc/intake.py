@@ -1,22 +1,24 @@
 """The way of a GenerateRequest into the scheduler: checked, tokenized, admitted."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
 
 import grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import AdmissionError, AdmissionReason, OutputMode, Request
-from scheduler_service.rpc import prompt_text
 from scheduler_service.rpc.authentication import tenant_of_call
-from scheduler_service.rpc.delivery import Delivery, Delta
-from scheduler_service.rpc.generate_request import ServedModel, check_before_tokenizing, resolve_request, text_options
+from scheduler_service.rpc.delivery import Delivery
+from scheduler_service.rpc.generate_request import check_before_tokenizing, resolve_request, text_options
 from scheduler_service.rpc.prompt_text import PromptTexts, TextLimits
 from scheduler_service.rpc.quota import Claim, Quotas
 from scheduler_service.rpc.status import RpcError
-from scheduler_service.rpc.transcript import Decoder, Transcript
+from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.token_stream import Delta, Outlet
+from scheduler_service.serving.tokenizer import Tokenizer
 
 _ADMISSION_CODES = {
     AdmissionReason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -24,46 +26,17 @@ _ADMISSION_CODES = {
     AdmissionReason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
-
-class Availability(Protocol):
-    """What a request is held against before it is queued."""
-
-    def refusal(self, output_mode: OutputMode) -> str:
-        """Why requests of this kind are refused now, or nothing."""
-
-    @property
-    def max_sequence_tokens(self) -> int: ...
-
-    def now(self) -> float: ...
-
-    async def wait_for_first_worker(self, output_mode: OutputMode) -> None: ...
-
-
 # Queues a request: what takes its deltas, what takes the error if it is refused later, an outlet for plain tokens and
 # the label of its first sample there. The ids of its sequences. Raises AdmissionError, RpcError.
-Submit = Callable[[Request, Callable[[Delta], None], Callable[[RpcError], None], Any, int], list[int]]
-
-
-class Tokenizer(prompt_text.Tokenizer, Protocol):
-    async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-    def text_decoder(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        stop: Sequence[str],
-        min_tokens: int,
-        include_stop_text: bool,
-        skip_special_tokens: bool,
-    ) -> Decoder: ...
+Submit = Callable[[Request, Callable[[Delta], None], Callable[[RpcError], None], Outlet | None, int], list[int]]
 
 
 class Intake:
     def __init__(
         self,
-        step_loop: Availability,
+        engine: RequestEngine,
         submit: Submit,
-        model: ServedModel,
+        model: ModelInfo,
         tokenizer: Tokenizer | None,
         *,
         max_pending_calls: int,
@@ -73,7 +46,7 @@ class Intake:
     ) -> None:
         """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name. Without
         `quotas` tenants are held to none."""
-        self._step_loop = step_loop
+        self._engine = engine
         self._submit = submit
         self._model = model
         self._tokenizer = tokenizer
@@ -90,7 +63,7 @@ class Intake:
         output_mode: OutputMode = OutputMode.STREAMED,
     ) -> Request:
         """The request in full, which must be done within so many seconds. Raises RpcError."""
-        deadline = None if time_remaining is None else self._step_loop.now() + time_remaining
+        deadline = None if time_remaining is None else self._engine.now() + time_remaining
         message.tenant = tenant_of_call(message.tenant)
         check_before_tokenizing(message, self._model)
         self._check_available(output_mode)
@@ -101,7 +74,7 @@ class Intake:
             )
         with contextlib.nullcontext() if self._quotas is None else self._quotas.pending(message.tenant):
             prompt_token_ids = await self._tokenize(message, output_mode)
-        limit = self._step_loop.max_sequence_tokens
+        limit = self._engine.max_sequence_tokens
         request = resolve_request(message, prompt_token_ids, self._model, limit, deadline)
         return replace(request, output_mode=output_mode)
 
@@ -109,9 +82,9 @@ class Intake:
         """The tokens of the prompt, once it is known what fits."""
         self._num_pending += 1
         try:
-            await self._step_loop.wait_for_first_worker(output_mode)
+            await self._engine.wait_for_first_worker(output_mode)
             if message.WhichOneof("prompt") == "text" and self.texts is not None:
-                limit = self._step_loop.max_sequence_tokens
+                limit = self._engine.max_sequence_tokens
                 return await self.texts.encode(message.text, message.tenant, limit)
             return list(message.token_ids.ids)
         finally:
@@ -136,7 +109,7 @@ class Intake:
             transcripts.append(Transcript(decoder, keep_stop_token_text=options.include_stop_text))
         return transcripts
 
-    def submit(self, request: Request, delivery: Delivery, outlet: Any = None, label: int = 0) -> None:
+    def submit(self, request: Request, delivery: Delivery, outlet: Outlet | None = None, label: int = 0) -> None:
         """Queue a request whose output goes this way, or waits in an outlet of the step loop's. Raises RpcError."""
         self._check_available(request.output_mode)
         if self._is_taken(request.tenant, request.request_id):
@@ -158,7 +131,7 @@ class Intake:
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
 
     def _check_available(self, output_mode: OutputMode) -> None:
-        reason = self._step_loop.refusal(output_mode)
+        reason = self._engine.refusal(output_mode)
         if reason:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, reason)
 

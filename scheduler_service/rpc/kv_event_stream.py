@@ -1,14 +1,15 @@
 """One subscription to the events of the prefix cache."""
 
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AbstractContextManager, aclosing
-from typing import Protocol
+from contextlib import aclosing
 
 import grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 from scheduler_service.rpc.status import RpcError
+from scheduler_service.serving.kv_event_log import KvEventBatch
+from scheduler_service.serving.step_loop import StepLoop
 
 # Tokens and events of one message: keeps it far below a client's message limit of 4 MiB.
 _MAX_MESSAGE_VALUES = 65_536
@@ -16,31 +17,8 @@ _MAX_MESSAGE_VALUES = 65_536
 _TIERS = {Tier.DEVICE: scheduler_pb2.KV_TIER_DEVICE, Tier.HOST: scheduler_pb2.KV_TIER_HOST}
 
 
-class KvEventBatch(Protocol):
-    @property
-    def sequence_number(self) -> int: ...
-
-    @property
-    def events(self) -> tuple[KvEvent, ...]: ...
-
-
-class KvEventSource(Protocol):
-    @property
-    def kv_event_starts(self) -> tuple[int, int]:
-        """The smallest and the greatest number that `next_kv_events` takes."""
-
-    def kv_snapshot(self) -> KvEventBatch: ...
-
-    def following_kv_events(self) -> AbstractContextManager[None]:
-        """Events are kept inside the block."""
-
-    async def next_kv_events(self, sequence_number: int) -> KvEventBatch | None:
-        """None when the server ends. Raises LookupError for a number outside the range."""
-        ...
-
-
 async def kv_event_messages(
-    request: scheduler_pb2.SubscribeKvEventsRequest, source: KvEventSource, instance_id: str
+    request: scheduler_pb2.SubscribeKvEventsRequest, step_loop: StepLoop, instance_id: str
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
     """As long as the server lives. Raises RpcError when that ends, when the next batch is not held, or if the start is
     another scheduler's."""
@@ -52,8 +30,8 @@ async def kv_event_messages(
             "instance_id",
         )
     is_first = True
-    with source.following_kv_events():
-        async with aclosing(_endless(request, source)) as messages:
+    with step_loop.following_kv_events():
+        async with aclosing(_endless(request, step_loop)) as messages:
             async for message in messages:
                 if is_first:
                     message.instance_id = instance_id
@@ -62,21 +40,21 @@ async def kv_event_messages(
 
 
 async def _endless(
-    request: scheduler_pb2.SubscribeKvEventsRequest, source: KvEventSource
+    request: scheduler_pb2.SubscribeKvEventsRequest, step_loop: StepLoop
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
     if request.HasField("start_sequence_number"):
         last = request.start_sequence_number
     else:
-        snapshot = source.kv_snapshot()
+        snapshot = step_loop.kv_snapshot()
         last = snapshot.sequence_number
         for message in _messages(snapshot):
             message.is_snapshot = True
             yield message
     while True:
         try:
-            batch = await source.next_kv_events(last)
+            batch = await step_loop.next_kv_events(last)
         except LookupError:
-            first_start, last_start = source.kv_event_starts
+            first_start, last_start = step_loop.kv_event_starts
             raise RpcError(
                 grpc.StatusCode.OUT_OF_RANGE,
                 f"the events after sequence number {last} are not held, but those after {first_start} to {last_start} "

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
 
 from scheduler_service.rpc.status import RpcError, invalid
+from scheduler_service.serving.tokenizer import Tokenizer
 
 # Texts of more bytes take their turn: one at a time of each tenant, on a thread of their own.
 LONG_TEXT_BYTES = 64 * 1024
@@ -22,16 +22,6 @@ class TextLimits:
     max_prompt: int = 1024 * 1024
     max_waiting: int = 64 * 1024 * 1024
     max_tenant_waiting: int = 16 * 1024 * 1024
-
-
-class Tokenizer(Protocol):
-    @property
-    def max_token_bytes(self) -> int | None:
-        """Bytes of text that one token can stand for at most; None if nothing is known of that."""
-
-    async def encode(self, text: str, max_tokens: int, *, add_special_tokens: bool, is_long: bool) -> list[int] | int:
-        """The tokens, or their number where there are more than `max_tokens`. Raises ValueError."""
-        ...
 
 
 class PromptTexts:

@@ -3,27 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import grpc
 
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import Request
-from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.status import RpcError, invalid
-
-
-class Limits(Protocol):
-    """None: no limit."""
-
-    @property
-    def max_requests(self) -> int | None: ...
-
-    @property
-    def max_queued_tokens(self) -> int | None: ...
-
-    @property
-    def max_blocks(self) -> int | None: ...
+from scheduler_service.rpc.tenant_file import Quota
+from scheduler_service.serving.token_stream import Delta
 
 
 @dataclass(slots=True)
@@ -39,7 +26,7 @@ class _Usage:
 
 
 class Quotas:
-    def __init__(self, limits_of: Callable[[str], Limits], read_capacity: Callable[[], WorkerCapacity | None]) -> None:
+    def __init__(self, limits_of: Callable[[str], Quota], read_capacity: Callable[[], WorkerCapacity | None]) -> None:
         self._limits_of = limits_of
         self._read_capacity = read_capacity
         self._usages: dict[str, _Usage] = {}

@@ -3,12 +3,12 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.rpc import wire
 from scheduler_service.rpc.worker_session import Session, SessionEnded
+from scheduler_service.serving.step_loop import StepLoop
 
 # What the ranks of a worker must have in common, and what all of them can do.
 _EQUAL = ("vocab_size", "block_size", "dtype", "sliding_window")
@@ -29,9 +29,9 @@ class RankedSession:
     nobody waits for long. The tokens are rank 0's.
     """
 
-    def __init__(self, events: "RankedEvents", epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
+    def __init__(self, step_loop: StepLoop, epoch: int, on_plan_sent: Callable[[int], None], num_ranks: int) -> None:
         self.sessions = [Session(_RankEvents(self, rank), epoch, on_plan_sent) for rank in range(num_ranks)]
-        self._events = events
+        self._step_loop = step_loop
         self._epoch = epoch
         self._on_plan_sent = on_plan_sent
         self._capacities: dict[int, WorkerCapacity] = {}  # by rank
@@ -52,13 +52,13 @@ class RankedSession:
         """Raises SessionEnded if the ranks do not fit together."""
         self._capacities[rank] = capacity
         if len(self._capacities) == len(self.sessions):
-            self._events.worker_ready(self._capacity(), self._epoch, self)
+            self._step_loop.worker_ready(self._capacity(), self._epoch, self)
 
     def rank_moved(self, rank: int, step: int) -> None:
         self._moved_steps[rank] = step
         if min(self._moved_steps) > self._last_moved_step:
             self._last_moved_step = min(self._moved_steps)
-            self._events.moved(self._last_moved_step)
+            self._step_loop.moved(self._last_moved_step)
 
     def rank_result(self, rank: int, result: StepResult) -> None:
         """Raises ProtocolError if the ranks do not agree."""
@@ -67,7 +67,7 @@ class RankedSession:
             first, *others = (results.popleft() for results in self._results)
             for other_rank, other in enumerate(others, start=1):
                 _check_equal(first, other_rank, other)
-            self._events.result(replace(first, last_moved_step=self._last_moved_step))
+            self._step_loop.result(replace(first, last_moved_step=self._last_moved_step))
 
     def _capacity(self) -> WorkerCapacity:
         first, *others = (self._capacities[rank] for rank in range(len(self.sessions)))
@@ -80,16 +80,6 @@ class RankedSession:
                     )
         least = {name: min(getattr(capacity, name) for capacity in (first, *others)) for name in _LEAST}
         return replace(first, **least)
-
-
-class RankedEvents(Protocol):
-    """Who hears of the ranks together."""
-
-    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: RankedSession) -> None: ...
-
-    def moved(self, step: int) -> None: ...
-
-    def result(self, result: StepResult) -> None: ...
 
 
 class _RankEvents:

@@ -14,11 +14,11 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.request_encoding import encode_request
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.waiting import Waiting
+from scheduler_service.serving.token_stream import Deliver, Delta
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +43,6 @@ _END_REASONS = {
     scheduler_pb2.FINISH_REASON_LENGTH: EndReason.LENGTH,
     scheduler_pb2.FINISH_REASON_ABORT: EndReason.ABORT,
 }
-
-
-Deliver = Callable[[Delta], None]
-
-
-class _Delta(NamedTuple):
-    """What a stream got; what a delivery takes."""
-
-    index: int  # type: ignore[assignment]  # hides the method of tuples
-    first_token: int
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    prompt_logprobs: list[TokenLogprobs]
-    end: SequenceEnd | None
-    cumulative_logprob: float | None
 
 
 class _Stream:
@@ -344,7 +329,7 @@ class SchedulerLink:
         first_token = stream.num_tokens
         stream.num_tokens += len(token_ids)
         stream.request.deliver(
-            _Delta(stream.index, first_token, token_ids, logprobs or [], prompt_logprobs or [], end, cumulative_logprob)
+            Delta(stream.index, first_token, token_ids, logprobs or [], prompt_logprobs or [], end, cumulative_logprob)
         )
 
     def _send_abort(self, request: _Request) -> None:

@@ -3,64 +3,29 @@ that is detached."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.request import BlockMap, OutputMode, Request, RequestReport, SchedulerStats
-from scheduler_service.rpc import intake, kv_event_stream, report
+from scheduler_service.core.request import OutputMode
+from scheduler_service.rpc import report
 from scheduler_service.rpc.authentication import check_operator, tenant_of_call
-from scheduler_service.rpc.delivery import Delta
 from scheduler_service.rpc.detached import DetachedRequest, DetachedRequests
-from scheduler_service.rpc.generate_request import ServedModel
 from scheduler_service.rpc.generation import generate, write_all
 from scheduler_service.rpc.history import History
+from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.prompt_text import TextLimits
 from scheduler_service.rpc.quota import Quotas
-from scheduler_service.rpc.shared_call import OutletFactory, SharedCalls
+from scheduler_service.rpc.shared_call import SharedCalls
 from scheduler_service.rpc.status import RpcError, abort
 from scheduler_service.rpc.tokenization import Tokenization
+from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.tokenizer import Tokenizer
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
-
-
-class StepLoop(intake.Availability, kv_event_stream.KvEventSource, Protocol):
-    """What the service needs of the step loop."""
-
-    @property
-    def unavailable_reason(self) -> str: ...
-
-    @property
-    def is_connected(self) -> bool: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def capacity(self) -> WorkerCapacity | None: ...
-
-    @property
-    def num_worker_losses(self) -> int: ...
-
-    def submit(
-        self, request: Request, deliver: Callable[[Delta], None], outlet: Any = None, label: int = 0
-    ) -> list[int]: ...
-
-    def cancel(self, sequence_ids: list[int]) -> None: ...
-
-    def abort(self, tenant: str, request_id: str) -> None: ...
-
-    def stop(self, sequence_id: int, num_output_tokens: int) -> None: ...
-
-    def stats(self) -> SchedulerStats: ...
-
-    def report(self, tenant: str, request_id: str) -> RequestReport: ...
-
-    def block_map(self) -> BlockMap: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +51,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(
         self,
         step_loop: StepLoop,
-        model: ServedModel,
-        tokenizer: intake.Tokenizer | None,
+        model: ModelInfo,
+        tokenizer: Tokenizer | None,
         info: ServerInfo,
         detached: DetachedRequests,
         generation_throughput: Callable[[], float],
-        make_outlet: OutletFactory,
         quotas: Quotas | None = None,
     ) -> None:
         """`generation_throughput` is in output tokens per second. Without `quotas` nobody is held to any."""
@@ -100,7 +64,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._info = info
         self._detached = detached
         self._generation_throughput = generation_throughput
-        self._intake = intake.Intake(
+        self._intake = Intake(
             step_loop,
             lambda request, deliver, _, outlet, label: step_loop.submit(request, deliver, outlet, label),
             model,
@@ -111,10 +75,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             quotas=quotas,
         )
         self._tokenization = Tokenization(tokenizer, self._intake.texts, model)
-        self._shared_calls = SharedCalls(self._intake, step_loop, make_outlet, self._server_info, self._loads)
+        self._shared_calls = SharedCalls(self._intake, step_loop, self.server_info, self._loads)
 
     @property
-    def intake(self) -> intake.Intake:
+    def intake(self) -> Intake:
         """For other services of the same server: its limits hold for all of them together."""
         return self._intake
 
@@ -223,7 +187,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetServerInfoResponse:
-        return self._server_info()
+        return self.server_info()
 
     def announce(self) -> None:
         """The server's state has changed: tell those that share a call."""
@@ -233,7 +197,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Let calls of GenerateMany end with their last request."""
         self._shared_calls.close()
 
-    def _server_info(self) -> scheduler_pb2.GetServerInfoResponse:
+    def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
         info, capacity = self._info, self._step_loop.capacity
         response = scheduler_pb2.GetServerInfoResponse(
             version=info.version,

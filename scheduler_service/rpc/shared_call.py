@@ -7,8 +7,7 @@ before the client has read what came before, so a slow one gets fewer and longer
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import grpc
 import grpc.aio
@@ -18,11 +17,13 @@ from scheduler_service.core.request import OutputMode, Request
 from scheduler_service.rpc.authentication import check_forwarded
 from scheduler_service.rpc.delivery import Delivery
 from scheduler_service.rpc.generate_request import MAX_SAMPLES
+from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.news import News
 from scheduler_service.rpc.sample import Sample
 from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
 from scheduler_service.rpc.trace_context import continue_trace
-from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.token_stream import Outlet
 
 logger = logging.getLogger(__name__)
 
@@ -32,55 +33,6 @@ _MAX_MESSAGE_WEIGHT = 65_536
 _MAX_UNREAD_FAILURES = 1024
 _END_OF_STREAM_IDS = 2**64
 _LOGPROBS_WEIGHT = 32  # of one position's, with 20 alternatives
-
-
-class TokenStream(Protocol):
-    """A sample of a token-only request."""
-
-    @property
-    def label(self) -> int: ...
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def num_delivered(self) -> int: ...
-
-    def take_tokens(self) -> list[int] | None: ...
-
-    def hand_over(self) -> None: ...
-
-
-class Outlet(Protocol):
-    """Where token-only streams wait."""
-
-    @property
-    def streams(self) -> Sequence[TokenStream]: ...
-
-    def take(self) -> Sequence[TokenStream]: ...
-
-    def put_back(self, streams: Sequence[Any]) -> None: ...
-
-
-OutletFactory = Callable[[Callable[[], None]], Outlet]
-
-
-class Intake(Protocol):
-    async def resolve(
-        self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None, output_mode: OutputMode
-    ) -> Request: ...
-
-    def transcripts(
-        self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
-    ) -> list[Transcript]: ...
-
-    def submit(self, request: Request, delivery: Delivery, outlet: Outlet | None = None, label: int = 0) -> None: ...
-
-
-class StepLoop(Protocol):
-    def cancel(self, sequence_ids: list[int]) -> None: ...
-
-    def stop(self, sequence_id: int, num_output_tokens: int) -> None: ...
 
 
 class _Request:
@@ -115,15 +67,14 @@ class SharedCall:
     def __init__(
         self,
         intake: Intake,
-        step_loop: StepLoop,
-        make_outlet: OutletFactory,
+        engine: RequestEngine,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
         self._intake = intake
-        self._step_loop = step_loop
+        self._engine = engine
         self._news = News()
-        self._outlet = make_outlet(self._news.tell)
+        self._outlet = Outlet(self._news.tell)
         self._server_info = server_info
         self._loads = loads
         self._announces = True  # the next message tells the server's state
@@ -237,7 +188,7 @@ class SharedCall:
             Sample(resolved.request_id, index, transcript, with_logprobs=with_logprobs)
             for index, transcript in enumerate(transcripts)
         ]
-        delivery = Delivery(samples, self._step_loop, lambda: self._mark_ready(request))
+        delivery = Delivery(samples, self._engine, lambda: self._mark_ready(request))
         outlet = self._outlet if token_only and _is_plain(resolved) else None
         self._intake.submit(resolved, delivery, outlet, request.stream_id)
         request.samples, request.delivery = samples, delivery
@@ -250,12 +201,12 @@ class SharedCall:
         if request.delivery is None:
             self._fail(request, RpcError(grpc.StatusCode.CANCELLED, "the request was aborted before it was queued"))
         else:
-            self._step_loop.cancel(request.delivery.sequence_ids)
+            self._engine.cancel(request.delivery.sequence_ids)
 
     def _stop(self, stream_id: int, num_tokens: int) -> None:
         request = self._streams.get(stream_id)
         if request is not None and request.delivery is not None:
-            self._step_loop.stop(request.delivery.sequence_ids[stream_id - request.stream_id], num_tokens)
+            self._engine.stop(request.delivery.sequence_ids[stream_id - request.stream_id], num_tokens)
 
     def _ask_loads(self) -> None:
         """Raises RpcError."""
@@ -292,7 +243,7 @@ class SharedCall:
         for index in range(len(request.samples)):
             self._streams.pop(request.stream_id + index, None)
         if request.delivery is not None:
-            self._step_loop.cancel(request.delivery.sequence_ids)
+            self._engine.cancel(request.delivery.sequence_ids)
             request.delivery.close()
 
     # Down
@@ -365,13 +316,12 @@ class SharedCalls:
     def __init__(
         self,
         intake: Intake,
-        step_loop: StepLoop,
-        make_outlet: OutletFactory,
+        engine: RequestEngine,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
         """`loads` None: nobody here can tell."""
-        self._make_call = lambda: SharedCall(intake, step_loop, make_outlet, server_info, loads)
+        self._make_call = lambda: SharedCall(intake, engine, server_info, loads)
         self._calls: set[SharedCall] = set()
         self._is_closed = False
 

@@ -5,10 +5,10 @@ from typing import TypeVar
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.authentication import tenant_of_call
-from scheduler_service.rpc.generate_request import ServedModel
-from scheduler_service.rpc.intake import Tokenizer
 from scheduler_service.rpc.prompt_text import PromptTexts
 from scheduler_service.rpc.status import invalid
+from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.tokenizer import Tokenizer
 
 Needed = TypeVar("Needed")
 
@@ -17,7 +17,7 @@ _ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
 
 
 class Tokenization:
-    def __init__(self, tokenizer: Tokenizer | None, texts: PromptTexts | None, model: ServedModel) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, texts: PromptTexts | None, model: ModelInfo) -> None:
         self._tokenizer = tokenizer
         self._texts = texts
         self._model = model

@@ -1,10 +1,10 @@
 """What the tokens of one sequence mean: which belong to the output, what text they make, and how the output ended."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EndReason, SequenceEnd
+from scheduler_service.serving.tokenizer import TextDecoder
 
 _FINISH_REASONS = {
     EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
@@ -13,29 +13,10 @@ _FINISH_REASONS = {
 }
 
 
-class Decoded(Protocol):
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def stop_text(self) -> str | None: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-class Decoder(Protocol):
-    """Makes text of tokens and watches for stop texts."""
-
-    def push(self, token_ids: Sequence[int]) -> Decoded: ...
-
-    def flush(self) -> str: ...
-
-
 class Transcript:
     """Takes the tokens of a sequence as they come, and says what is new in the output."""
 
-    def __init__(self, decoder: Decoder | None, *, keep_stop_token_text: bool) -> None:
+    def __init__(self, decoder: TextDecoder | None, *, keep_stop_token_text: bool) -> None:
         """`decoder` None: all text is empty. `keep_stop_token_text`: the token that ends the output leaves text."""
         self._decoder = decoder
         self._keep_stop_token_text = keep_stop_token_text

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
@@ -21,7 +21,8 @@ from scheduler_service.rpc.epochs import Epochs
 from scheduler_service.rpc.link_secret import LinkSecret
 from scheduler_service.rpc.ranked_session import RankedSession
 from scheduler_service.rpc.waiting import Waiting
-from scheduler_service.rpc.worker_session import Session, SessionEnded, SessionEvents, WorkerHangs, read, write
+from scheduler_service.rpc.worker_session import Session, SessionEnded, WorkerHangs, read, write
+from scheduler_service.serving.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +47,6 @@ _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
 
 
-class LinkEvents(SessionEvents, Protocol):
-    """What the step loop wants to know."""
-
-    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: Session | RankedSession) -> None: ...
-
-    def worker_lost(self, reason: str) -> None: ...
-
-    def worker_missing(self, reason: str) -> None:
-        """There is no session, and why the last attempt to begin one failed."""
-
-
 class FencedError(Exception):
     """Another scheduler has taken the worker that this one held."""
 
@@ -69,7 +59,7 @@ class WorkerLink:
     def __init__(
         self,
         channels: Sequence[grpc.aio.Channel],
-        events: LinkEvents,
+        step_loop: StepLoop,
         *,
         instance_id: str,
         model_digest: bytes,
@@ -84,7 +74,7 @@ class WorkerLink:
         place: for one that hangs, and one that another scheduler has taken. None: somebody else runs the worker.
         `secret` is shown to the ranks. `clock` gives seconds of Unix time, which epochs begin with."""
         self._stubs = [worker_pb2_grpc.WorkerServiceStub(channel) for channel in channels]
-        self._events = events
+        self._step_loop = step_loop
         self._instance_id = instance_id
         self._model_digest = model_digest
         self._pipeline_depth = pipeline_depth
@@ -103,19 +93,19 @@ class WorkerLink:
             ended = await self._hold_all(sessions)
             if all(session.is_ready for session in sessions):
                 self._waiting.end()
-                self._events.worker_lost(ended.reason)
+                self._step_loop.worker_lost(ended.reason)
                 backoff = _MIN_BACKOFF
             else:
                 self._waiting.tell(ended.reason, is_calm=ended.is_calm)
-                self._events.worker_missing(ended.reason)
+                self._step_loop.worker_missing(ended.reason)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
     def _sessions(self, epoch: int) -> Sequence[Session]:
         """One with each rank."""
         if len(self._stubs) == 1:
-            return [Session(self._events, epoch, self._on_plan_sent)]
-        return RankedSession(self._events, epoch, self._on_plan_sent, len(self._stubs)).sessions
+            return [Session(self._step_loop, epoch, self._on_plan_sent)]
+        return RankedSession(self._step_loop, epoch, self._on_plan_sent, len(self._stubs)).sessions
 
     async def _hold_all(self, sessions: Sequence[Session]) -> "_Ended":
         """Until one of them ends, which ends the others, and why it did."""
@@ -135,7 +125,7 @@ class WorkerLink:
         execute = partial(self._stubs[rank].Execute, metadata=self._secret.metadata() if self._secret else ())
         call = execute(wait_for_ready=True)
         try:
-            async with self._waiting.for_connection(execute, self._events.worker_missing):
+            async with self._waiting.for_connection(execute, self._step_loop.worker_missing):
                 await write(call, wire.encode_hello(self._instance_id, session.epoch, self._pipeline_depth))
             # Not wait_for: Python 3.11's loses a cancellation that comes with the answer.
             async with asyncio.timeout(_READY_TIMEOUT):

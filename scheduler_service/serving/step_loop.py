@@ -17,8 +17,6 @@ from typing import Protocol
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     BlockMap,
-    BlockStored,
-    KvEvent,
     KvEventCounts,
     OutputMode,
     Request,
@@ -28,8 +26,9 @@ from scheduler_service.core.request import (
     TokenOutputs,
     count_kv_events,
 )
-from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.core.scheduler import ProtocolError, Scheduler
 from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
+from scheduler_service.serving.recording_scheduler import RecordingScheduler
 from scheduler_service.serving.token_stream import Deliver, FanOut, Outlet, TokenStream
 
 logger = logging.getLogger(__name__)
@@ -40,50 +39,7 @@ _MAX_FRUITLESS_EPOCHS = 10
 _CHECK_INTERVAL = 256
 
 
-class Scheduler(Protocol):
-    """The core, or what stands for it. `core.scheduler.Scheduler` says what the events mean."""
-
-    @property
-    def max_sequence_tokens(self) -> int: ...
-
-    def add(self, request: Request, now: float) -> list[int]: ...
-
-    def abort(self, tenant: str, request_id: str, now: float) -> TokenOutputs: ...
-
-    def stop(self, sequence_id: int, num_output_tokens: int, now: float) -> TokenOutputs: ...
-
-    def schedule(self, now: float) -> StepPlan | None: ...
-
-    def complete(self, result: StepResult, now: float) -> TokenOutputs: ...
-
-    def moved(self, step: int, now: float) -> None: ...
-
-    def worker_joined(self, capacity: WorkerCapacity, epoch: int, now: float) -> TokenOutputs: ...
-
-    def worker_lost(self, now: float) -> TokenOutputs: ...
-
-    def worker_grace_ended(self, now: float) -> TokenOutputs: ...
-
-    def worker_timed_out(self, now: float) -> TokenOutputs: ...
-
-    def flush_cache(self, now: float) -> None: ...
-
-    def stats(self) -> SchedulerStats: ...
-
-    def report(self, tenant: str, request_id: str) -> RequestReport: ...
-
-    def block_map(self) -> BlockMap: ...
-
-    def take_kv_events(self) -> list[KvEvent]: ...
-
-    def drop_kv_events(self) -> KvEventCounts: ...
-
-    def kv_snapshot(self) -> list[BlockStored]: ...
-
-    def check_sample(self) -> None: ...
-
-
-class WorkerLink(Protocol):
+class EpochLink(Protocol):
     """The way to the worker for one epoch."""
 
     def send(self, plan: StepPlan) -> None: ...
@@ -112,14 +68,14 @@ class StepObserver(Protocol):
     def invariant_failed(self) -> None: ...
 
 
-class UnavailableError(Exception):
-    """No request can be served now. The text says why."""
+class RefusedError(Exception):
+    """The request cannot be served now. The text says why."""
 
 
 class StepLoop:
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | RecordingScheduler,
         observer: StepObserver,
         *,
         worker_timeout: float,
@@ -156,7 +112,7 @@ class StepLoop:
         self._idle = asyncio.Event()
         self._idle.set()
         self._availability_changed = asyncio.Event()  # a new one for each change
-        self._link: WorkerLink | None = None
+        self._link: EpochLink | None = None
         self._timers: list[asyncio.TimerHandle] = []  # while no worker is there
         self._grace_has_ended = self._has_timed_out = False
         self._is_draining = False
@@ -175,11 +131,11 @@ class StepLoop:
         """Queue a request; the ids of its sequences. `deliver` gets their deltas, never before this returns.
 
         With an outlet, they wait there instead under labels from `label` on, until their reader takes them.
-        Raises UnavailableError, AdmissionError.
+        Raises RefusedError, AdmissionError.
         """
         refusal = self.refusal(request.output_mode)
         if refusal:
-            raise UnavailableError(refusal)
+            raise RefusedError(refusal)
         now = self._clock()
         request = self._begin_trace(request)
         sequence_ids = self._scheduler.add(request, now)
@@ -208,7 +164,7 @@ class StepLoop:
 
     # The worker
 
-    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: WorkerLink) -> None:
+    def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: EpochLink) -> None:
         self._stop_timers()
         self._grace_has_ended = self._has_timed_out = False
         self._link, self.capacity, self.epoch = link, capacity, epoch

@@ -15,7 +15,6 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_g
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.shared_call import SharedCall
 from scheduler_service.rpc.status import RpcError
-from scheduler_service.serving.token_stream import Outlet
 from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
 from tests.contract.shared_stream import SharedStream
 
@@ -347,7 +346,7 @@ async def test_failures_that_nobody_reads_are_bounded() -> None:
             yield pb.GenerateManyRequest(submit=pb.Submission(stream_id=taken))
             await asyncio.sleep(0)
 
-    call = SharedCall(RefusingIntake(), None, Outlet, pb.GetServerInfoResponse, None)
+    call = SharedCall(RefusingIntake(), None, pb.GetServerInfoResponse, None)
     serving = asyncio.create_task(call.serve(submissions(), UnreadContext()))
     turns_without_news, before = 0, -1
     while turns_without_news < 100:

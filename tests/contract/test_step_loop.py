@@ -16,7 +16,7 @@ from scheduler_service.rpc.call import Call
 from scheduler_service.rpc.sample import Sample
 from scheduler_service.rpc.transcript import Transcript
 from scheduler_service.serving.kv_event_log import KvEventLog
-from scheduler_service.serving.step_loop import StepLoop, UnavailableError
+from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
 from scheduler_service.serving.tokenizer import DecodedText
 from tests.core.simulated_worker import SimulatedWorker, reference
@@ -242,7 +242,7 @@ async def test_no_worker_for_too_long() -> None:
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert reader.end is not None
         assert reader.end.reason is EndReason.NO_WORKER
-        with pytest.raises(UnavailableError, match="no worker"):
+        with pytest.raises(RefusedError, match="no worker"):
             loop.submit(make_request(2), Reader().deliver)
         loop.worker_ready(CAPACITY, 1, LocalLink(loop))
         assert loop.is_serving
@@ -259,7 +259,7 @@ async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
             assert loop.unavailable_reason.startswith("no worker has been connected for 0 s")
             assert not loop.is_serving
             for mode in (OutputMode.STREAMED, OutputMode.WHOLE):
-                with pytest.raises(UnavailableError, match="connected for 0 s; send the request to another server"):
+                with pytest.raises(RefusedError, match="connected for 0 s; send the request to another server"):
                     loop.submit(replace(make_request(1), output_mode=mode), Reader().deliver)
             reader = Reader()
             loop.submit(detached, reader.deliver)

@@ -16,8 +16,9 @@ from contextlib import aclosing
 from smg_grpc_proto.generated import common_pb2
 
 from scheduler_service.core.request import BlockRemoved, BlockStored, CacheCleared, KvEvent, Tier
-from scheduler_service.rpc.kv_event_stream import KvEventBatch, KvEventSource
 from scheduler_service.rpc.vllm.load import Load, engine_load, engine_load_in_full
+from scheduler_service.serving.kv_event_log import KvEventBatch
+from scheduler_service.serving.step_loop import StepLoop
 
 # Seconds between two looks at the load, and between two records of a load that stays the same.
 _LOOK_INTERVAL = 0.25
@@ -33,7 +34,7 @@ class KvEventFeed:
 
     def __init__(
         self,
-        source: KvEventSource,
+        step_loop: StepLoop,
         first_number: int,
         read_load: Callable[[], Load] | None,
         tenant: str,
@@ -43,7 +44,7 @@ class KvEventFeed:
         """`first_number` is the server's: the sequence number of what happened before its first event. Without
         `read_load` no load is told. `tenant` is whose requests the subscriber sends; `sees_all` says whether it may
         learn how many batches there are of all tenants."""
-        self._source = source
+        self._step_loop = step_loop
         self._first_number = first_number
         self._read_load = read_load
         self._tenant = tenant
@@ -58,7 +59,7 @@ class KvEventFeed:
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """As long as the server lives."""
-        with self._source.following_kv_events():
+        with self._step_loop.following_kv_events():
             async with aclosing(self._batches(request)) as batches:
                 async for batch in batches:
                     yield batch
@@ -72,13 +73,13 @@ class KvEventFeed:
             self._number = request.start_sequence_number
         while True:
             if not is_known:
-                snapshot = self._source.kv_snapshot()
+                snapshot = self._step_loop.kv_snapshot()
                 last, is_known = snapshot.sequence_number, True
                 for batch in self._snapshot(snapshot):
                     yield batch
             try:
                 async with asyncio.timeout(_LOOK_INTERVAL):
-                    happened = await self._source.next_kv_events(last)
+                    happened = await self._step_loop.next_kv_events(last)
                 if happened is None:
                     return
                 last = happened.sequence_number
@@ -92,7 +93,7 @@ class KvEventFeed:
                 is_known = False
 
     def _is_held(self, number: int) -> bool:
-        first_start, last_start = self._source.kv_event_starts
+        first_start, last_start = self._step_loop.kv_event_starts
         return first_start <= number <= last_start
 
     def _is_theirs(self, event: KvEvent) -> bool:

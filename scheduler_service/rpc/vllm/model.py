@@ -1,51 +1,18 @@
 """What is served, in VllmEngine's words. Pure translation."""
 
 import json
-from pathlib import Path
-from typing import Protocol
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from scheduler_service.rpc.generate_request import SamplingDefaults, ServedModel
+from scheduler_service.serving.engine import DescribedWorker
+from scheduler_service.serving.model_info import ModelInfo, SamplingDefaults
 
 SERVER_TYPE = "vllm-grpc"
 _API_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-class DescribedModel(ServedModel, Protocol):
-    """A checkpoint, as far as gateways ask."""
-
-    @property
-    def directory(self) -> Path: ...
-
-    @property
-    def model_type(self) -> str: ...
-
-    @property
-    def architectures(self) -> tuple[str, ...]: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def pad_token_id(self) -> int | None: ...
-
-
-class DescribedWorker(Protocol):
-    """A worker, as far as gateways ask."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def attention_backend(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-
 def model_info(
-    model: DescribedModel, served_model_name: str, max_sequence_tokens: int
+    model: ModelInfo, served_model_name: str, max_sequence_tokens: int
 ) -> vllm_engine_pb2.GetModelInfoResponse:
     """Paths are this machine's: a gateway that does not find them asks for the files."""
     return vllm_engine_pb2.GetModelInfoResponse(

@@ -10,28 +10,31 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import grpc
 import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.authentication import check_operator, is_operator, tenant_of_call
 from scheduler_service.rpc.call import Call
-from scheduler_service.rpc.delivery import SequenceStopper
+from scheduler_service.rpc.generation import write_all
 from scheduler_service.rpc.intake import Intake
-from scheduler_service.rpc.kv_event_stream import KvEventSource
 from scheduler_service.rpc.sample import Sample
 from scheduler_service.rpc.status import RpcError, abort, invalid
 from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.load import Load, scheduler_load
-from scheduler_service.rpc.vllm.model import DescribedModel, DescribedWorker, model_info, server_info
+from scheduler_service.rpc.vllm.model import model_info, server_info
 from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
 from scheduler_service.rpc.vllm.unread_call import UnreadCall
+from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.step_loop import StepLoop
 
 SERVICE_NAME = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 _TENANT = ""  # that a request names: it has no field for one
@@ -45,55 +48,15 @@ _HTTP_NAMES = {
 }
 
 
-class Engine(SequenceStopper, Protocol):
-    """What the service needs of the step loop, or of the way to it."""
-
-    @property
-    def is_serving(self) -> bool: ...
-
-    @property
-    def unavailable_reason(self) -> str: ...
-
-    @property
-    def missing_reason(self) -> str: ...
-
-    @property
-    def capacity(self) -> DescribedWorker | None: ...
-
-    @property
-    def max_sequence_tokens(self) -> int: ...
-
-    def cancel(self, sequence_ids: list[int]) -> None: ...
-
-    def abort(self, tenant: str, request_id: str) -> None: ...
-
-
-class PrefixCache(KvEventSource, Protocol):
-    """What only the scheduler has."""
-
-    async def flush_cache(self, patience: float) -> bool: ...
-
-
-class ServerInfo(Protocol):
-    @property
-    def version(self) -> str: ...
-
-    @property
-    def served_model_name(self) -> str: ...
-
-    @property
-    def max_num_seqs(self) -> int: ...
-
-
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(
         self,
-        engine: Engine,
+        engine: RequestEngine,
         intake: Intake,
-        model: DescribedModel,
-        info: Callable[[], ServerInfo],
+        model: ModelInfo,
+        info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         read_load: Callable[[], Awaitable[Load]],
-        cache: tuple[PrefixCache, Callable[[], Load]] | None,
+        cache: tuple[StepLoop, Callable[[], Load]] | None,
     ) -> None:
         """`intake` is that of all services of this server. `read_load` may raise RpcError. `cache` None: this is a
         front end; the load that comes with it is told with the cache's events."""
@@ -209,7 +172,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         feed = KvEventFeed(
             cache, self._first_event_number, load if sees_all else None, tenant_of_call(_TENANT), sees_all=sees_all
         )
-        await _write_all(feed.batches(request), context)
+        await write_all(feed.batches(request), context)
 
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
@@ -278,12 +241,6 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         except OSError as error:
             self._archive = None
             raise RpcError(grpc.StatusCode.UNAVAILABLE, f"the tokenizer's files cannot be read: {error}") from error
-
-
-async def _write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
-    async with contextlib.aclosing(messages) as closing:
-        async for message in closing:
-            await context.write(message)
 
 
 async def _refuse(context: grpc.aio.ServicerContext, message: str) -> NoReturn:

@@ -4,15 +4,16 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.delivery import Delivery, SequenceStopper
+from scheduler_service.rpc.delivery import Delivery
 from scheduler_service.rpc.sample import Sample
+from scheduler_service.serving.engine import RequestEngine
 
 
 class UnreadCall:
-    def __init__(self, samples: list[Sample], stopper: SequenceStopper) -> None:
+    def __init__(self, samples: list[Sample], engine: RequestEngine) -> None:
         self._samples = samples
         self._end = asyncio.Event()
-        self.delivery = Delivery(samples, stopper, self._take_news)
+        self.delivery = Delivery(samples, engine, self._take_news)
 
     async def responses(self) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
         """All there is, in pieces. Raises RpcError."""
