@@ -174,7 +174,7 @@ async def run_steps(worker: str) -> None:
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
     from scheduler_service.metrics import Metrics
-    from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, WorkerLink
+    from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
     from scheduler_service.serving.model_info import read_model_info
     from scheduler_service.serving.step_loop import StepLoop
 

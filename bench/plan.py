@@ -7,7 +7,7 @@ from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.plan import SamplingParams, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler
-from scheduler_service.rpc import wire as scheduler_wire
+from scheduler_service.rpc.worker import wire as scheduler_wire
 from worker_service.rpc import wire as worker_wire
 
 NUM_STEPS = 1000

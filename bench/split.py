@@ -131,7 +131,7 @@ async def worker_process(arguments) -> AsyncIterator[str]:
 async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
     import grpc.aio
 
-    from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, WorkerLink
+    from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, WorkerLink
     from scheduler_service.serving.model_info import read_model_info
 
     info = read_model_info(str(arguments.model))

@@ -11,15 +11,15 @@ import grpc.aio
 
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.listening import connections_option, join
-from scheduler_service.rpc.authentication import Anybody, Authentication
-from scheduler_service.rpc.front_end_servicer import FrontEndServicer
+from scheduler_service.rpc.front_end.front_end_servicer import FrontEndServicer
+from scheduler_service.rpc.front_end.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.interception import Interception
 from scheduler_service.rpc.malformed import MalformedRequests
-from scheduler_service.rpc.prompt_text import TextLimits
-from scheduler_service.rpc.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
-from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
-from scheduler_service.rpc.tenant_file import TenantFile
+from scheduler_service.rpc.public.prompt_text import TextLimits
+from scheduler_service.rpc.public.scheduler_servicer import SERVICE_NAME
+from scheduler_service.rpc.tenants.authentication import Anybody, Authentication
+from scheduler_service.rpc.tenants.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context
 from scheduler_service.server import (
     CLOSE_TIMEOUT,

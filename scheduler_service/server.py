@@ -22,21 +22,21 @@ from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.listening import MAX_PROBES, connections_option, join, listen
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MetricsServer
-from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.credentials import server_credentials
-from scheduler_service.rpc.detached import DetachedRequests
-from scheduler_service.rpc.epochs import EpochsExhausted
 from scheduler_service.rpc.health import Health
-from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.interception import Enter, Interception
 from scheduler_service.rpc.link_secret import LinkSecret
 from scheduler_service.rpc.malformed import MalformedRequests
-from scheduler_service.rpc.prompt_text import TextLimits
-from scheduler_service.rpc.quota import Quotas
-from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME, SchedulerServicer, ServerInfo
-from scheduler_service.rpc.tenant_file import TenantFile
+from scheduler_service.rpc.public.detached import DetachedRequests
+from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.prompt_text import TextLimits
+from scheduler_service.rpc.public.scheduler_servicer import SERVICE_NAME, SchedulerServicer, ServerInfo
+from scheduler_service.rpc.tenants.authentication import Anybody, Authentication
+from scheduler_service.rpc.tenants.quota import Quotas
+from scheduler_service.rpc.tenants.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context, trace_context_of_call
-from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
+from scheduler_service.rpc.worker.epochs import EpochsExhausted
+from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.serving.activity import Activity
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.model_info import ModelInfo, read_model_info

@@ -14,7 +14,7 @@ import pytest
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.supervisor import free_port
 from scheduler_service import server
-from scheduler_service.rpc import shared_call
+from scheduler_service.rpc.public import shared_call
 from scheduler_service.serving.tokenizer import Tokenizer
 from tests.contract.scheduler_stack import Stack, details, request, serve
 

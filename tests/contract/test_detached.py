@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.history import History, HistoryReader
-from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.rpc.public.history import History, HistoryReader
+from scheduler_service.rpc.public.transcript import Transcript
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import Tokenizer as ServedTokenizer
 from tests.contract.scheduler_stack import (

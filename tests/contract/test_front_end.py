@@ -18,9 +18,9 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_g
 from pagewire.supervisor import free_port
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.rpc.generate_request import resolve_request
-from scheduler_service.rpc.request_encoding import encode_request
-from scheduler_service.rpc.scheduler_servicer import SERVICE_NAME
+from scheduler_service.rpc.front_end.request_encoding import encode_request
+from scheduler_service.rpc.public.generate_request import resolve_request
+from scheduler_service.rpc.public.scheduler_servicer import SERVICE_NAME
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.scheduler_stack import (
     EOS,

@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
-from scheduler_service.rpc.kv_event_stream import kv_event_messages
+from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.serving.model_info import read_model_info

@@ -14,7 +14,7 @@ import pytest
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.rpc.link_secret import LinkSecret as SchedulerSecret
-from scheduler_service.rpc.worker_link import WorkerLink
+from scheduler_service.rpc.worker.worker_link import WorkerLink
 from tests.contract.certificates import Authority
 from tests.contract.test_worker_link import Listener
 from worker_service.engine import Engine, LoadedWorker
@@ -141,7 +141,7 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
         while await listener.next() != ("missing", LOADING[1]):
             pass
         warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-        assert [r.message for r in warnings if r.name == "scheduler_service.rpc.worker_link"] == [
+        assert [r.message for r in warnings if r.name == "scheduler_service.rpc.worker.worker_link"] == [
             f"no session with the worker: {told}"
         ]
         running.cancel()

@@ -16,7 +16,7 @@ from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from pagewire.supervisor import free_port
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.rpc.worker_link import CHANNEL_OPTIONS
+from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS
 from tests.contract import scheduler_stack
 from tests.contract.certificates import DAY, Authority, Certificate, self_signed
 from worker_service.engine import Engine, LoadedWorker

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from scheduler_service.rpc.prompt_text import LONG_TEXT_BYTES, PromptTexts, TextLimits
+from scheduler_service.rpc.public.prompt_text import LONG_TEXT_BYTES, PromptTexts, TextLimits
 from scheduler_service.rpc.status import RpcError
 from tests.contract.scheduler_stack import details, request, serve, status_of
 

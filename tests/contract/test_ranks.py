@@ -11,7 +11,7 @@ import pytest
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import StepPlan
-from scheduler_service.rpc.worker_link import FencedError, WorkerLink
+from scheduler_service.rpc.worker.worker_link import FencedError, WorkerLink
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import expected_tokens, request, serve

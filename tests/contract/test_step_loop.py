@@ -12,9 +12,9 @@ from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, Wo
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
-from scheduler_service.rpc.call import Call
-from scheduler_service.rpc.sample import Sample
-from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.rpc.public.call import Call
+from scheduler_service.rpc.public.sample import Sample
+from scheduler_service.rpc.public.transcript import Transcript
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream

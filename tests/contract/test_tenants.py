@@ -21,9 +21,9 @@ from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.rpc import authentication
 from scheduler_service.rpc.status import RpcError
-from scheduler_service.rpc.tenant_file import TenantFile, parse_tenants
+from scheduler_service.rpc.tenants import authentication
+from scheduler_service.rpc.tenants.tenant_file import TenantFile, parse_tenants
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.certificates import Authority
 from tests.contract.fake_worker import FakeWorker

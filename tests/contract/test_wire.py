@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core import plan as core
 from scheduler_service.core.scheduler import ProtocolError
-from scheduler_service.rpc import wire as scheduler_wire
+from scheduler_service.rpc.worker import wire as scheduler_wire
 from worker_service import step
 from worker_service.rpc import wire as worker_wire
 

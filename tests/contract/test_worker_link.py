@@ -16,11 +16,11 @@ from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, StepResult, WorkerCapacity
-from scheduler_service.rpc.epochs import Epochs, EpochsExhausted
-from scheduler_service.rpc.liveness import Liveness
-from scheduler_service.rpc.wire import PROTOCOL_VERSION
-from scheduler_service.rpc.worker_link import WorkerLink
-from scheduler_service.rpc.worker_session import Session
+from scheduler_service.rpc.worker.epochs import Epochs, EpochsExhausted
+from scheduler_service.rpc.worker.liveness import Liveness
+from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
+from scheduler_service.rpc.worker.worker_link import WorkerLink
+from scheduler_service.rpc.worker.worker_session import Session
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
 from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve

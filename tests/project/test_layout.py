@@ -6,6 +6,7 @@ The rules are those of ARCHITECTURE.md. They are checked on the source, so that 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,17 @@ LINKED = ("pagewire.kernels", "pagewire.protos")
 PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire")
 OURS = ("scheduler_service", "worker_service", "pagewire", "bench", "models", "tests")
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 20  # of a folder
 
+# What serves clients may import of ours, whatever the protocol.
+PUBLIC_IMPORTS = (
+    "scheduler_service.core",
+    "scheduler_service.serving",
+    "scheduler_service.rpc.public",
+    "scheduler_service.rpc.tenants",
+    "scheduler_service.rpc.status",
+    "pagewire.protos.gen.pagewire.scheduler",
+)
 # What the modules under a prefix may import of ours. The longest prefix that fits a module decides; a module that fits
 # none may import anything. A service's `server` composes it: it may import all of its own service.
 ALLOWED_IMPORTS = {
@@ -25,11 +36,29 @@ ALLOWED_IMPORTS = {
     "scheduler_service": ("scheduler_service", "pagewire.__version__"),
     "scheduler_service.core": ("scheduler_service.core",),
     "scheduler_service.serving": ("scheduler_service.core", "scheduler_service.serving"),
-    "scheduler_service.rpc": (
+    # What several of the packages beside it need, and no more.
+    "scheduler_service.rpc": ("scheduler_service.rpc.status", "pagewire.protos.gen.pagewire.scheduler"),
+    "scheduler_service.rpc.worker": (
         "scheduler_service.core",
         "scheduler_service.serving",
-        "scheduler_service.rpc",
-        "pagewire.protos.gen.pagewire",
+        "scheduler_service.rpc.worker",
+        "scheduler_service.rpc.link_secret",
+        "scheduler_service.rpc.waiting",
+        "pagewire.protos.gen.pagewire.worker",
+    ),
+    "scheduler_service.rpc.tenants": (
+        "scheduler_service.core",
+        "scheduler_service.serving",
+        "scheduler_service.rpc.tenants",
+        "scheduler_service.rpc.status",
+    ),
+    "scheduler_service.rpc.public": (*PUBLIC_IMPORTS, "scheduler_service.rpc.trace_context"),
+    "scheduler_service.rpc.vllm": (*PUBLIC_IMPORTS, "scheduler_service.rpc.vllm"),
+    "scheduler_service.rpc.front_end": (
+        *PUBLIC_IMPORTS,
+        "scheduler_service.rpc.front_end",
+        "scheduler_service.rpc.trace_context",
+        "scheduler_service.rpc.waiting",
     ),
     "worker_service": ("worker_service", "pagewire.__version__"),
     "worker_service.rpc": (
@@ -127,16 +156,19 @@ def test_imports_keep_to_the_boundaries(path: Path) -> None:
 
 def test_boundaries_are_noticed_when_they_break() -> None:
     assert forbidden_imports("pagewire.kernels.cpu.attention", ["worker_service.step"])
-    assert forbidden_imports("scheduler_service.core.scheduler", ["scheduler_service.rpc.wire"])
+    assert forbidden_imports("scheduler_service.core.scheduler", ["scheduler_service.rpc.worker.wire"])
     assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
-    assert forbidden_imports("scheduler_service.serving.step_loop", ["scheduler_service.rpc.worker_link"])
+    assert forbidden_imports("scheduler_service.serving.step_loop", ["scheduler_service.rpc.worker.worker_link"])
+    assert forbidden_imports("scheduler_service.rpc.worker.wire", ["scheduler_service.rpc.public.intake"])
+    assert forbidden_imports("scheduler_service.rpc.public.intake", ["scheduler_service.rpc.front_end.scheduler_link"])
+    assert forbidden_imports("scheduler_service.rpc.status", ["scheduler_service.rpc.public.intake"])
     assert forbidden_imports("scheduler_service.metrics", ["worker_service.step"])
     assert forbidden_imports("worker_service.model_runner", ["worker_service.rpc.wire"])
     assert forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("pagewire.client", ["pagewire.kernels.sampling"])
     assert not forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.scheduler.v1.scheduler_pb2"])
     assert not forbidden_imports(
-        "scheduler_service.server", ["scheduler_service.rpc.wire", "scheduler_service.core.plan"]
+        "scheduler_service.server", ["scheduler_service.rpc.worker.wire", "scheduler_service.core.plan"]
     )
 
 
@@ -192,6 +224,13 @@ def test_nothing_is_tuned_while_the_engine_runs(path: Path) -> None:
         for decorator in node.decorator_list
     ]
     assert not [decorator for decorator in decorators if "autotune" in decorator or "heuristics" in decorator]
+
+
+def test_folders_are_small() -> None:
+    """Nobody finds their way among many files of one level."""
+    modules = [path for path in sources("scheduler_service", "pagewire/kernels") if path.stem != "__init__"]
+    sizes = Counter(path.parent for path in modules)
+    assert not {folder: size for folder, size in sizes.items() if size > MAX_MODULES}
 
 
 @every_source

@@ -1,7 +1,7 @@
 """Scheduler core and worker session, both the production code, in one seeded event loop with everything that can fail.
 
 One heap of (time, number) orders all events and one `random.Random(seed)` makes all choices: a seed is a history. The
-scheduler's side does what `step_loop.py` and `rpc/worker_link.py` do, the worker's what `rpc/servicer.py` and
+scheduler's side does what `step_loop.py` and `rpc/worker/worker_link.py` do, the worker's what `rpc/servicer.py` and
 `engine.py` do, without gRPC, threads or a clock.
 """
 

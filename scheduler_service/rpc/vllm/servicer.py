@@ -19,12 +19,12 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc.authentication import check_operator, is_operator, tenant_of_call
-from scheduler_service.rpc.call import Call
-from scheduler_service.rpc.generation import write_all
-from scheduler_service.rpc.intake import Intake
-from scheduler_service.rpc.sample import Sample
+from scheduler_service.rpc.public.call import Call
+from scheduler_service.rpc.public.generation import write_all
+from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.sample import Sample
 from scheduler_service.rpc.status import RpcError, abort, invalid
+from scheduler_service.rpc.tenants.authentication import check_operator, is_operator, tenant_of_call
 from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
 from scheduler_service.rpc.vllm.kv_events import KvEventFeed

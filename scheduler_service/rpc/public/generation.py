@@ -7,9 +7,9 @@ from typing import Any
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.call import Call
-from scheduler_service.rpc.intake import Intake
-from scheduler_service.rpc.sample import Sample
+from scheduler_service.rpc.public.call import Call
+from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.sample import Sample
 from scheduler_service.serving.engine import RequestEngine
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.request import BeamParams, Request
-from scheduler_service.rpc.beam_search import MAX_BEAM_WIDTH, check_beam_search, num_candidates, resolve_beam
-from scheduler_service.rpc.prompt_text import too_many_tokens
+from scheduler_service.rpc.public.beam_search import MAX_BEAM_WIDTH, check_beam_search, num_candidates, resolve_beam
+from scheduler_service.rpc.public.prompt_text import too_many_tokens
 from scheduler_service.rpc.status import invalid
 from scheduler_service.serving.model_info import ModelInfo
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
-from scheduler_service.rpc import wire
-from scheduler_service.rpc.worker_session import Session, SessionEnded
+from scheduler_service.rpc.worker import wire
+from scheduler_service.rpc.worker.worker_session import Session, SessionEnded
 from scheduler_service.serving.step_loop import StepLoop
 
 # What the ranks of a worker must have in common, and what all of them can do.

@@ -14,7 +14,7 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.request_encoding import encode_request
+from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.waiting import Waiting

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import TokenLogprobs
-from scheduler_service.rpc.logprob_columns import LogprobColumns
-from scheduler_service.rpc.sample import MAX_RESPONSE_TOKENS, encode_logprobs
-from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.rpc.public.logprob_columns import LogprobColumns
+from scheduler_service.rpc.public.sample import MAX_RESPONSE_TOKENS, encode_logprobs
+from scheduler_service.rpc.public.transcript import Transcript
 from scheduler_service.serving.token_stream import Delta
 
 _PIECE_TOKENS = 256  # of a whole history: less than a millisecond's work, log-probabilities included

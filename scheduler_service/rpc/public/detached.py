@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.delivery import Delivery
-from scheduler_service.rpc.history import History, HistoryReader
+from scheduler_service.rpc.public.delivery import Delivery
+from scheduler_service.rpc.public.history import History, HistoryReader
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.serving.engine import RequestEngine
 

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from scheduler_service.rpc.status import RpcError, abort, set_status
-from scheduler_service.rpc.tenant_file import Tenant, TenantFile
+from scheduler_service.rpc.tenants.tenant_file import Tenant, TenantFile
 
 _BEARER = "bearer "
 # Seconds between two looks whether running calls are still those of tenants.

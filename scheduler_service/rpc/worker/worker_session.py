@@ -11,8 +11,8 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
-from scheduler_service.rpc import wire
-from scheduler_service.rpc.liveness import Liveness
+from scheduler_service.rpc.worker import wire
+from scheduler_service.rpc.worker.liveness import Liveness
 
 _JUDGE_INTERVAL = 0.1
 

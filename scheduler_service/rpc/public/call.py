@@ -3,9 +3,9 @@
 from collections.abc import AsyncGenerator
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.delivery import Delivery
-from scheduler_service.rpc.news import News
-from scheduler_service.rpc.sample import Sample
+from scheduler_service.rpc.public.delivery import Delivery
+from scheduler_service.rpc.public.news import News
+from scheduler_service.rpc.public.sample import Sample
 from scheduler_service.serving.engine import RequestEngine
 
 

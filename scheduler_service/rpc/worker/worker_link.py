@@ -16,12 +16,12 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
-from scheduler_service.rpc import wire
-from scheduler_service.rpc.epochs import Epochs
 from scheduler_service.rpc.link_secret import LinkSecret
-from scheduler_service.rpc.ranked_session import RankedSession
 from scheduler_service.rpc.waiting import Waiting
-from scheduler_service.rpc.worker_session import Session, SessionEnded, WorkerHangs, read, write
+from scheduler_service.rpc.worker import wire
+from scheduler_service.rpc.worker.epochs import Epochs
+from scheduler_service.rpc.worker.ranked_session import RankedSession
+from scheduler_service.rpc.worker.worker_session import Session, SessionEnded, WorkerHangs, read, write
 from scheduler_service.serving.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)

@@ -7,14 +7,14 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.rpc.authentication import tenant_of_call
-from scheduler_service.rpc.generation import generate
-from scheduler_service.rpc.intake import Intake
-from scheduler_service.rpc.prompt_text import TextLimits
-from scheduler_service.rpc.scheduler_link import SchedulerLink
-from scheduler_service.rpc.shared_call import SharedCalls
+from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
+from scheduler_service.rpc.public.generation import generate
+from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.prompt_text import TextLimits
+from scheduler_service.rpc.public.shared_call import SharedCalls
+from scheduler_service.rpc.public.tokenization import Tokenization
 from scheduler_service.rpc.status import RpcError, abort
-from scheduler_service.rpc.tokenization import Tokenization
+from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.tokenizer import Tokenizer
 

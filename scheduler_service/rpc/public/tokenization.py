@@ -4,9 +4,9 @@ import asyncio
 from typing import TypeVar
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.authentication import tenant_of_call
-from scheduler_service.rpc.prompt_text import PromptTexts
+from scheduler_service.rpc.public.prompt_text import PromptTexts
 from scheduler_service.rpc.status import invalid
+from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.tokenizer import Tokenizer
 

@@ -8,13 +8,13 @@ import grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import AdmissionError, AdmissionReason, OutputMode, Request
-from scheduler_service.rpc.authentication import tenant_of_call
-from scheduler_service.rpc.delivery import Delivery
-from scheduler_service.rpc.generate_request import check_before_tokenizing, resolve_request, text_options
-from scheduler_service.rpc.prompt_text import PromptTexts, TextLimits
-from scheduler_service.rpc.quota import Claim, Quotas
+from scheduler_service.rpc.public.delivery import Delivery
+from scheduler_service.rpc.public.generate_request import check_before_tokenizing, resolve_request, text_options
+from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
+from scheduler_service.rpc.public.transcript import Transcript
 from scheduler_service.rpc.status import RpcError
-from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.rpc.tenants.authentication import tenant_of_call
+from scheduler_service.rpc.tenants.quota import Claim, Quotas
 from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.token_stream import Delta, Outlet

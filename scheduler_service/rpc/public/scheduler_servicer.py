@@ -9,18 +9,18 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc import report
-from scheduler_service.rpc.authentication import check_operator, tenant_of_call
-from scheduler_service.rpc.detached import DetachedRequest, DetachedRequests
-from scheduler_service.rpc.generation import generate, write_all
-from scheduler_service.rpc.history import History
-from scheduler_service.rpc.intake import Intake
-from scheduler_service.rpc.kv_event_stream import kv_event_messages
-from scheduler_service.rpc.prompt_text import TextLimits
-from scheduler_service.rpc.quota import Quotas
-from scheduler_service.rpc.shared_call import SharedCalls
+from scheduler_service.rpc.public import report
+from scheduler_service.rpc.public.detached import DetachedRequest, DetachedRequests
+from scheduler_service.rpc.public.generation import generate, write_all
+from scheduler_service.rpc.public.history import History
+from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
+from scheduler_service.rpc.public.prompt_text import TextLimits
+from scheduler_service.rpc.public.shared_call import SharedCalls
+from scheduler_service.rpc.public.tokenization import Tokenization
 from scheduler_service.rpc.status import RpcError, abort
-from scheduler_service.rpc.tokenization import Tokenization
+from scheduler_service.rpc.tenants.authentication import check_operator, tenant_of_call
+from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tokenizer import Tokenizer

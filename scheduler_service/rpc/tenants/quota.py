@@ -9,7 +9,7 @@ import grpc
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.status import RpcError, invalid
-from scheduler_service.rpc.tenant_file import Quota
+from scheduler_service.rpc.tenants.tenant_file import Quota
 from scheduler_service.serving.token_stream import Delta
 
 

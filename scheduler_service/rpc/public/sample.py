@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import TokenLogprobs
-from scheduler_service.rpc.transcript import Transcript
+from scheduler_service.rpc.public.transcript import Transcript
 from scheduler_service.serving.token_stream import Delta
 
 # Tokens, or prompt log-probabilities, of one response: keeps it far below a client's message limit of 4 MiB.

@@ -7,8 +7,8 @@ from typing import Protocol
 import grpc
 
 from scheduler_service.core.request import EndReason
+from scheduler_service.rpc.public.transcript import Transcript
 from scheduler_service.rpc.status import RpcError
-from scheduler_service.rpc.transcript import Transcript
 from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.token_stream import Delta
 

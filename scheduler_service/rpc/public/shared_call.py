@@ -14,13 +14,13 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode, Request
-from scheduler_service.rpc.authentication import check_forwarded
-from scheduler_service.rpc.delivery import Delivery
-from scheduler_service.rpc.generate_request import MAX_SAMPLES
-from scheduler_service.rpc.intake import Intake
-from scheduler_service.rpc.news import News
-from scheduler_service.rpc.sample import Sample
+from scheduler_service.rpc.public.delivery import Delivery
+from scheduler_service.rpc.public.generate_request import MAX_SAMPLES
+from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.news import News
+from scheduler_service.rpc.public.sample import Sample
 from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
+from scheduler_service.rpc.tenants.authentication import check_forwarded
 from scheduler_service.rpc.trace_context import continue_trace
 from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.token_stream import Outlet
