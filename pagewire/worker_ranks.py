@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagewire.supervisor import EXIT_WITH_PARENT, Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
+from pagewire.transport.addresses import join
 from worker_service.config import WorkerConfig
 from worker_service.server import exit_with_parent
 
@@ -80,8 +81,7 @@ class _Ready:
     """Says that the worker is ready when all its ranks are, each time."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        self._line = f"ready on grpc://{host}:{config.port}"
+        self._line = f"ready on grpc://{join(config.host, config.port)}"
         self._waiting_for: set[int] = set()
         self._all = set(range(config.tensor_parallel_size))
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
+from pagewire.transport.addresses import join
+from pagewire.transport.dialling import dial
+from pagewire.transport.listening import connections_option
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.listening import connections_option, join
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.front_end_servicer import FrontEndServicer
@@ -31,7 +33,6 @@ from scheduler_service.server import (
     drain,
     import_vllm,
     probed_server,
-    read_pem,
     refused,
     serve_until_signalled,
     warn_of,
@@ -170,14 +171,11 @@ def _credentials(api_key_file: str | None) -> list[tuple[str, str]]:
 
 
 def _scheduler_channel(config: FrontEndConfig) -> grpc.aio.Channel:
-    if config.scheduler_tls_ca is None:
-        return grpc.aio.insecure_channel(config.scheduler, options=CHANNEL_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=read_pem(config.scheduler_tls_ca),
-        private_key=read_pem(config.scheduler_tls_key),
-        certificate_chain=read_pem(config.scheduler_tls_cert),
+    return dial(
+        config.scheduler,
+        CHANNEL_OPTIONS,
+        ca=config.scheduler_tls_ca,
+        cert=config.scheduler_tls_cert,
+        key=config.scheduler_tls_key,
+        name=config.scheduler_tls_name,
     )
-    options = CHANNEL_OPTIONS
-    if config.scheduler_tls_name is not None:
-        options = (*options, ("grpc.ssl_target_name_override", config.scheduler_tls_name))
-    return grpc.aio.secure_channel(config.scheduler, credentials, options=options)

@@ -8,20 +8,22 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import grpc
 import grpc.aio
 
 from pagewire import __version__
+from pagewire.transport.addresses import join
+from pagewire.transport.dialling import dial
+from pagewire.transport.link_secret import LinkSecret
+from pagewire.transport.listening import MAX_PROBES, connections_option, listen
+from pagewire.transport.tls import server_credentials
 from scheduler_service.activity import Activity
-from scheduler_service.config import UNIX_SCHEME, FrontEndConfig, SchedulerConfig
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.kv_event_log import KvEventLog
-from scheduler_service.listening import MAX_PROBES, connections_option, join, listen
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MetricsServer
 from scheduler_service.model_info import ModelInfo, read_model_info
@@ -29,13 +31,11 @@ from scheduler_service.recording import Recorder, SchedulerArguments
 from scheduler_service.recording_scheduler import RecordingScheduler
 from scheduler_service.request_log import RequestLog
 from scheduler_service.rpc.authentication import Anybody, Authentication
-from scheduler_service.rpc.credentials import server_credentials
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.epochs import EpochsExhausted
 from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.interception import Enter, Interception
-from scheduler_service.rpc.link_secret import LinkSecret
 from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.prompt_text import TextLimits
 from scheduler_service.rpc.quota import Quotas
@@ -433,9 +433,7 @@ def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) 
 
 def bind(server: grpc.aio.Server, config: SchedulerConfig | FrontEndConfig) -> int:
     """The port that was bound. Raises OSError."""
-    credentials = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+    credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
     return listen(server, config.host, config.port, credentials, "--port")
 
 
@@ -449,20 +447,11 @@ def probed_server(config: SchedulerConfig | FrontEndConfig, health: Health) -> g
 
 
 def _worker_channel(config: SchedulerConfig, address: str) -> grpc.aio.Channel:
-    if address.startswith(UNIX_SCHEME):
-        address = UNIX_SCHEME + quote(address.removeprefix(UNIX_SCHEME))
-    if config.worker_tls_ca is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=read_pem(config.worker_tls_ca),
-        private_key=read_pem(config.worker_tls_key),
-        certificate_chain=read_pem(config.worker_tls_cert),
+    return dial(
+        address,
+        CHANNEL_OPTIONS,
+        ca=config.worker_tls_ca,
+        cert=config.worker_tls_cert,
+        key=config.worker_tls_key,
+        name=config.worker_tls_name,
     )
-    options = CHANNEL_OPTIONS
-    if config.worker_tls_name is not None:
-        options = (*options, ("grpc.ssl_target_name_override", config.worker_tls_name))
-    return grpc.aio.secure_channel(address, credentials, options=options)
-
-
-def read_pem(path: str | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()

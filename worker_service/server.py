@@ -22,15 +22,15 @@ import grpc
 import grpc.aio
 
 from pagewire import __version__
+from pagewire.transport.addresses import join
+from pagewire.transport.link_secret import LinkSecret
+from pagewire.transport.listening import MAX_PROBES, connections_option, listen, listen_on_socket
+from pagewire.transport.tls import server_credentials
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
-from worker_service.listening import MAX_PROBES, connections_option, join, listen
 from worker_service.load_progress import LoadProgress
 from worker_service.preflight import check_worker
-from worker_service.rpc.credentials import server_credentials
-from worker_service.rpc.link_secret import LinkSecret
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
-from worker_service.unix_socket import listen_on_socket
 
 if TYPE_CHECKING:
     from worker_service.profile import ProfiledRunner
@@ -259,9 +259,7 @@ def _enable_reflection(server: grpc.aio.Server) -> None:
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
     """The address that is bound. Raises OSError, with a text for people, if it cannot be."""
-    credentials = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+    credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
     if config.socket is not None:
         return listen_on_socket(server, config.socket, credentials, "--socket")
     port = listen(server, config.host, config.port, credentials, "--port")

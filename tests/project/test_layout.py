@@ -22,9 +22,15 @@ MAX_FUNCTION_LINES = 60
 # none may import anything. A service's `server` composes it: it may import all of its own service.
 ALLOWED_IMPORTS = {
     "pagewire.kernels": ("pagewire.kernels",),
-    "scheduler_service": ("scheduler_service", "pagewire.__version__"),
+    "pagewire.transport": ("pagewire.transport",),
+    "scheduler_service": ("scheduler_service", "pagewire.transport", "pagewire.__version__"),
     "scheduler_service.core": ("scheduler_service.core",),
-    "scheduler_service.rpc": ("scheduler_service.core", "scheduler_service.rpc", "pagewire.protos.gen.pagewire"),
+    "scheduler_service.rpc": (
+        "scheduler_service.core",
+        "scheduler_service.rpc",
+        "pagewire.protos.gen.pagewire",
+        "pagewire.transport",
+    ),
     "scheduler_service.step_loop": (
         "scheduler_service.core",
         "scheduler_service.stream",
@@ -32,13 +38,14 @@ ALLOWED_IMPORTS = {
     ),
     "scheduler_service.kv_event_log": ("scheduler_service.core",),
     "scheduler_service.stream": ("scheduler_service.core",),
-    "worker_service": ("worker_service", "pagewire.__version__"),
+    "worker_service": ("worker_service", "pagewire.transport", "pagewire.__version__"),
     "worker_service.rpc": (
         "worker_service.step",
         "worker_service.session",
         "worker_service.engine",
         "worker_service.rpc",
         "pagewire.protos.gen.pagewire.worker",
+        "pagewire.transport",
     ),
     "worker_service.step": (),
     "worker_service.session": ("worker_service.step",),
@@ -129,7 +136,13 @@ def test_boundaries_are_noticed_when_they_break() -> None:
     assert forbidden_imports("scheduler_service.core.scheduler", ["scheduler_service.rpc.wire"])
     assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("scheduler_service.step_loop", ["scheduler_service.rpc.worker_link"])
+    assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.transport.addresses"])
     assert forbidden_imports("scheduler_service.metrics", ["worker_service.step"])
+    assert forbidden_imports("scheduler_service.server", ["pagewire.supervisor"])
+    assert forbidden_imports("worker_service.server", ["pagewire.logs"])
+    assert forbidden_imports("pagewire.transport.health", ["pagewire.supervisor"])
+    assert forbidden_imports("pagewire.transport.health", ["worker_service.step"])
+    assert forbidden_imports("pagewire.transport.health", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("worker_service.model_runner", ["worker_service.rpc.wire"])
     assert forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("pagewire.client", ["pagewire.kernels.sampling"])

@@ -12,8 +12,8 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from pagewire.transport.link_secret import LinkSecret, shows_one
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
-from worker_service.rpc.link_secret import LinkSecret, shows_one
 from worker_service.rpc.wire import decode_request, encode_response
 from worker_service.session import ProtocolError, Session, SessionRegister
 from worker_service.step import Heartbeat, Hello, Ready, Refusal, StepPlan, StepResult
