@@ -12,6 +12,8 @@ import grpc.aio
 from pagewire.transport.addresses import join
 from pagewire.transport.dialling import dial
 from pagewire.transport.listening import connections_option
+from pagewire.transport.process import EXIT_ERROR
+from pagewire.transport.signals import serve_until_signalled
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.rpc.authentication import Anybody, Authentication
@@ -26,7 +28,6 @@ from scheduler_service.rpc.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context
 from scheduler_service.server import (
     CLOSE_TIMEOUT,
-    EXIT_ERROR,
     SERVER_OPTIONS,
     bind,
     cancel,
@@ -34,7 +35,6 @@ from scheduler_service.server import (
     import_vllm,
     probed_server,
     refused,
-    serve_until_signalled,
     warn_of,
 )
 from scheduler_service.stream import Outlet

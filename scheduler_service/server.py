@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import secrets
-import signal
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -19,6 +18,8 @@ from pagewire.transport.addresses import join
 from pagewire.transport.dialling import dial
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.listening import MAX_PROBES, connections_option, listen
+from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
+from pagewire.transport.signals import serve_until_signalled
 from pagewire.transport.tls import server_credentials
 from scheduler_service.activity import Activity
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXIT_ERROR = 1
-EXIT_REFUSED = 78  # it will not start by trying again: EX_CONFIG of sysexits.h
 EXIT_FENCED = 3
 _DRAIN_PATIENCE = 0.2  # seconds to drain before that is told
 CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
@@ -123,18 +122,6 @@ def import_vllm() -> ModuleType | None:
         logger.warning("VllmEngine is not served, gateways will not find this server: %s", error)
         return None
     return servicer
-
-
-async def serve_until_signalled(run: Callable[..., Coroutine[Any, Any, int]]) -> int:
-    """`run` until SIGTERM or SIGINT, and not beyond a second one. The exit code."""
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return await run(stop=stop, ready=lambda url: print(f"ready on {url}", flush=True), stop_now=stop_now)
 
 
 class _Service:

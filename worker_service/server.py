@@ -6,12 +6,9 @@ is not ready.
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import socket
-import sys
 import uuid
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
@@ -25,6 +22,8 @@ from pagewire import __version__
 from pagewire.transport.addresses import join
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.listening import MAX_PROBES, connections_option, listen, listen_on_socket
+from pagewire.transport.process import announce_ready, exit_with_parent
+from pagewire.transport.signals import stop_at_signals
 from pagewire.transport.tls import server_credentials
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
@@ -49,7 +48,6 @@ _SERVER_OPTIONS = (
 )
 _STOP_GRACE_S = 5.0
 _LAST_STEP_TIMEOUT_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
@@ -58,9 +56,7 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
     `refuse` says why the worker will not start by trying again, and gives the exit status for that. Raises OSError for
     what may change, such as a port that is taken.
     """
-    parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
-    if parent:
-        exit_with_parent(int(parent))
+    exit_with_parent()
     try:
         check_worker(config)
         server = _Server(config, refuse)
@@ -89,7 +85,6 @@ class _Server:
         """Raises ValueError for what is asked for but is not there."""
         self._config = config
         self._refuse = refuse
-        self._stop = asyncio.Event()
         self._link_secret = None if config.link_secret_file is None else LinkSecret(config.link_secret_file)
         self._tracing = _tracing(config)
         self._engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
@@ -102,7 +97,7 @@ class _Server:
 
     async def run(self) -> int:
         """The exit status. Raises OSError for what a person can put right, such as the port."""
-        self._install_signal_handlers()
+        stop = stop_at_signals(lambda number: os._exit(128 + number))
         server = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option()))
         servicer = WorkerServicer(
             self._engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
@@ -121,11 +116,11 @@ class _Server:
         try:
             await health.set(_LIVENESS_NAME, serving=True)
             await health.set_ready(False)
-            if await self._until_loaded():
+            if await self._until_loaded(stop):
                 servicer.set_loaded()
                 await health.set_ready(True)
-                print(f"ready on {address}", flush=True)
-                await self._stop.wait()
+                announce_ready(address)
+                await stop.wait()
                 logger.info("stopping")
                 await health.set_ready(False)
                 await servicer.close()
@@ -167,12 +162,12 @@ class _Server:
     def _tell_percent(self, percent: int) -> None:
         self._engine.load_percent = percent
 
-    async def _until_loaded(self) -> bool:
+    async def _until_loaded(self, stop: asyncio.Event) -> bool:
         """False if told to stop before. Raises what loading raised."""
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[Exception | None] = loop.create_future()
         self._engine.start(lambda error: loop.call_soon_threadsafe(loaded.set_result, error))
-        stopped = asyncio.ensure_future(self._stop.wait())
+        stopped = asyncio.ensure_future(stop.wait())
         waited: list[asyncio.Future[Any]] = [loaded, stopped]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not loaded.done():
@@ -190,16 +185,6 @@ class _Server:
             exit_process(f"the running step has not finished in {_LAST_STEP_TIMEOUT_S:.0f} s")
         if self._profile is not None and self._profile.num_steps_left:
             logger.warning("--profile: no trace was written, %d steps too few have run", self._profile.num_steps_left)
-
-    def _install_signal_handlers(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-
-    def _on_signal(self, number: int) -> None:
-        if self._stop.is_set():
-            os._exit(128 + number)
-        self._stop.set()
 
 
 def _tracing(config: WorkerConfig) -> "StepTracing | None":
@@ -274,14 +259,3 @@ def _worker_id() -> str:
 def _names(text: str | None) -> frozenset[str] | None:
     """Names that commas separate, None for any."""
     return None if text is None else frozenset(name.strip() for name in text.split(","))
-
-
-def exit_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent, a process id, ends, however that ends. Linux only."""
-    if sys.platform != "linux":
-        logger.warning("PAGEWIRE_EXIT_WITH_PARENT works on Linux only: this process may outlive its parent")
-        return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before
-        os._exit(1)
