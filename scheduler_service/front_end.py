@@ -11,6 +11,7 @@ import grpc.aio
 
 from pagewire.transport.addresses import join
 from pagewire.transport.dialling import dial
+from pagewire.transport.health import Health
 from pagewire.transport.listening import connections_option
 from pagewire.transport.process import EXIT_ERROR
 from pagewire.transport.signals import serve_until_signalled
@@ -18,7 +19,6 @@ from scheduler_service.config import FrontEndConfig
 from scheduler_service.model_info import ModelInfo, read_model_info
 from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.front_end_servicer import FrontEndServicer
-from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.interception import Interception
 from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.prompt_text import TextLimits
@@ -33,7 +33,6 @@ from scheduler_service.server import (
     cancel,
     drain,
     import_vllm,
-    probed_server,
     refused,
     warn_of,
 )
@@ -105,7 +104,7 @@ class _FrontEnd:
         self._servicer.add_to(self._server)
         self._health = Health(self._server, [SERVICE_NAME, *self._add_vllm(model)])
         self._url = f"grpc://{join(config.host, bind(self._server, config))}"
-        self._probed = probed_server(config, self._health)
+        self._health.listen(config.health_host, config.health_port, SERVER_OPTIONS)
 
     def _add_vllm(self, model: ModelInfo) -> list[str]:
         """Serve VllmEngine too; its name, if it can be served."""
@@ -124,13 +123,17 @@ class _FrontEnd:
         return [vllm.SERVICE_NAME]
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
-        await self._health.set_liveness()
-        await self._health.set_readiness(False)
+        await self._health.begin()
         await self._server.start()
-        await self._probed.start()
         watching = [self._authentication.watch()] if self._authentication is not None else []
+        reporting = self._health.follow(
+            self._availability_changed,
+            lambda: self._link.is_serving,
+            self._servicer.announce,
+            lambda: ready(self._url),
+        )
         parts: list[asyncio.Task[Any]] = [
-            asyncio.create_task(part) for part in (self._link.run(), self._report_readiness(ready), *watching)
+            asyncio.create_task(part) for part in (self._link.run(), reporting, *watching)
         ]
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -144,23 +147,11 @@ class _FrontEnd:
             self._link.end_all("the front end has shut down; send the request to another one")
             self._servicer.close()
             await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
-            await self._probed.stop(0)
+            await self._health.end()
             await cancel([stopping, *parts])
             await self._channel.close()
             if self._tokenizer is not None:
                 self._tokenizer.close()
-
-    async def _report_readiness(self, ready: Callable[[str], None]) -> None:
-        has_served = False
-        while True:
-            await self._availability_changed.wait()
-            self._availability_changed.clear()
-            self._servicer.announce()
-            is_serving = self._link.is_serving
-            await self._health.set_readiness(is_serving)
-            if is_serving and not has_served:
-                has_served = True
-                ready(self._url)
 
 
 def _credentials(api_key_file: str | None) -> list[tuple[str, str]]:

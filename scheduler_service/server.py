@@ -16,8 +16,9 @@ import grpc.aio
 from pagewire import __version__
 from pagewire.transport.addresses import join
 from pagewire.transport.dialling import dial
+from pagewire.transport.health import Health
 from pagewire.transport.link_secret import LinkSecret
-from pagewire.transport.listening import MAX_PROBES, connections_option, listen
+from pagewire.transport.listening import COMMON_OPTIONS, connections_option, listen
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
 from pagewire.transport.signals import serve_until_signalled
 from pagewire.transport.tls import server_credentials
@@ -34,7 +35,6 @@ from scheduler_service.request_log import RequestLog
 from scheduler_service.rpc.authentication import Anybody, Authentication
 from scheduler_service.rpc.detached import DetachedRequests
 from scheduler_service.rpc.epochs import EpochsExhausted
-from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.intake import Intake
 from scheduler_service.rpc.interception import Enter, Interception
 from scheduler_service.rpc.malformed import MalformedRequests
@@ -58,10 +58,8 @@ EXIT_FENCED = 3
 _DRAIN_PATIENCE = 0.2  # seconds to drain before that is told
 CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
 SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
+    *COMMON_OPTIONS,
     ("grpc.max_receive_message_length", 4 * 1024 * 1024),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # By default gRPC cancels calls at random when more than 1,000 come at once; here the queue caps answer them.
     ("grpc.server.max_pending_requests", 1 << 20),
@@ -179,7 +177,7 @@ class _Service:
         service_names = [SERVICE_NAME, *self._add_vllm(self._servicer.intake, model, info)]
         self._health = Health(self._server, service_names)
         self._url = f"grpc://{join(config.host, bind(self._server, config))}"
-        self._probed_server = probed_server(config, self._health)
+        self._health.listen(config.health_host, config.health_port, SERVER_OPTIONS)
         if self._recorder is not None:
             self._recorder.open()
         self._metrics_server = self._serve_metrics(info.served_model_name)
@@ -235,17 +233,20 @@ class _Service:
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         gc.callbacks.append(self._metrics.collection)
-        await self._health.set_liveness()
-        await self._health.set_readiness(False)
+        await self._health.begin()
         await self._server.start()
-        await self._probed_server.start()
         parts: list[asyncio.Task[Any]] = [
             asyncio.create_task(part)
             for part in (
                 self._step_loop.run(),
                 self._worker_link.run(),
                 self._activity.run(),
-                self._report_readiness(ready),
+                self._health.follow(
+                    self._availability_changed,
+                    lambda: self._step_loop.is_serving,
+                    self._servicer.announce,
+                    lambda: ready(self._url),
+                ),
                 *([self._authentication.watch()] if self._authentication is not None else []),
             )
         ]
@@ -261,7 +262,7 @@ class _Service:
             self._step_loop.end_all("the server has shut down; send the request to another one")
             self._servicer.close()
             await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
-            await self._probed_server.stop(0)
+            await self._health.end()
             await cancel([stopping, *parts])
             for channel in self._channels:
                 await channel.close()
@@ -273,18 +274,6 @@ class _Service:
                 self._recorder.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
-
-    async def _report_readiness(self, ready: Callable[[str], None]) -> None:
-        has_served = False
-        while True:
-            await self._availability_changed.wait()
-            self._availability_changed.clear()
-            is_serving = self._step_loop.is_serving
-            self._servicer.announce()
-            await self._health.set_readiness(is_serving)
-            if is_serving and not has_served:
-                has_served = True
-                ready(self._url)
 
     def _failed(self, part: asyncio.Task[Any]) -> int:
         """A part of the service ended, which none does by itself."""
@@ -422,15 +411,6 @@ def bind(server: grpc.aio.Server, config: SchedulerConfig | FrontEndConfig) -> i
     """The port that was bound. Raises OSError."""
     credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
     return listen(server, config.host, config.port, credentials, "--port")
-
-
-def probed_server(config: SchedulerConfig | FrontEndConfig, health: Health) -> grpc.aio.Server:
-    """Answers probes that know no certificates, where that is asked for. Raises OSError."""
-    server = grpc.aio.server(options=(*SERVER_OPTIONS, connections_option(MAX_PROBES)))
-    if config.health_port:
-        health.add_to(server)
-        listen(server, config.health_host, config.health_port, None, "--health-port")
-    return server
 
 
 def _worker_channel(config: SchedulerConfig, address: str) -> grpc.aio.Channel:

@@ -5,7 +5,6 @@ is not ready.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -20,8 +19,9 @@ import grpc.aio
 
 from pagewire import __version__
 from pagewire.transport.addresses import join
+from pagewire.transport.health import Health
 from pagewire.transport.link_secret import LinkSecret
-from pagewire.transport.listening import MAX_PROBES, connections_option, listen, listen_on_socket
+from pagewire.transport.listening import COMMON_OPTIONS, connections_option, listen, listen_on_socket
 from pagewire.transport.process import announce_ready, exit_with_parent
 from pagewire.transport.signals import stop_at_signals
 from pagewire.transport.tls import server_credentials
@@ -37,14 +37,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LIVENESS_NAME = "liveness"
 _MAX_MESSAGE_BYTES = 64 << 20
 _SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
+    *COMMON_OPTIONS,
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 _STOP_GRACE_S = 5.0
 _LAST_STEP_TIMEOUT_S = 60.0
@@ -103,26 +100,19 @@ class _Server:
             self._engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
         )
         servicer.add_to(server)
-        health = _Health()
-        health.add_to(server)
-        _enable_reflection(server)
+        health = Health(server, [SERVICE_NAME])
         address = _bind(server, self._config)
-        probed = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option(MAX_PROBES)))
-        if self._config.health_port:
-            health.add_to(probed)
-            listen(probed, self._config.health_host, self._config.health_port, None, "--health-port")
+        health.listen(self._config.health_host, self._config.health_port, _SERVER_OPTIONS)
+        await health.begin()
         await server.start()
-        await probed.start()
         try:
-            await health.set(_LIVENESS_NAME, serving=True)
-            await health.set_ready(False)
             if await self._until_loaded(stop):
                 servicer.set_loaded()
-                await health.set_ready(True)
+                await health.set_readiness(True)
                 announce_ready(address)
                 await stop.wait()
                 logger.info("stopping")
-                await health.set_ready(False)
+                await health.set_readiness(False)
                 await servicer.close()
                 await self._stop_engine()
         except ValueError as error:
@@ -132,7 +122,7 @@ class _Server:
         finally:
             await servicer.close()
             await server.stop(_STOP_GRACE_S)
-            await probed.stop(0)
+            await health.end()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
         return 0
@@ -198,48 +188,6 @@ def _tracing(config: WorkerConfig) -> "StepTracing | None":
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}); pip install 'pagewire[tracing]'"
         ) from error
     return StepTracing(config.otlp_traces_endpoint, version=__version__)
-
-
-class _Health:
-    """The standard health service where grpcio-health-checking is installed, else nothing."""
-
-    def __init__(self) -> None:
-        self._servicer: Any = None
-        with contextlib.suppress(ImportError):
-            from grpc_health.v1 import health
-
-            self._servicer = health.aio.HealthServicer()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        if self._servicer is None:
-            return
-        from grpc_health.v1 import health_pb2_grpc
-
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-
-    async def set_ready(self, ready: bool) -> None:
-        for name in ("", SERVICE_NAME):
-            await self.set(name, serving=ready)
-
-    async def set(self, name: str, *, serving: bool) -> None:
-        if self._servicer is None:
-            return
-        from grpc_health.v1 import health_pb2
-
-        states = health_pb2.HealthCheckResponse
-        await self._servicer.set(name, states.SERVING if serving else states.NOT_SERVING)
-
-
-def _enable_reflection(server: grpc.aio.Server) -> None:
-    with contextlib.suppress(ImportError):
-        from grpc_reflection.v1alpha import reflection
-
-        names = [SERVICE_NAME, reflection.SERVICE_NAME]
-        with contextlib.suppress(ImportError):
-            from grpc_health.v1 import health
-
-            names.append(health.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
 
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:

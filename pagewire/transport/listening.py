@@ -12,8 +12,12 @@ import grpc.aio
 
 from pagewire.transport.addresses import UNIX_SCHEME, join, target
 
-# Of a port that answers probes alone.
-MAX_PROBES = 16
+# What every server says of its port and of its clients' pings.
+COMMON_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
 _MAX_CONNECTIONS = 65_536
 # File descriptors that are kept for the service itself: its links, its files, metrics, probes.
 _MAX_RESERVED = 256
