@@ -11,6 +11,7 @@ import grpc.aio
 
 from pagewire.transport.addresses import join
 from pagewire.transport.dialling import dial
+from pagewire.transport.draining import cancel, drain
 from pagewire.transport.health import Health
 from pagewire.transport.listening import connections_option
 from pagewire.transport.process import EXIT_ERROR
@@ -30,8 +31,6 @@ from scheduler_service.server import (
     CLOSE_TIMEOUT,
     SERVER_OPTIONS,
     bind,
-    cancel,
-    drain,
     import_vllm,
     refused,
     warn_of,

@@ -5,7 +5,7 @@ import gc
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import grpc.aio
 from pagewire import __version__
 from pagewire.transport.addresses import join
 from pagewire.transport.dialling import dial
+from pagewire.transport.draining import cancel, drain
 from pagewire.transport.health import Health
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.listening import COMMON_OPTIONS, connections_option, listen
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_FENCED = 3
-_DRAIN_PATIENCE = 0.2  # seconds to drain before that is told
 CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
 SERVER_OPTIONS = (
     *COMMON_OPTIONS,
@@ -286,24 +286,6 @@ class _Service:
             return EXIT_REFUSED
         logger.critical("the scheduler has failed", exc_info=error)
         return EXIT_ERROR
-
-
-async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, limit: float) -> None:
-    """Let running requests finish, but not beyond `limit` seconds or `stop_now`."""
-    logger.info("stopping")
-    ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (drained, stop_now.wait())]
-    patience = min(_DRAIN_PATIENCE, limit)
-    done, _ = await asyncio.wait(ends, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-    if not done and limit > patience:
-        logger.info("requests are running: they have %g s to end; a second signal ends them at once", limit)
-        await asyncio.wait(ends, timeout=limit - patience, return_when=asyncio.FIRST_COMPLETED)
-    await cancel(ends)
-
-
-async def cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _max_model_len(config: SchedulerConfig, model: ModelInfo) -> int:

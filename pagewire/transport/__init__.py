@@ -1,4 +1,4 @@
-"""What every service does around its calls, whatever these say: TLS, listening and dialling.
+"""What every service does around its calls, whatever these say: TLS, listening, dialling, health, signals and draining.
 
-Nothing here knows a word of the domain, or imports anything else of ours; the services import nothing else of pagewire.
+Nothing here knows a word of the domain, or imports anything else of ours.
 """
