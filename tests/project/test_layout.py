@@ -237,6 +237,17 @@ def test_the_client_loads_no_service() -> None:
     assert not loaded_after("import pagewire") & {*HEAVY, "scheduler_service", "worker_service", "pagewire.kernels"}
 
 
+def test_the_gateways_process_loads_no_service() -> None:
+    assert not loaded_after("import pagewire.gateway_process") & {*HEAVY, "scheduler_service", "worker_service"}
+
+
+def test_no_module_is_there_twice() -> None:
+    places: dict[str, list[Path]] = {}
+    for path in sources(*PACKAGES):
+        places.setdefault((ROOT / path).read_text(encoding="utf-8"), []).append(path)
+    assert not [paths for text, paths in places.items() if text and len(paths) > 1]
+
+
 @pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler", "frontend"])
 def test_help_is_quick_to_load(verb: str) -> None:
     code = f"import pagewire.command\nassert pagewire.command.main(['{verb}', '--help']) == 0"
