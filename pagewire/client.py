@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Unpack, overload
 
 import grpc
@@ -24,6 +23,7 @@ from pagewire.retry import DELAYS_S, Attempts
 from pagewire.sampling import UNSET, SamplingFields, SamplingParams
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
 from pagewire.shared_stream import NotShared
+from pagewire.transport.tls import channel_credentials
 
 UNARY_TIMEOUT_S = 10.0
 # Requests in flight, the new one included, from which on new ones share a call: fewer messages, for the server and for
@@ -77,7 +77,7 @@ class Client:
         self._retry_s = retry
         credentials: grpc.ChannelCredentials | None = None
         if url.startswith("grpcs://") or tls_ca or tls_cert:
-            credentials = grpc.ssl_channel_credentials(_read(tls_ca), _read(tls_key), _read(tls_cert))
+            credentials = channel_credentials(tls_ca, tls_cert, tls_key)
         self._channels = Channels(url, credentials, api_key)
 
     async def __aenter__(self) -> "Client":
@@ -750,7 +750,3 @@ def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:
         size += len(item)
     if part:
         yield part
-
-
-def _read(path: str | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()

@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pagewire.gateway import ADMIN_KEY_VARIABLE
-from pagewire.supervisor import EXIT_WITH_PARENT, READY_PREFIX
-from worker_service.server import exit_with_parent
+from pagewire.transport.process import announce_ready, exit_with_parent
 
 _POLL_INTERVAL = 0.1  # seconds
 _TIMEOUT = 5.0
@@ -21,9 +20,7 @@ def main(arguments: list[str]) -> None:
     from smg.launch_router import parse_router_args
     from smg.router import Router
 
-    parent = os.environ.get(EXIT_WITH_PARENT)
-    if parent:
-        exit_with_parent(int(parent))
+    exit_with_parent()
     url, *flags = arguments
     key = os.environ.pop(ADMIN_KEY_VARIABLE, None)
     if key is not None:
@@ -40,7 +37,7 @@ def _announce(url: str) -> None:
     """Say that the gateway is ready once it can serve a request."""
     while not _is_ready(url):
         time.sleep(_POLL_INTERVAL)
-    print(f"{READY_PREFIX}{url}", flush=True)
+    announce_ready(url)
 
 
 def _is_ready(url: str) -> bool:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import IO
 
 from pagewire.errors import CommandError, StartError
-from pagewire.supervisor import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX
+from pagewire.transport.process import EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX
 
 # Ports of its own choice, so that it runs beside anything.
 SERVE_FLAGS = ("--host=127.0.0.1", "--port=0", "--metrics-port=0", "--log-level=warning")

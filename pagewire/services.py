@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 import secrets
-import signal
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +19,9 @@ from pagewire.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command,
 from pagewire.model_source import MISSING, DownloadError, LocatedModel, ModelSourceConfig, ModelSourceError, locate
 from pagewire.option_groups import GROUPS
 from pagewire.runtime_directory import RuntimeDirectory
-from pagewire.supervisor import (
-    EXIT_REFUSED,
-    EXIT_WITH_PARENT,
-    REFUSAL_PREFIX,
-    GivenUp,
-    Supervisor,
-    child_environ,
-    free_port,
-)
+from pagewire.supervisor import GivenUp, Supervisor, child_environ, free_port
+from pagewire.transport.process import EXIT_REFUSED, REFUSAL_PREFIX, announce_ready, exit_with_parent, is_child
+from pagewire.transport.signals import stops
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +46,7 @@ LINK_OPTIONS = (
 
 def serve(arguments: Sequence[str]) -> int:
     """Runs a scheduler in this process and its worker, each rank of it, as a child."""
-    _exit_with_parent()
+    exit_with_parent()
     from scheduler_service.config import SchedulerConfig
     from worker_service.config import WorkerConfig
     from worker_service.preflight import check_worker
@@ -100,7 +93,7 @@ def serve(arguments: Sequence[str]) -> int:
         command = gateway_command(gateway_config, url, log_config.log_level, free_port)
         # Nobody administers a gateway of one scheduler: nobody is told the key.
         locked = environ | {ADMIN_KEY_VARIABLE: secrets.token_urlsafe(32)}
-        return Supervisor(command, locked, name="gateway", on_ready=_announce, level_of=level_of)
+        return Supervisor(command, locked, name="gateway", on_ready=announce_ready, level_of=level_of)
 
     return asyncio.run(_run(scheduler_config, workers, gateway_of if gateway_config.gateway else None, directory))
 
@@ -112,15 +105,6 @@ def serve_options() -> dict[str, options.Option]:
 
     configs = (SchedulerConfig, WorkerConfig, GatewayConfig, ModelSourceConfig, logs.LogConfig)
     return options.options_of(*configs, without=LINK_OPTIONS)
-
-
-def _exit_with_parent() -> None:
-    """Where this process was started by another one for itself alone, it does not outlive that."""
-    parent = os.environ.get(EXIT_WITH_PARENT)
-    if parent:
-        from worker_service.server import exit_with_parent
-
-        exit_with_parent(int(parent))
 
 
 def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, scheduler_config: Any) -> None:
@@ -201,7 +185,7 @@ def _check_installed() -> None:
 def _refuse(reason: str) -> int:
     """Says why this process will never be able to start, once: to whoever watches it, else in the log."""
     reason = " ".join(reason.split())
-    if EXIT_WITH_PARENT in os.environ:
+    if is_child():
         print(f"{REFUSAL_PREFIX}{reason}", flush=True)
     else:
         log.critical("%s", reason)
@@ -295,7 +279,7 @@ def _start_logging(known: Mapping[str, options.Option], resolved: options.Resolv
     for line in options.unknown_variables(known, os.environ):
         log.warning("%s", line)
     # What a supervisor's child is given was told by its parent.
-    level = logging.DEBUG if EXIT_WITH_PARENT in os.environ else logging.INFO
+    level = logging.DEBUG if is_child() else logging.INFO
     for line in resolved.describe():
         log.log(level, "%s", line)
     log.debug("%s", resolved.describe_defaults())
@@ -308,10 +292,7 @@ async def _run(
     """Serves until the first signal, then drains; a second signal ends at once. The directory lasts as long."""
     freed_memory.give_back_large()
     garbage_collection.keep_short()
-    loop = asyncio.get_running_loop()
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, stop, stop_now)
+    stop, stop_now = stops()
     with ExitStack() as stack:
         try:
             stack.enter_context(directory)
@@ -334,7 +315,7 @@ async def _run_services(
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def ready(served: str) -> None:
-        _announce(served)
+        announce_ready(served)
         url.set_result(served)
 
     serving = asyncio.create_task(
@@ -368,11 +349,3 @@ async def _run_services(
 
 async def _run_gateway(gateway_of: GatewayFactory, url: "asyncio.Future[str]") -> GivenUp:
     return await gateway_of(await asyncio.shield(url)).run()
-
-
-def _on_signal(stop: asyncio.Event, stop_now: asyncio.Event) -> None:
-    (stop_now if stop.is_set() else stop).set()
-
-
-def _announce(url: str) -> None:
-    print(f"ready on {url}", flush=True)

@@ -12,15 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pagewire.transport.process import EXIT_REFUSED, EXIT_WITH_PARENT, READY_PREFIX, REFUSAL_PREFIX
+
 log = logging.getLogger(__name__)
 
-READY_PREFIX = "ready on "
-# What a child prints before it ends with `EXIT_REFUSED`, and the reason behind it.
-REFUSAL_PREFIX = "cannot start: "
-# Trying again will not help: EX_CONFIG of sysexits.h, by which systemd too may be told not to restart.
-EXIT_REFUSED = 78
-# The variable by which a child learns the process that it must not outlive.
-EXIT_WITH_PARENT = "PAGEWIRE_EXIT_WITH_PARENT"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Below the ports that Linux gives to outgoing connections: nobody takes the port while the worker restarts, and a
 # client that dials it meanwhile cannot connect to itself.

@@ -8,14 +8,15 @@ import asyncio
 import dataclasses
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagewire.supervisor import EXIT_WITH_PARENT, Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
+from pagewire.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
+from pagewire.transport.addresses import join
+from pagewire.transport.process import announce_ready, exit_with_parent
+from pagewire.transport.signals import stop_at_signals
 from worker_service.config import WorkerConfig
-from worker_service.server import exit_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,7 @@ def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
 def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str], int]) -> int:
     """Serves until a signal. `arguments` are those of the command: ranks get them too, and what is their own. `refuse`
     says why a rank will never be able to start, and gives the exit code."""
-    parent = os.environ.get(EXIT_WITH_PARENT)
-    if parent:
-        exit_with_parent(int(parent))
+    exit_with_parent()
     try:
         configs = rank_configs(config)
     except ValueError as error:
@@ -80,8 +79,7 @@ class _Ready:
     """Says that the worker is ready when all its ranks are, each time."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        self._line = f"ready on grpc://{host}:{config.port}"
+        self._url = f"grpc://{join(config.host, config.port)}"
         self._waiting_for: set[int] = set()
         self._all = set(range(config.tensor_parallel_size))
 
@@ -91,7 +89,7 @@ class _Ready:
     def noting(self, rank: int) -> Callable[[str], None]:
         def note(url: str) -> None:
             if self._waiting_for == {rank}:
-                print(self._line, flush=True)
+                announce_ready(self._url)
             self._waiting_for.discard(rank)
 
         return note
@@ -99,10 +97,7 @@ class _Ready:
 
 async def _until_signalled(ranks: Sequence[Supervisor], ready: _Ready, refuse: Callable[[str], int]) -> int:
     """0 after SIGTERM or SIGINT, another exit code if the ranks cannot be started."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(stop_at_signals(lambda number: None).wait())
     restarts = Restarts(_POLICY)
     while True:
         ready.begin()

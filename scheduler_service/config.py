@@ -4,11 +4,9 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES, UNIX_SCHEME
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import POLICIES
-
-UNIX_SCHEME = "unix:"
-_MAX_SOCKET_PATH_BYTES = 107  # what the address of a Unix socket holds on Linux
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -243,9 +241,9 @@ def _check_worker_address(address: str) -> None:
         _check_address("worker", address, "HOST:PORT or unix:PATH")
         return
     num_bytes = len(os.fsencode(address.removeprefix(UNIX_SCHEME)))
-    if not 0 < num_bytes <= _MAX_SOCKET_PATH_BYTES:
+    if not 0 < num_bytes <= MAX_SOCKET_PATH_BYTES:
         raise ValueError(
-            f"--worker is {address!r}, but the path of a Unix socket has 1 to {_MAX_SOCKET_PATH_BYTES} bytes, not "
+            f"--worker is {address!r}, but the path of a Unix socket has 1 to {MAX_SOCKET_PATH_BYTES} bytes, not "
             f"{num_bytes}"
         )
 

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
+from pagewire.transport.addresses import join
+from pagewire.transport.dialling import dial
+from pagewire.transport.draining import cancel, drain
+from pagewire.transport.health import Health
+from pagewire.transport.listening import connections_option
+from pagewire.transport.process import EXIT_ERROR
+from pagewire.transport.signals import serve_until_signalled
 from scheduler_service.config import FrontEndConfig
-from scheduler_service.listening import connections_option, join
 from scheduler_service.rpc.front_end.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.front_end.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
-from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.interception import Interception
 from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.public.prompt_text import TextLimits
@@ -23,16 +28,10 @@ from scheduler_service.rpc.tenants.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context
 from scheduler_service.server import (
     CLOSE_TIMEOUT,
-    EXIT_ERROR,
     SERVER_OPTIONS,
     bind,
-    cancel,
-    drain,
     import_vllm,
-    probed_server,
-    read_pem,
     refused,
-    serve_until_signalled,
     warn_of,
 )
 from scheduler_service.serving.model_info import ModelInfo, read_model_info
@@ -102,7 +101,7 @@ class _FrontEnd:
         self._servicer.add_to(self._server)
         self._health = Health(self._server, [SERVICE_NAME, *self._add_vllm(model)])
         self._url = f"grpc://{join(config.host, bind(self._server, config))}"
-        self._probed = probed_server(config, self._health)
+        self._health.listen(config.health_host, config.health_port, SERVER_OPTIONS)
 
     def _add_vllm(self, model: ModelInfo) -> list[str]:
         """Serve VllmEngine too; its name, if it can be served."""
@@ -121,13 +120,17 @@ class _FrontEnd:
         return [vllm.SERVICE_NAME]
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
-        await self._health.set_liveness()
-        await self._health.set_readiness(False)
+        await self._health.begin()
         await self._server.start()
-        await self._probed.start()
         watching = [self._authentication.watch()] if self._authentication is not None else []
+        reporting = self._health.follow(
+            self._availability_changed,
+            lambda: self._link.is_serving,
+            self._servicer.announce,
+            lambda: ready(self._url),
+        )
         parts: list[asyncio.Task[Any]] = [
-            asyncio.create_task(part) for part in (self._link.run(), self._report_readiness(ready), *watching)
+            asyncio.create_task(part) for part in (self._link.run(), reporting, *watching)
         ]
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -141,23 +144,11 @@ class _FrontEnd:
             self._link.end_all("the front end has shut down; send the request to another one")
             self._servicer.close()
             await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
-            await self._probed.stop(0)
+            await self._health.end()
             await cancel([stopping, *parts])
             await self._channel.close()
             if self._tokenizer is not None:
                 self._tokenizer.close()
-
-    async def _report_readiness(self, ready: Callable[[str], None]) -> None:
-        has_served = False
-        while True:
-            await self._availability_changed.wait()
-            self._availability_changed.clear()
-            self._servicer.announce()
-            is_serving = self._link.is_serving
-            await self._health.set_readiness(is_serving)
-            if is_serving and not has_served:
-                has_served = True
-                ready(self._url)
 
 
 def _credentials(api_key_file: str | None) -> list[tuple[str, str]]:
@@ -168,14 +159,11 @@ def _credentials(api_key_file: str | None) -> list[tuple[str, str]]:
 
 
 def _scheduler_channel(config: FrontEndConfig) -> grpc.aio.Channel:
-    if config.scheduler_tls_ca is None:
-        return grpc.aio.insecure_channel(config.scheduler, options=CHANNEL_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=read_pem(config.scheduler_tls_ca),
-        private_key=read_pem(config.scheduler_tls_key),
-        certificate_chain=read_pem(config.scheduler_tls_cert),
+    return dial(
+        config.scheduler,
+        CHANNEL_OPTIONS,
+        ca=config.scheduler_tls_ca,
+        cert=config.scheduler_tls_cert,
+        key=config.scheduler_tls_key,
+        name=config.scheduler_tls_name,
     )
-    options = CHANNEL_OPTIONS
-    if config.scheduler_tls_name is not None:
-        options = (*options, ("grpc.ssl_target_name_override", config.scheduler_tls_name))
-    return grpc.aio.secure_channel(config.scheduler, credentials, options=options)

@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from scheduler_service.listening import refusal
+from pagewire.transport.listening import refusal
 
 logger = logging.getLogger(__name__)
 

@@ -4,28 +4,30 @@ import asyncio
 import gc
 import logging
 import secrets
-import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import grpc
 import grpc.aio
 
 from pagewire import __version__
-from scheduler_service.config import UNIX_SCHEME, FrontEndConfig, SchedulerConfig
+from pagewire.transport.addresses import join
+from pagewire.transport.dialling import dial
+from pagewire.transport.draining import cancel, drain
+from pagewire.transport.health import Health
+from pagewire.transport.link_secret import LinkSecret
+from pagewire.transport.listening import COMMON_OPTIONS, connections_option, listen
+from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
+from pagewire.transport.signals import serve_until_signalled
+from pagewire.transport.tls import server_credentials
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.core.request import Request, SequenceEnd
-from scheduler_service.listening import MAX_PROBES, connections_option, join, listen
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MetricsServer
-from scheduler_service.rpc.credentials import server_credentials
-from scheduler_service.rpc.health import Health
 from scheduler_service.rpc.interception import Enter, Interception
-from scheduler_service.rpc.link_secret import LinkSecret
 from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.intake import Intake
@@ -52,16 +54,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXIT_ERROR = 1
-EXIT_REFUSED = 78  # it will not start by trying again: EX_CONFIG of sysexits.h
 EXIT_FENCED = 3
-_DRAIN_PATIENCE = 0.2  # seconds to drain before that is told
 CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
 SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
+    *COMMON_OPTIONS,
     ("grpc.max_receive_message_length", 4 * 1024 * 1024),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # By default gRPC cancels calls at random when more than 1,000 come at once; here the queue caps answer them.
     ("grpc.server.max_pending_requests", 1 << 20),
@@ -124,18 +121,6 @@ def import_vllm() -> ModuleType | None:
     return servicer
 
 
-async def serve_until_signalled(run: Callable[..., Coroutine[Any, Any, int]]) -> int:
-    """`run` until SIGTERM or SIGINT, and not beyond a second one. The exit code."""
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return await run(stop=stop, ready=lambda url: print(f"ready on {url}", flush=True), stop_now=stop_now)
-
-
 class _Service:
     """All parts, connected. Nothing runs before `run`."""
 
@@ -191,7 +176,7 @@ class _Service:
         service_names = [SERVICE_NAME, *self._add_vllm(self._servicer.intake, model, info)]
         self._health = Health(self._server, service_names)
         self._url = f"grpc://{join(config.host, bind(self._server, config))}"
-        self._probed_server = probed_server(config, self._health)
+        self._health.listen(config.health_host, config.health_port, SERVER_OPTIONS)
         if self._recorder is not None:
             self._recorder.open()
         self._metrics_server = self._serve_metrics(info.served_model_name)
@@ -247,17 +232,20 @@ class _Service:
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         gc.callbacks.append(self._metrics.collection)
-        await self._health.set_liveness()
-        await self._health.set_readiness(False)
+        await self._health.begin()
         await self._server.start()
-        await self._probed_server.start()
         parts: list[asyncio.Task[Any]] = [
             asyncio.create_task(part)
             for part in (
                 self._step_loop.run(),
                 self._worker_link.run(),
                 self._activity.run(),
-                self._report_readiness(ready),
+                self._health.follow(
+                    self._availability_changed,
+                    lambda: self._step_loop.is_serving,
+                    self._servicer.announce,
+                    lambda: ready(self._url),
+                ),
                 *([self._authentication.watch()] if self._authentication is not None else []),
             )
         ]
@@ -273,7 +261,7 @@ class _Service:
             self._step_loop.end_all("the server has shut down; send the request to another one")
             self._servicer.close()
             await self._server.stop(0 if stop_now.is_set() else CLOSE_TIMEOUT)
-            await self._probed_server.stop(0)
+            await self._health.end()
             await cancel([stopping, *parts])
             for channel in self._channels:
                 await channel.close()
@@ -286,18 +274,6 @@ class _Service:
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 
-    async def _report_readiness(self, ready: Callable[[str], None]) -> None:
-        has_served = False
-        while True:
-            await self._availability_changed.wait()
-            self._availability_changed.clear()
-            is_serving = self._step_loop.is_serving
-            self._servicer.announce()
-            await self._health.set_readiness(is_serving)
-            if is_serving and not has_served:
-                has_served = True
-                ready(self._url)
-
     def _failed(self, part: asyncio.Task[Any]) -> int:
         """A part of the service ended, which none does by itself."""
         error = part.exception()
@@ -309,24 +285,6 @@ class _Service:
             return EXIT_REFUSED
         logger.critical("the scheduler has failed", exc_info=error)
         return EXIT_ERROR
-
-
-async def drain(drained: Coroutine[Any, Any, None], stop_now: asyncio.Event, limit: float) -> None:
-    """Let running requests finish, but not beyond `limit` seconds or `stop_now`."""
-    logger.info("stopping")
-    ends: list[asyncio.Task[Any]] = [asyncio.create_task(end) for end in (drained, stop_now.wait())]
-    patience = min(_DRAIN_PATIENCE, limit)
-    done, _ = await asyncio.wait(ends, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-    if not done and limit > patience:
-        logger.info("requests are running: they have %g s to end; a second signal ends them at once", limit)
-        await asyncio.wait(ends, timeout=limit - patience, return_when=asyncio.FIRST_COMPLETED)
-    await cancel(ends)
-
-
-async def cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _max_model_len(config: SchedulerConfig, model: ModelInfo) -> int:
@@ -432,36 +390,16 @@ def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) 
 
 def bind(server: grpc.aio.Server, config: SchedulerConfig | FrontEndConfig) -> int:
     """The port that was bound. Raises OSError."""
-    credentials = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+    credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
     return listen(server, config.host, config.port, credentials, "--port")
 
 
-def probed_server(config: SchedulerConfig | FrontEndConfig, health: Health) -> grpc.aio.Server:
-    """Answers probes that know no certificates, where that is asked for. Raises OSError."""
-    server = grpc.aio.server(options=(*SERVER_OPTIONS, connections_option(MAX_PROBES)))
-    if config.health_port:
-        health.add_to(server)
-        listen(server, config.health_host, config.health_port, None, "--health-port")
-    return server
-
-
 def _worker_channel(config: SchedulerConfig, address: str) -> grpc.aio.Channel:
-    if address.startswith(UNIX_SCHEME):
-        address = UNIX_SCHEME + quote(address.removeprefix(UNIX_SCHEME))
-    if config.worker_tls_ca is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=read_pem(config.worker_tls_ca),
-        private_key=read_pem(config.worker_tls_key),
-        certificate_chain=read_pem(config.worker_tls_cert),
+    return dial(
+        address,
+        CHANNEL_OPTIONS,
+        ca=config.worker_tls_ca,
+        cert=config.worker_tls_cert,
+        key=config.worker_tls_key,
+        name=config.worker_tls_name,
     )
-    options = CHANNEL_OPTIONS
-    if config.worker_tls_name is not None:
-        options = (*options, ("grpc.ssl_target_name_override", config.worker_tls_name))
-    return grpc.aio.secure_channel(address, credentials, options=options)
-
-
-def read_pem(path: str | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()

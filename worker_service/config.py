@@ -4,9 +4,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES
+
 _ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8")
-_MAX_SOCKET_PATH_BYTES = 107  # what the address of a Unix socket holds on Linux
 _MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -214,10 +215,10 @@ def _check_socket(flag: str, path: str) -> None:
     if "," in path:
         raise ValueError(f"{flag} is {path!r}; it must have no comma, which separates addresses")
     num_bytes = len(os.fsencode(path))
-    if not 0 < num_bytes <= _MAX_SOCKET_PATH_BYTES:
+    if not 0 < num_bytes <= MAX_SOCKET_PATH_BYTES:
         raise ValueError(
             f"{flag} is {path!r}, {num_bytes} bytes long; the path of a Unix socket must have 1 to "
-            f"{_MAX_SOCKET_PATH_BYTES}"
+            f"{MAX_SOCKET_PATH_BYTES}"
         )
 
 

@@ -5,13 +5,9 @@ is not ready.
 """
 
 import asyncio
-import contextlib
-import ctypes
 import logging
 import os
-import signal
 import socket
-import sys
 import uuid
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
@@ -22,15 +18,18 @@ import grpc
 import grpc.aio
 
 from pagewire import __version__
+from pagewire.transport.addresses import join
+from pagewire.transport.health import Health
+from pagewire.transport.link_secret import LinkSecret
+from pagewire.transport.listening import COMMON_OPTIONS, connections_option, listen, listen_on_socket
+from pagewire.transport.process import announce_ready, exit_with_parent
+from pagewire.transport.signals import stop_at_signals
+from pagewire.transport.tls import server_credentials
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
-from worker_service.listening import MAX_PROBES, connections_option, join, listen
 from worker_service.load_progress import LoadProgress
 from worker_service.preflight import check_worker
-from worker_service.rpc.credentials import server_credentials
-from worker_service.rpc.link_secret import LinkSecret
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
-from worker_service.unix_socket import listen_on_socket
 
 if TYPE_CHECKING:
     from worker_service.profile import ProfiledRunner
@@ -38,18 +37,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LIVENESS_NAME = "liveness"
 _MAX_MESSAGE_BYTES = 64 << 20
 _SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
+    *COMMON_OPTIONS,
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
 _STOP_GRACE_S = 5.0
 _LAST_STEP_TIMEOUT_S = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
@@ -58,9 +53,7 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
     `refuse` says why the worker will not start by trying again, and gives the exit status for that. Raises OSError for
     what may change, such as a port that is taken.
     """
-    parent = os.environ.get("PAGEWIRE_EXIT_WITH_PARENT")
-    if parent:
-        exit_with_parent(int(parent))
+    exit_with_parent()
     try:
         check_worker(config)
         server = _Server(config, refuse)
@@ -89,7 +82,6 @@ class _Server:
         """Raises ValueError for what is asked for but is not there."""
         self._config = config
         self._refuse = refuse
-        self._stop = asyncio.Event()
         self._link_secret = None if config.link_secret_file is None else LinkSecret(config.link_secret_file)
         self._tracing = _tracing(config)
         self._engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
@@ -102,32 +94,25 @@ class _Server:
 
     async def run(self) -> int:
         """The exit status. Raises OSError for what a person can put right, such as the port."""
-        self._install_signal_handlers()
+        stop = stop_at_signals(lambda number: os._exit(128 + number))
         server = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option()))
         servicer = WorkerServicer(
             self._engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
         )
         servicer.add_to(server)
-        health = _Health()
-        health.add_to(server)
-        _enable_reflection(server)
+        health = Health(server, [SERVICE_NAME])
         address = _bind(server, self._config)
-        probed = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option(MAX_PROBES)))
-        if self._config.health_port:
-            health.add_to(probed)
-            listen(probed, self._config.health_host, self._config.health_port, None, "--health-port")
+        health.listen(self._config.health_host, self._config.health_port, _SERVER_OPTIONS)
+        await health.begin()
         await server.start()
-        await probed.start()
         try:
-            await health.set(_LIVENESS_NAME, serving=True)
-            await health.set_ready(False)
-            if await self._until_loaded():
+            if await self._until_loaded(stop):
                 servicer.set_loaded()
-                await health.set_ready(True)
-                print(f"ready on {address}", flush=True)
-                await self._stop.wait()
+                await health.set_readiness(True)
+                announce_ready(address)
+                await stop.wait()
                 logger.info("stopping")
-                await health.set_ready(False)
+                await health.set_readiness(False)
                 await servicer.close()
                 await self._stop_engine()
         except ValueError as error:
@@ -137,7 +122,7 @@ class _Server:
         finally:
             await servicer.close()
             await server.stop(_STOP_GRACE_S)
-            await probed.stop(0)
+            await health.end()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
         return 0
@@ -167,12 +152,12 @@ class _Server:
     def _tell_percent(self, percent: int) -> None:
         self._engine.load_percent = percent
 
-    async def _until_loaded(self) -> bool:
+    async def _until_loaded(self, stop: asyncio.Event) -> bool:
         """False if told to stop before. Raises what loading raised."""
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[Exception | None] = loop.create_future()
         self._engine.start(lambda error: loop.call_soon_threadsafe(loaded.set_result, error))
-        stopped = asyncio.ensure_future(self._stop.wait())
+        stopped = asyncio.ensure_future(stop.wait())
         waited: list[asyncio.Future[Any]] = [loaded, stopped]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if not loaded.done():
@@ -191,16 +176,6 @@ class _Server:
         if self._profile is not None and self._profile.num_steps_left:
             logger.warning("--profile: no trace was written, %d steps too few have run", self._profile.num_steps_left)
 
-    def _install_signal_handlers(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-
-    def _on_signal(self, number: int) -> None:
-        if self._stop.is_set():
-            os._exit(128 + number)
-        self._stop.set()
-
 
 def _tracing(config: WorkerConfig) -> "StepTracing | None":
     """Raises ValueError if it is asked for but not installed."""
@@ -215,53 +190,9 @@ def _tracing(config: WorkerConfig) -> "StepTracing | None":
     return StepTracing(config.otlp_traces_endpoint, version=__version__)
 
 
-class _Health:
-    """The standard health service where grpcio-health-checking is installed, else nothing."""
-
-    def __init__(self) -> None:
-        self._servicer: Any = None
-        with contextlib.suppress(ImportError):
-            from grpc_health.v1 import health
-
-            self._servicer = health.aio.HealthServicer()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        if self._servicer is None:
-            return
-        from grpc_health.v1 import health_pb2_grpc
-
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-
-    async def set_ready(self, ready: bool) -> None:
-        for name in ("", SERVICE_NAME):
-            await self.set(name, serving=ready)
-
-    async def set(self, name: str, *, serving: bool) -> None:
-        if self._servicer is None:
-            return
-        from grpc_health.v1 import health_pb2
-
-        states = health_pb2.HealthCheckResponse
-        await self._servicer.set(name, states.SERVING if serving else states.NOT_SERVING)
-
-
-def _enable_reflection(server: grpc.aio.Server) -> None:
-    with contextlib.suppress(ImportError):
-        from grpc_reflection.v1alpha import reflection
-
-        names = [SERVICE_NAME, reflection.SERVICE_NAME]
-        with contextlib.suppress(ImportError):
-            from grpc_health.v1 import health
-
-            names.append(health.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-
-
 def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
     """The address that is bound. Raises OSError, with a text for people, if it cannot be."""
-    credentials = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+    credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
     if config.socket is not None:
         return listen_on_socket(server, config.socket, credentials, "--socket")
     port = listen(server, config.host, config.port, credentials, "--port")
@@ -276,14 +207,3 @@ def _worker_id() -> str:
 def _names(text: str | None) -> frozenset[str] | None:
     """Names that commas separate, None for any."""
     return None if text is None else frozenset(name.strip() for name in text.split(","))
-
-
-def exit_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent, a process id, ends, however that ends. Linux only."""
-    if sys.platform != "linux":
-        logger.warning("PAGEWIRE_EXIT_WITH_PARENT works on Linux only: this process may outlive its parent")
-        return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before
-        os._exit(1)

@@ -18,7 +18,7 @@ from pagewire import command
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
 from pagewire.supervisor import free_port
-from scheduler_service import listening
+from pagewire.transport import listening
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import request, serve

@@ -13,13 +13,12 @@ import grpc.aio
 import pytest
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_service.rpc.link_secret import LinkSecret as SchedulerSecret
+from pagewire.transport.link_secret import LinkSecret
+from pagewire.transport.tls import server_credentials
 from scheduler_service.rpc.worker.worker_link import WorkerLink
 from tests.contract.certificates import Authority
 from tests.contract.test_worker_link import Listener
 from worker_service.engine import Engine, LoadedWorker
-from worker_service.rpc.credentials import server_credentials
-from worker_service.rpc.link_secret import LinkSecret
 from worker_service.rpc.servicer import WorkerServicer
 from worker_service.session import PROTOCOL_VERSION
 
@@ -131,7 +130,7 @@ async def test_a_scheduler_that_is_refused_says_why_and_joins_once_the_file_is_r
             instance_id="one",
             model_digest=b"",
             pipeline_depth=1,
-            secret=SchedulerSecret(str(mine)),
+            secret=LinkSecret(str(mine)),
         )
         running = asyncio.create_task(link.run())
         told = "refused: the secret of the scheduler's --link-secret-file is not that of this worker's"
@@ -176,8 +175,3 @@ def test_a_bad_file_is_one_line_and_exit_code_78(tmp_path: Path, verb: str, cont
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 78
     assert re.fullmatch(r"\S+ \S+ CRITICAL \S+ " + re.escape(told.format(path=path)) + "\n", done.stderr), done.stderr
-
-
-def test_the_services_have_the_same_module() -> None:
-    services = [ROOT / service / "rpc" / "link_secret.py" for service in ("scheduler_service", "worker_service")]
-    assert len({path.read_text() for path in services}) == 1

@@ -12,7 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from scheduler_service.listening import check_port, join, listen, refusal
+from pagewire.transport.addresses import join
+from pagewire.transport.listening import check_port, listen, refusal
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
@@ -82,8 +83,3 @@ async def test_a_server_listens_on_what_it_is_given() -> None:
 def test_an_address_of_ipv6_is_in_brackets() -> None:
     assert join("::1", 7) == join("[::1]", 7) == "[::1]:7"
     assert join("node-1", 7) == "node-1:7"
-
-
-def test_the_services_have_the_same_module() -> None:
-    services = [ROOT / service / "listening.py" for service in ("scheduler_service", "worker_service")]
-    assert len({path.read_text() for path in services}) == 1

@@ -14,13 +14,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from pagewire.supervisor import free_port
+from pagewire.transport.tls import server_credentials
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS
 from tests.contract import scheduler_stack
 from tests.contract.certificates import DAY, Authority, Certificate, self_signed
 from worker_service.engine import Engine, LoadedWorker
-from worker_service.rpc.credentials import server_credentials
 from worker_service.rpc.servicer import WorkerServicer
 
 REFUSED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from pagewire.supervisor import (
-    EXIT_REFUSED,
     Exit,
     GivenUp,
     RestartPolicy,
@@ -25,6 +24,7 @@ from pagewire.supervisor import (
     child_environ,
     free_port,
 )
+from pagewire.transport.process import EXIT_REFUSED
 
 QUICK = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, stop_timeout_s=0.5)
 

@@ -33,7 +33,8 @@ PUBLIC_IMPORTS = (
 # none may import anything. A service's `server` composes it: it may import all of its own service.
 ALLOWED_IMPORTS = {
     "pagewire.kernels": ("pagewire.kernels",),
-    "scheduler_service": ("scheduler_service", "pagewire.__version__"),
+    "pagewire.transport": ("pagewire.transport",),
+    "scheduler_service": ("scheduler_service", "pagewire.transport", "pagewire.__version__"),
     "scheduler_service.core": ("scheduler_service.core",),
     "scheduler_service.serving": ("scheduler_service.core", "scheduler_service.serving"),
     # What several of the packages beside it need, and no more.
@@ -42,8 +43,8 @@ ALLOWED_IMPORTS = {
         "scheduler_service.core",
         "scheduler_service.serving",
         "scheduler_service.rpc.worker",
-        "scheduler_service.rpc.link_secret",
         "scheduler_service.rpc.waiting",
+        "pagewire.transport",
         "pagewire.protos.gen.pagewire.worker",
     ),
     "scheduler_service.rpc.tenants": (
@@ -60,13 +61,14 @@ ALLOWED_IMPORTS = {
         "scheduler_service.rpc.trace_context",
         "scheduler_service.rpc.waiting",
     ),
-    "worker_service": ("worker_service", "pagewire.__version__"),
+    "worker_service": ("worker_service", "pagewire.transport", "pagewire.__version__"),
     "worker_service.rpc": (
         "worker_service.step",
         "worker_service.session",
         "worker_service.engine",
         "worker_service.rpc",
         "pagewire.protos.gen.pagewire.worker",
+        "pagewire.transport",
     ),
     "worker_service.step": (),
     "worker_service.session": ("worker_service.step",),
@@ -162,7 +164,13 @@ def test_boundaries_are_noticed_when_they_break() -> None:
     assert forbidden_imports("scheduler_service.rpc.worker.wire", ["scheduler_service.rpc.public.intake"])
     assert forbidden_imports("scheduler_service.rpc.public.intake", ["scheduler_service.rpc.front_end.scheduler_link"])
     assert forbidden_imports("scheduler_service.rpc.status", ["scheduler_service.rpc.public.intake"])
+    assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.transport.addresses"])
     assert forbidden_imports("scheduler_service.metrics", ["worker_service.step"])
+    assert forbidden_imports("scheduler_service.server", ["pagewire.supervisor"])
+    assert forbidden_imports("worker_service.server", ["pagewire.logs"])
+    assert forbidden_imports("pagewire.transport.health", ["pagewire.supervisor"])
+    assert forbidden_imports("pagewire.transport.health", ["worker_service.step"])
+    assert forbidden_imports("pagewire.transport.health", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("worker_service.model_runner", ["worker_service.rpc.wire"])
     assert forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("pagewire.client", ["pagewire.kernels.sampling"])
@@ -267,6 +275,17 @@ def test_the_scheduler_and_the_client_load_neither_torch_nor_numpy() -> None:
 
 def test_the_client_loads_no_service() -> None:
     assert not loaded_after("import pagewire") & {*HEAVY, "scheduler_service", "worker_service", "pagewire.kernels"}
+
+
+def test_the_gateways_process_loads_no_service() -> None:
+    assert not loaded_after("import pagewire.gateway_process") & {*HEAVY, "scheduler_service", "worker_service"}
+
+
+def test_no_module_is_there_twice() -> None:
+    places: dict[str, list[Path]] = {}
+    for path in sources(*PACKAGES):
+        places.setdefault((ROOT / path).read_text(encoding="utf-8"), []).append(path)
+    assert not [paths for text, paths in places.items() if text and len(paths) > 1]
 
 
 @pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler", "frontend"])

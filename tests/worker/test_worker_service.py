@@ -279,6 +279,9 @@ class SlowContext:
         self.is_writing = asyncio.Event()
         self.may_finish = asyncio.Event()
 
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        return ()
+
     async def read(self) -> pb.ExecuteRequest:
         return next(self.requests)
 

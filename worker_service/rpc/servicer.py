@@ -12,8 +12,9 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from pagewire.transport.draining import cancel
+from pagewire.transport.link_secret import LinkSecret, shows_one
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
-from worker_service.rpc.link_secret import LinkSecret, shows_one
 from worker_service.rpc.wire import decode_request, encode_response
 from worker_service.session import ProtocolError, Session, SessionRegister
 from worker_service.step import Heartbeat, Hello, Ready, Refusal, StepPlan, StepResult
@@ -212,9 +213,7 @@ class _Stream:
                     task.result()
         finally:
             await self._finish_writing()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
             self._may_write = True
 
     async def write(self, message: Ready | StepResult | Heartbeat) -> None:

@@ -14,9 +14,9 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from pagewire.transport.link_secret import LinkSecret
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
-from scheduler_service.rpc.link_secret import LinkSecret
 from scheduler_service.rpc.waiting import Waiting
 from scheduler_service.rpc.worker import wire
 from scheduler_service.rpc.worker.epochs import Epochs

@@ -1,21 +1,27 @@
-"""Ports to listen on, how many connections they take, and what to say of one that cannot be had.
-
-Each service has this module, word for word: they share no code.
-"""
+"""Ports and Unix sockets to listen on, how many connections they take, and what to say of one that cannot be had."""
 
 import errno
 import os
 import resource
 import socket
+import stat
+from pathlib import Path
 
 import grpc
 import grpc.aio
 
-# Of a port that answers probes alone.
-MAX_PROBES = 16
+from pagewire.transport.addresses import UNIX_SCHEME, join, target
+
+# What every server says of its port and of its clients' pings.
+COMMON_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server binds the same port without a word
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
 _MAX_CONNECTIONS = 65_536
 # File descriptors that are kept for the service itself: its links, its files, metrics, probes.
 _MAX_RESERVED = 256
+_CONNECT_TIMEOUT_S = 1.0
 
 
 def connections_option(max_connections: int | None = None) -> tuple[str, int]:
@@ -36,15 +42,32 @@ def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serv
     # gRPC's core would log the cause itself, and tell Python nothing of it.
     check_port(host, port, flag)
     try:
-        if credentials is None:
-            bound = server.add_insecure_port(join(host, port))
-        else:
-            bound = server.add_secure_port(join(host, port), credentials)
+        bound = _add(server, join(host, port), credentials)
     except RuntimeError:
         bound = 0
     if bound == 0:
         raise refusal(OSError(errno.EADDRINUSE, "taken since a moment"), host, port, flag)
     return bound
+
+
+def listen_on_socket(server: grpc.aio.Server, path: str, credentials: grpc.ServerCredentials | None, flag: str) -> str:
+    """The address by which clients reach it; `flag` is the one that chooses it. Raises OSError, one line for people."""
+    # gRPC would take the path from a server that listens there.
+    trouble = _socket_trouble(path)
+    if trouble:
+        raise OSError(f"cannot listen on {UNIX_SCHEME}{path}: {trouble}; choose another {flag}")
+    try:
+        _add(server, target(UNIX_SCHEME + path), credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {UNIX_SCHEME}{path}: {error}; choose another {flag}") from None
+    return UNIX_SCHEME + path
+
+
+def _add(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    """The port that was bound, 0 or RuntimeError if none was."""
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
 
 
 def check_port(host: str, port: int, flag: str) -> None:
@@ -54,7 +77,7 @@ def check_port(host: str, port: int, flag: str) -> None:
     except (OSError, UnicodeError) as error:
         host_flag = _host_flag(flag)
         raise OSError(f"{host_flag} is {host!r}, which is no address ({error}); choose another {host_flag}") from None
-    tries = [_try(family, kind, address) for family, kind, _, _, address in found]
+    tries = [_try_address(family, kind, address) for family, kind, _, _, address in found]
     errors = [failure for failure in tries if failure is not None]
     # gRPC listens on what it can get: a name may have an address of a kind that this machine lacks.
     taken = [failure for failure in errors if failure.errno == errno.EADDRINUSE]
@@ -74,17 +97,11 @@ def refusal(error: OSError, host: str, port: int, flag: str) -> OSError:
     return OSError(f"cannot listen on {join(host, port)}: {cause}; choose another {remedy}")
 
 
-def join(host: str, port: int) -> str:
-    """HOST:PORT, in brackets where the host is an address of IPv6."""
-    host = host.strip("[]")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _host_flag(flag: str) -> str:
     return flag.removesuffix("port") + "host"
 
 
-def _try(family: int, kind: int, address: tuple[object, ...]) -> OSError | None:
+def _try_address(family: int, kind: int, address: tuple[object, ...]) -> OSError | None:
     """Why an address cannot be bound."""
     try:
         with socket.socket(family, kind) as probe:
@@ -95,3 +112,31 @@ def _try(family: int, kind: int, address: tuple[object, ...]) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def _socket_trouble(path: str) -> str:
+    """Why nobody can listen there now, or nothing. What a server that was killed has left behind is no trouble."""
+    directory = Path(path).parent
+    if not directory.is_dir():
+        return f"there is no directory {directory}"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return f"this user may not write to {directory}"
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return os.strerror(error.errno or 0)
+    if not stat.S_ISSOCK(mode):
+        return "there is a file which is no socket"
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_CONNECT_TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return ""
+        except (BlockingIOError, TimeoutError):
+            return "another server listens there"
+        except OSError as error:
+            return os.strerror(error.errno or 0)
+    return "another server listens there"

@@ -1,7 +1,4 @@
-"""The secret by which a worker knows its scheduler, from a file that both have.
-
-Each service has this module, word for word: they share no code.
-"""
+"""The secret by which who listens knows who dials, from a file that both have."""
 
 import hmac
 import logging
@@ -23,7 +20,7 @@ class LinkSecret:
         self._last = self._read()
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """What a scheduler adds to its call."""
+        """What who dials adds to a call."""
         return ((_KEY, self._current()),)
 
     def is_in(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:

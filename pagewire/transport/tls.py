@@ -1,4 +1,4 @@
-"""TLS of a server from PEM files. Renewed ones are read while it runs."""
+"""TLS from PEM files, of both sides of a connection. A server reads renewed files while it runs."""
 
 import logging
 from pathlib import Path
@@ -8,12 +8,25 @@ import grpc
 logger = logging.getLogger(__name__)
 
 
-def server_credentials(cert: str, key: str, client_ca: str | None) -> grpc.ServerCredentials:
-    """Of a server that shows `cert`. With `client_ca`, clients must show one of that authority. Raises OSError."""
+def server_credentials(cert: str | None, key: str | None, client_ca: str | None) -> grpc.ServerCredentials | None:
+    """The credentials of a server that shows `cert`; None without one. With `client_ca`, clients must show one of that
+    authority. Raises OSError."""
+    if cert is None or key is None:
+        return None
     files = _CertificateFiles(cert, key, client_ca)
     return grpc.dynamic_ssl_server_credentials(
         files.read(), files.read_if_changed, require_client_authentication=client_ca is not None
     )
+
+
+def channel_credentials(ca: str | None, cert: str | None, key: str | None) -> grpc.ChannelCredentials:
+    """The credentials of a client, who shows `cert` if it is given. Without `ca`, servers must show a certificate of an
+    authority that gRPC knows. Raises OSError."""
+    return grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert))
+
+
+def _read(path: str | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()
 
 
 class _CertificateFiles:

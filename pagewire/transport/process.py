@@ -1,0 +1,42 @@
+"""What a service's process and the process that started it say to each other, by lines, exit codes and a variable."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+logger = logging.getLogger(__name__)
+
+READY_PREFIX = "ready on "
+# What a child prints before it ends with `EXIT_REFUSED`, and the reason behind it.
+REFUSAL_PREFIX = "cannot start: "
+EXIT_ERROR = 1
+# Trying again will not help: EX_CONFIG of sysexits.h, by which systemd too may be told not to restart.
+EXIT_REFUSED = 78
+# The variable by which a child learns the process that it must not outlive.
+EXIT_WITH_PARENT = "PAGEWIRE_EXIT_WITH_PARENT"
+_PR_SET_PDEATHSIG = 1
+
+
+def announce_ready(url: str) -> None:
+    """Tell on standard output that the service at `url` can be called."""
+    print(f"{READY_PREFIX}{url}", flush=True)
+
+
+def is_child() -> bool:
+    """Whether another process has started this one for itself alone."""
+    return bool(os.environ.get(EXIT_WITH_PARENT))
+
+
+def exit_with_parent() -> None:
+    """Let the kernel kill a process that is a child when its parent ends, however that ends. Linux only."""
+    if not is_child():
+        return
+    if sys.platform != "linux":
+        logger.warning("%s works on Linux only: this process may outlive its parent", EXIT_WITH_PARENT)
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != int(os.environ[EXIT_WITH_PARENT]):  # it ended before
+        os._exit(1)
