@@ -25,8 +25,8 @@ from pagewire import __version__
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
 from worker_service.listening import MAX_PROBES, connections_option, join, listen
-from worker_service.load_progress import LoadProgress
-from worker_service.preflight import check_worker
+from worker_service.loading.preflight import check_worker
+from worker_service.loading.progress import LoadProgress
 from worker_service.rpc.credentials import server_credentials
 from worker_service.rpc.link_secret import LinkSecret
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
@@ -149,8 +149,8 @@ class _Server:
             import torch  # noqa: F401
         except (ImportError, OSError) as error:
             raise ValueError(f"torch is installed, but cannot be imported: {error}") from error
-        from worker_service.checkpoint_files import CheckpointError
-        from worker_service.loader import load_worker
+        from worker_service.loading.loader import load_worker
+        from worker_service.models.checkpoint_files import CheckpointError
 
         try:
             loaded = load_worker(self._config, worker_id=_worker_id(), report=LoadProgress(self._tell_percent))

@@ -42,21 +42,29 @@ ALLOWED_IMPORTS = {
     ),
     "worker_service.step": (),
     "worker_service.session": ("worker_service.step",),
-    "worker_service.checkpoint": ("worker_service.checkpoint_files",),
-    "worker_service.checkpoint_files": (),
+    "worker_service.models.checkpoint": ("worker_service.models.checkpoint_files",),
+    "worker_service.models.checkpoint_files": (),
     "worker_service.models": (
         "worker_service.models",
-        "worker_service.checkpoint",
-        "worker_service.checkpoint_files",
+        "worker_service.models.checkpoint",
+        "worker_service.models.checkpoint_files",
     ),
-    "worker_service.operations": ("worker_service.models", "worker_service.triton_operations", "pagewire.kernels"),
-    "worker_service.triton_operations": ("worker_service.models", "worker_service.attention", "pagewire.kernels"),
-    "worker_service.attention": ("worker_service.attention", "pagewire.kernels"),
-    "worker_service.block_operations": ("pagewire.kernels",),
-    "worker_service.device_sampler": ("pagewire.kernels",),
-    "worker_service.cpu_decoder": (
+    "worker_service.host.operations": (
         "worker_service.models",
-        "worker_service.operations",
+        "worker_service.device.triton_operations",
+        "pagewire.kernels",
+    ),
+    "worker_service.device.triton_operations": (
+        "worker_service.models",
+        "worker_service.attention",
+        "pagewire.kernels",
+    ),
+    "worker_service.attention": ("worker_service.attention", "pagewire.kernels"),
+    "worker_service.memory.block_operations": ("pagewire.kernels",),
+    "worker_service.device.sampler": ("pagewire.kernels",),
+    "worker_service.host.decoder": (
+        "worker_service.models",
+        "worker_service.host.operations",
         "worker_service.attention",
         "pagewire.kernels",
     ),
@@ -130,7 +138,7 @@ def test_boundaries_are_noticed_when_they_break() -> None:
     assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("scheduler_service.step_loop", ["scheduler_service.rpc.worker_link"])
     assert forbidden_imports("scheduler_service.metrics", ["worker_service.step"])
-    assert forbidden_imports("worker_service.model_runner", ["worker_service.rpc.wire"])
+    assert forbidden_imports("worker_service.host.computation", ["worker_service.rpc.wire"])
     assert forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("pagewire.client", ["pagewire.kernels.sampling"])
     assert not forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.scheduler.v1.scheduler_pb2"])

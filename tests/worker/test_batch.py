@@ -1,7 +1,7 @@
 import torch
 
-from worker_service.batch import build_batch
-from worker_service.sequence_table import SequenceTable, TableLimits
+from worker_service.host.batch import build_batch
+from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.step import RowOpening, SamplingParams, StepPlan
 
 LIMITS = TableLimits(

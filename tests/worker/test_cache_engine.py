@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker_service.cache_engine import CacheEngine, CacheShape, log_size
+from worker_service.memory.cache_engine import CacheEngine, CacheShape, log_size
 from worker_service.session import ProtocolError
 from worker_service.step import StepPlan
 

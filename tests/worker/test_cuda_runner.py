@@ -28,16 +28,16 @@ from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
 from tests.worker.plans import GREEDY, Row, plan_steps
 from worker_service.attention.torch_attention import TorchAttention
-from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.cuda_runner import CudaRunner, _StepClock
-from worker_service.decode_graphs import graph_sizes
-from worker_service.device_sampler import REFERENCE, SampledTokens, Sampler, SamplingColumns
+from worker_service.device.computation import CudaRunner, _StepClock
+from worker_service.device.graphs import graph_sizes
+from worker_service.device.sampler import REFERENCE, SampledTokens, Sampler, SamplingColumns
 from worker_service.engine import Engine, EngineSession, LaunchedStep, LoadedWorker, Outcome
-from worker_service.model_runner import ModelRunner
+from worker_service.host.computation import ModelRunner
+from worker_service.memory.cache_engine import CacheEngine, CacheShape
 from worker_service.models.communicator import SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
-from worker_service.sequence_table import TableLimits
+from worker_service.rows.table import TableLimits
 from worker_service.session import ProtocolError
 from worker_service.step import Candidates, Logprobs, Ready, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 

@@ -11,12 +11,12 @@ import torch
 
 from pagewire.kernels.cpu import load_kernels
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from worker_service.host.operations import CpuProduct, create_operations
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Linear
 from worker_service.models.loading import prepare_model
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size
-from worker_service.operations import CpuProduct, create_operations
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -83,7 +83,7 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from worker_service.models.loading import prepare_model
-from worker_service.operations import create_operations
+from worker_service.host.operations import create_operations
 
 def peak():
     return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from worker_service.device_memory import DeviceMemory, StepSize
-from worker_service.memory_profile import measure_memory
+from worker_service.memory.device_memory import DeviceMemory, StepSize
+from worker_service.memory.profile import measure_memory
 from worker_service.step import StepPlan, StepResult
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service.attention import AttentionBatch, create_backend
-from worker_service.checkpoint_files import CheckpointError
-from worker_service.cpu_decoder import CpuDecoder, fused
-from worker_service.loader import attention_shape
+from worker_service.host.decoder import CpuDecoder, fused
+from worker_service.host.operations import create_operations
+from worker_service.loading.loader import attention_shape
 from worker_service.models import loading
+from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import ModelConfig, parse_config
 from worker_service.models.linear import Linear
-from worker_service.operations import create_operations
 
 CPU = torch.device("cpu")
 CHUNKS = (1, 33, 7, 1, 1, 20)  # a first chunk, later ones and decode steps

@@ -12,10 +12,10 @@ from tests.worker.checkpoints import make_checkpoint
 choose_device()
 
 from worker_service.attention import AttentionShape, create_backend  # noqa: E402
+from worker_service.device.triton_operations import TritonOperations  # noqa: E402
+from worker_service.host.operations import create_operations  # noqa: E402
 from worker_service.models.config import ModelConfig  # noqa: E402
 from worker_service.models.operations import TorchOperations  # noqa: E402
-from worker_service.operations import create_operations  # noqa: E402
-from worker_service.triton_operations import TritonOperations  # noqa: E402
 
 CUDA = torch.device("cuda")
 
@@ -49,7 +49,7 @@ def test_what_they_cannot_compute_is_plain_torch_and_told(config, caplog, change
 def test_missing_triton_is_told(config, caplog, monkeypatch):
     for package, module in (
         ("worker_service.attention", "triton_attention"),
-        ("worker_service", "triton_operations"),
+        ("worker_service.device", "triton_operations"),
     ):
         monkeypatch.setitem(sys.modules, f"{package}.{module}", None)
         monkeypatch.delattr(f"{package}.{module}", raising=False)

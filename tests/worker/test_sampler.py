@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
+from worker_service.host.sampler import Samples, SamplingRow, logprob_columns, sample
 from worker_service.step import Candidates, Logprobs, SamplingParams
 
 VOCAB_SIZE = 60

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.worker.plans import Row, plan_steps
-from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
+from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 from worker_service.session import ProtocolError
 from worker_service.step import RowOpening, SamplingParams, StepPlan
 

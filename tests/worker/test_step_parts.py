@@ -15,16 +15,16 @@ from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice
 from tests.worker.test_cuda_runner import SAMPLER
 from worker_service.attention.torch_attention import TorchAttention
-from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.cuda_runner import CudaRunner
-from worker_service.device_error import is_fatal, is_out_of_memory
-from worker_service.model_runner import ModelRunner
+from worker_service.device.computation import CudaRunner
+from worker_service.device.errors import is_fatal, is_out_of_memory
+from worker_service.host.computation import ModelRunner
+from worker_service.memory.cache_engine import CacheEngine, CacheShape
 from worker_service.models.communicator import SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
-from worker_service.sequence_table import TableLimits, WorkingRows
+from worker_service.rows.parts import run_in_parts
+from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.step import RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
-from worker_service.step_parts import run_in_parts
 
 BLOCK_SIZE = 4
 

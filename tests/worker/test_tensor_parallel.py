@@ -17,10 +17,10 @@ from tests.worker.test_models import (
     transformers_logits,
     use_kernels,
 )
+from worker_service.host.operations import create_operations
 from worker_service.models.linear import Linear
 from worker_service.models.loading import load_model
 from worker_service.models.operations import TorchOperations
-from worker_service.operations import create_operations
 
 VARIANTS = [
     *[(family, {}, 2) for family in FAMILIES],

@@ -18,18 +18,18 @@ from tests.worker.fake_device import FakeDevice, as_kernel  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
 from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
-from worker_service.cache_engine import CacheEngine, CacheShape  # noqa: E402
-from worker_service.cuda_device import CudaDevice  # noqa: E402
-from worker_service.cuda_runner import CudaRunner  # noqa: E402
-from worker_service.device_sampler import create_sampler  # noqa: E402
-from worker_service.loader import attention_shape  # noqa: E402
-from worker_service.model_runner import ModelRunner  # noqa: E402
+from worker_service.device.computation import CudaRunner  # noqa: E402
+from worker_service.device.cuda import CudaDevice  # noqa: E402
+from worker_service.device.sampler import create_sampler  # noqa: E402
+from worker_service.device.triton_operations import TritonOperations  # noqa: E402
+from worker_service.host.computation import ModelRunner  # noqa: E402
+from worker_service.loading.loader import attention_shape  # noqa: E402
+from worker_service.memory.cache_engine import CacheEngine, CacheShape  # noqa: E402
 from worker_service.models.communicator import SingleRank  # noqa: E402
 from worker_service.models.config import ModelConfig  # noqa: E402
 from worker_service.models.loading import load_model  # noqa: E402
 from worker_service.models.operations import HeadTurn, TorchOperations  # noqa: E402
-from worker_service.sequence_table import TableLimits  # noqa: E402
-from worker_service.triton_operations import TritonOperations  # noqa: E402
+from worker_service.rows.table import TableLimits  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 4
 HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from worker_service.checkpoint_files import CONFIG_FILE, CheckpointError, read_json, shown
+from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, read_json, shown
 
 ARCHITECTURES = ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 WINDOWED = ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # may have a sliding window

@@ -21,8 +21,8 @@ from tests.kernels.triton.checks.sampler import (
     random_logits,
     single_rows,
 )
-from worker_service.sampler import SamplingRow
-from worker_service.sampler import sample as sample_on_cpu
+from worker_service.host.sampler import SamplingRow
+from worker_service.host.sampler import sample as sample_on_cpu
 from worker_service.step import SamplingParams
 
 FILTERED = (Row(top_k=7, seed=1), Row(top_p=0.9, seed=2), Row(top_k=40, top_p=0.5, min_p=0.02, seed=3))

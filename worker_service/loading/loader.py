@@ -8,36 +8,36 @@ from pathlib import Path
 import torch
 
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
-from worker_service.cache_engine import CacheEngine, CacheShape, log_host_size, log_size
-from worker_service.checkpoint_files import model_digest
 from worker_service.config import WorkerConfig
-from worker_service.cpu_decoder import fused
-from worker_service.cuda_device import CudaDevice
-from worker_service.cuda_runner import CudaRunner
-from worker_service.device_error import is_out_of_memory
-from worker_service.device_memory import (
+from worker_service.device.computation import CudaRunner
+from worker_service.device.cuda import CudaDevice
+from worker_service.device.errors import is_out_of_memory
+from worker_service.device.sampler import create_sampler
+from worker_service.engine import LoadedWorker
+from worker_service.host.computation import Model, ModelRunner
+from worker_service.host.decoder import fused
+from worker_service.host.operations import create_operations
+from worker_service.loading.preflight import choose_max_model_len
+from worker_service.memory.cache_engine import CacheEngine, CacheShape, log_host_size, log_size
+from worker_service.memory.device_memory import (
     GIB,
     DeviceMemory,
     StepSize,
     check_cpu_weights,
     weights_refusal,
 )
-from worker_service.device_sampler import create_sampler
-from worker_service.engine import LoadedWorker
-from worker_service.host_memory import available_bytes
-from worker_service.memory_profile import CudaMeter, measure_memory
-from worker_service.model_runner import Model, ModelRunner
+from worker_service.memory.host_memory import available_bytes
+from worker_service.memory.moves import num_staging_blocks
+from worker_service.memory.pool_size import PoolSize, default_swap_bytes
+from worker_service.memory.profile import CudaMeter, measure_memory
+from worker_service.models.checkpoint_files import model_digest
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.model import Model as LoadedModel
 from worker_service.models.shard import Shard
-from worker_service.moves import num_staging_blocks
-from worker_service.operations import create_operations
-from worker_service.pool_size import PoolSize, default_swap_bytes
-from worker_service.preflight import choose_max_model_len
 from worker_service.rank_group import RankGroup
-from worker_service.sequence_table import TableLimits
+from worker_service.rows.table import TableLimits
 from worker_service.step import Ready
 
 logger = logging.getLogger(__name__)

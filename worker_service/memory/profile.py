@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from worker_service.device_error import is_out_of_memory
-from worker_service.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
+from worker_service.device.errors import is_out_of_memory
+from worker_service.memory.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
 from worker_service.step import RowOpening, SamplingParams, StepPlan, StepResult
 
 

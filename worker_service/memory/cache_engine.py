@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from worker_service.attention import LayerCache
-from worker_service.block_operations import create_block_operations
-from worker_service.device import Device
-from worker_service.device_memory import GIB
-from worker_service.moves import BlockIds, StreamMoves
+from worker_service.device.streams import Device
+from worker_service.memory.block_operations import create_block_operations
+from worker_service.memory.device_memory import GIB
+from worker_service.memory.moves import BlockIds, StreamMoves
 from worker_service.session import ProtocolError
 from worker_service.step import StepPlan
 

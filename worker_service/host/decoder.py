@@ -6,10 +6,10 @@ from torch import Tensor
 from pagewire.kernels.cpu import CpuKernels, DecoderKernel, DecoderWeights, LayerWeights, PackedLinear
 from worker_service.attention import AttentionBackend
 from worker_service.attention.cpu_attention import CpuAttend, CpuAttention
+from worker_service.host.operations import CpuOperations, CpuProduct
 from worker_service.models.decoder import Decoder, DecoderLayer
 from worker_service.models.linear import Linear
 from worker_service.models.model import Attend, Model
-from worker_service.operations import CpuOperations, CpuProduct
 
 
 def fused(model: Model, dtype: torch.dtype, backend: AttentionBackend) -> Model:

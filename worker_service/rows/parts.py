@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from worker_service.sequence_table import IntArray, SequenceTable, WorkingRows
+from worker_service.rows.table import IntArray, SequenceTable, WorkingRows
 from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, SamplingParams, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_service.device_sampler import CountTokens, SamplingColumns
-from worker_service.sequence_table import SequenceTable, TableLimits
-from worker_service.staging import Upload
+from worker_service.device.sampler import CountTokens, SamplingColumns
+from worker_service.device.staging import Upload
+from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.step import RowOpening, SamplingParams, StepPlan
 
 # Changes the table, given the step's packed upload. Carried out on the compute stream.

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 
 from worker_service.attention import Attend, AttentionBackend
-from worker_service.batch import Batch, build_batch
-from worker_service.cache_engine import CacheEngine
-from worker_service.cpu_decoder import CpuDecoder
-from worker_service.device_error import free_memory, is_fatal, is_out_of_memory
+from worker_service.device.errors import free_memory, is_fatal, is_out_of_memory
 from worker_service.engine import FinishedStep
+from worker_service.host.batch import Batch, build_batch
+from worker_service.host.decoder import CpuDecoder
+from worker_service.host.sampler import Samples, SamplingRow, logprob_columns, sample
+from worker_service.memory.cache_engine import CacheEngine
 from worker_service.models.communicator import Communicator
-from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
-from worker_service.sequence_table import IntArray, SequenceTable, TableLimits, WorkingRows
+from worker_service.rows.parts import StepOutline, join_results, num_prompt_positions, run_in_parts, take_rows
+from worker_service.rows.table import IntArray, SequenceTable, TableLimits, WorkingRows
 from worker_service.step import Logprobs, PromptLogprobs, RowStatus, StepParts, StepPlan, StepResult
-from worker_service.step_parts import StepOutline, join_results, num_prompt_positions, run_in_parts, take_rows
 
 # Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
 _MAX_LOGITS_POSITIONS = 128

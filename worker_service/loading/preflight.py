@@ -6,10 +6,10 @@ What only torch knows (whether there is a GPU, which dtype a CPU computes in) is
 from collections.abc import Iterable
 from pathlib import Path
 
-from worker_service.checkpoint_files import CheckpointError, TensorHeader, read_headers
 from worker_service.config import WorkerConfig
-from worker_service.device_memory import GIB
-from worker_service.host_memory import available_bytes
+from worker_service.memory.device_memory import GIB
+from worker_service.memory.host_memory import available_bytes
+from worker_service.models.checkpoint_files import CheckpointError, TensorHeader, read_headers
 from worker_service.models.config import ModelConfig
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size

@@ -19,23 +19,23 @@ import torch
 from torch import Tensor
 
 from worker_service.attention import AttentionBackend
-from worker_service.cache_engine import CacheEngine
-from worker_service.decode_graphs import DecodeBuffers, DecodeGraphs, graph_sizes
-from worker_service.device import Device, Event
-from worker_service.device_error import free_memory, is_fatal, is_out_of_memory
-from worker_service.device_sampler import Sampler
-from worker_service.device_table import DeviceTable, Edit
+from worker_service.device.errors import free_memory, is_fatal, is_out_of_memory
+from worker_service.device.graphs import DecodeBuffers, DecodeGraphs, graph_sizes
+from worker_service.device.inputs import DeviceBatch, StepInputs
+from worker_service.device.sampler import Sampler
+from worker_service.device.sampling import PackedSampling, Reading, SamplingRequests, StepSampling
+from worker_service.device.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing, flatten_to_int32
+from worker_service.device.streams import Device, Event
+from worker_service.device.table import DeviceTable, Edit
 from worker_service.engine import FinishedStep, LaunchedStep
-from worker_service.model_runner import Model
+from worker_service.host.computation import Model
+from worker_service.memory.cache_engine import CacheEngine
 from worker_service.models.communicator import Communicator
-from worker_service.prompt_logprobs import PromptChunk, prompt_chunks
-from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
+from worker_service.rows.parts import StepOutline, StepPart, join_results, run_in_parts, take_rows
+from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
+from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 from worker_service.session import ProtocolError
-from worker_service.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing, flatten_to_int32
 from worker_service.step import StepParts, StepPlan, StepResult
-from worker_service.step_inputs import DeviceBatch, StepInputs
-from worker_service.step_parts import StepOutline, StepPart, join_results, run_in_parts, take_rows
-from worker_service.step_sampling import PackedSampling, Reading, SamplingRequests, StepSampling
 
 
 class CudaRunner:

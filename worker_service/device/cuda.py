@@ -1,9 +1,9 @@
-"""Streams, events, pinned memory and graphs of a GPU, by torch. What they mean stands in `worker_service/device.py`."""
+"""Streams, events, pinned memory and graphs of a GPU, by torch. `device/streams.py` says what they mean."""
 
 import torch
 from torch import Tensor
 
-from worker_service.device import Event, Operation, Stream
+from worker_service.device.streams import Event, Operation, Stream
 
 
 class CudaEvent:

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from worker_service.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, read_headers
+from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, read_headers
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker_service.attention import AttentionBatch
-from worker_service.sequence_table import SequenceTable, WorkingRows
+from worker_service.rows.table import SequenceTable, WorkingRows
 
 
 @dataclass(frozen=True, slots=True)

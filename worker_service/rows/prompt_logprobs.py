@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_service.sequence_table import SequenceTable, WorkingRows
+from worker_service.device.sampling import Reading
+from worker_service.rows.table import SequenceTable, WorkingRows
 from worker_service.step import Logprobs, PromptLogprobs
-from worker_service.step_sampling import Reading
 
 # Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
 _MAX_LOGITS_POSITIONS = 128

@@ -32,7 +32,7 @@ def create_operations(device: torch.device, config: ModelConfig | None = None) -
 def _create_gpu_operations(config: ModelConfig | None) -> Operations:
     try:
         # Only where it computes: the first import takes long.
-        from worker_service.triton_operations import TritonOperations
+        from worker_service.device.triton_operations import TritonOperations
     except ImportError as error:
         logger.warning("the model is computed in plain torch, which is slower: triton cannot be imported (%s)", error)
         return TorchOperations()

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_service.attention import AttentionBatch, DeviceRows
-from worker_service.device_table import DeviceTable
-from worker_service.sequence_table import WorkingRows
-from worker_service.staging import Upload
+from worker_service.device.staging import Upload
+from worker_service.device.table import DeviceTable
+from worker_service.rows.table import WorkingRows
 
 
 @dataclass(frozen=True, slots=True)

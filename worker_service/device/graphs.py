@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_service.device import Device, Graph
-from worker_service.sequence_table import TableLimits
-from worker_service.staging import ALIGNMENT
-from worker_service.step_inputs import DecodeInputs
+from worker_service.device.inputs import DecodeInputs
+from worker_service.device.staging import ALIGNMENT
+from worker_service.device.streams import Device, Graph
+from worker_service.rows.table import TableLimits
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_service.device_sampler import SampledTokens, SamplingColumns
-from worker_service.device_table import DeviceTable, has_penalties, num_reported
-from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
-from worker_service.staging import Upload, aligned
+from worker_service.device.sampler import SampledTokens, SamplingColumns
+from worker_service.device.staging import Upload, aligned
+from worker_service.device.table import DeviceTable, has_penalties, num_reported
+from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 from worker_service.step import Candidates, Logprobs, RowStatus, StepPlan
 
 
