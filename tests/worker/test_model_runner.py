@@ -17,8 +17,8 @@ from tests.worker.plans import Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.loading.loader import load_worker
+from worker_service.loading.memory_profile import largest_step
 from worker_service.memory.device_memory import StepSize
-from worker_service.memory.profile import largest_step
 from worker_service.session import ProtocolError
 from worker_service.step import (
     Candidates,

@@ -16,16 +16,14 @@ from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.checkpoints import FAMILIES, make_checkpoint  # noqa: E402
 from tests.worker.fake_device import FakeDevice, as_kernel  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
+from tests.worker.runners import device_runner, host_runner  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
 from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
-from worker_service.device.computation import CudaRunner  # noqa: E402
 from worker_service.device.cuda import CudaDevice  # noqa: E402
 from worker_service.device.sampler import create_sampler  # noqa: E402
 from worker_service.device.triton_operations import TritonOperations  # noqa: E402
-from worker_service.host.computation import ModelRunner  # noqa: E402
 from worker_service.loading.loader import attention_shape  # noqa: E402
 from worker_service.memory.cache_engine import CacheEngine, CacheShape  # noqa: E402
-from worker_service.models.communicator import SingleRank  # noqa: E402
 from worker_service.models.config import ModelConfig  # noqa: E402
 from worker_service.models.loading import load_model  # noqa: E402
 from worker_service.models.operations import HeadTurn, TorchOperations  # noqa: E402
@@ -37,7 +35,7 @@ SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {"gpt2": {"n_embd": 64, "n_head"
 
 
 def make_runner(path, backend="triton", device=None):
-    """The plain runner; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows."""
+    """That of the host; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows."""
     config = ModelConfig.load(path)
     assert TritonOperations.refusal(config) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
@@ -56,12 +54,12 @@ def make_runner(path, backend="triton", device=None):
     cache.storage[1:] = float("nan")
     attention = create_backend("torch", DEVICE, shape) if backend == "torch" else TritonAttention(shape, 8)
     if device is None:
-        return ModelRunner(model, cache, attention, limits, DEVICE, SingleRank())
+        return host_runner(model, cache, attention, limits)
     cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE, streams=device)
     cache.storage[1:] = float("nan")
     sampler = create_sampler(config.vocab_size)
-    runner = CudaRunner(model, cache, attention, sampler, limits, device, SingleRank(), max_graph_batch_size=2)
-    runner.capture_graphs()
+    runner = device_runner(model, cache, attention, sampler, limits, device, max_graph_batch_size=2)
+    runner.computation.capture_graphs()
     return runner
 
 
@@ -78,7 +76,7 @@ def reference_tokens(path, prompt):
 )
 def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
-    check_tokens(path, make_runner(path, backend))
+    check_tokens(path, make_runner(path, backend, CudaDevice(DEVICE) if DEVICE.type == "cuda" else None))
 
 
 @pytest.fixture

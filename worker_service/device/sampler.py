@@ -9,8 +9,6 @@ from torch import Tensor
 from pagewire.kernels import sampling
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 
-__all__ = ["REFERENCE", "CountTokens", "SampledTokens", "Sampler", "SamplingColumns", "create_sampler"]
-
 logger = logging.getLogger(__name__)
 
 Sample = Callable[[Tensor, SamplingColumns, Tensor | None, int | None], SampledTokens]

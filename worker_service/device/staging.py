@@ -1,7 +1,6 @@
 """Pinned memory between the host and the streams: what a step takes along, and what comes back of it."""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,23 +23,19 @@ class Upload:
         self.size = 0  # in int32
 
     def add(self, values: ArrayLike) -> slice:
-        """Integers, flattened; where they will lie. Of larger ones the lower 32 bits."""
-        return self._add(np.asarray(values).astype(np.int32, copy=False))
-
-    def add_floats(self, values: ArrayLike) -> slice:
-        return self._add(np.asarray(values, np.float32).view(np.int32))
+        """Integers, of larger ones the lower 32 bits, or float32, flattened; returns where they will lie."""
+        column = np.asarray(values).ravel()
+        column = column.view(np.int32) if column.dtype == np.float32 else column.astype(np.int32, copy=False)
+        start, num_vacant = self.size, -column.size % ALIGNMENT
+        self._parts.append(column)
+        if num_vacant:
+            self._parts.append(np.zeros(num_vacant, np.int32))
+        self.size += column.size + num_vacant
+        return slice(start, start + column.size)
 
     def write(self, target: NDArray[np.int32]) -> None:
         """`target`: [size]."""
         np.concatenate(self._parts, out=target)
-
-    def _add(self, values: NDArray[np.int32]) -> slice:
-        start, num_vacant = self.size, -values.size % ALIGNMENT
-        self._parts.append(values.ravel())
-        if num_vacant:
-            self._parts.append(np.zeros(num_vacant, np.int32))
-        self.size += values.size + num_vacant
-        return slice(start, start + values.size)
 
 
 def aligned(column: slice) -> slice:
@@ -125,9 +120,3 @@ class ResultBuffers:
 
 def _copied_to(source: Tensor, device: torch.device) -> Tensor:
     return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source, non_blocking=True)
-
-
-def flatten_to_int32(tensors: Sequence[Tensor]) -> Tensor:
-    """One dense tensor of integers below 2**31, booleans and, bit by bit, float32."""
-    flat = [tensor.flatten() for tensor in tensors]
-    return torch.cat([part.view(torch.int32) if part.dtype == torch.float32 else part.int() for part in flat])

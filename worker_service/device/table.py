@@ -12,17 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_service.device.sampler import CountTokens, SamplingColumns
+from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns
+from worker_service.device.sampler import CountTokens
 from worker_service.device.staging import Upload
+from worker_service.rows.sampling import has_penalties
 from worker_service.rows.table import SequenceTable, TableLimits
-from worker_service.step import RowOpening, SamplingParams, StepPlan
+from worker_service.step import RowOpening, StepPlan
 
 # Changes the table, given the step's packed upload. Carried out on the compute stream.
 Edit = Callable[[Tensor], None]
-
-# Lines of `DeviceTable.parameters`; the first ones are float32, bit by bit.
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_INTEGERS = ("top_k", "sample_indexes", "slots", "num_logprobs")
 
 
 class DeviceTable:
@@ -43,7 +41,7 @@ class DeviceTable:
         self.token_ids = torch.zeros((num_slots, limits.max_model_len + 1), dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((num_slots, limits.max_num_blocks), dtype=torch.int32, device=device)
         self.token_counts: Tensor | None = None
-        self._parameters = torch.zeros((len(_FLOATS) + len(_INTEGERS), num_slots), dtype=torch.int32, device=device)
+        self._lines = torch.zeros((len(FLOATS) + len(INTEGERS), num_slots), dtype=torch.int32, device=device)
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
@@ -53,12 +51,9 @@ class DeviceTable:
             slots: [R] int32, or some more up to a multiple of `ALIGNMENT`, so that each column begins at one.
             num_tokens: [R] int32.
         """
-        lines = self._parameters.index_select(1, slots)[:, : len(num_tokens)]
-        floats = dict(zip(_FLOATS, lines[: len(_FLOATS)].view(torch.float32), strict=True))
-        integers = dict(zip(_INTEGERS, lines[len(_FLOATS) :], strict=True))
-        return SamplingColumns(
-            **floats, **integers, seeds=self._seeds.index_select(0, slots[: len(num_tokens)]), num_tokens=num_tokens
-        )
+        num_rows = len(num_tokens)
+        lines = self._lines.index_select(1, slots)[:, :num_rows]
+        return SamplingColumns.of(lines, self._seeds.index_select(0, slots[:num_rows]), num_tokens)
 
     def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
         """What a plan changes, in order. `table` is as the plan has left it; what the edits read goes to `upload`."""
@@ -77,30 +72,17 @@ class DeviceTable:
         return edits
 
     def _set_parameters(self, slots: NDArray, table: SequenceTable, upload: Upload) -> Edit:
-        vocab_size = self._limits.vocab_size
-        samplings = [table.sampling[slot] for slot in slots]
-        floats = upload.add_floats([_float_parameters(sampling) for sampling in samplings])
-        integers = upload.add(
-            [
-                [
-                    min(sampling.top_k, vocab_size),
-                    table.sample_indexes[slot],
-                    slot if has_penalties(sampling) else -1,
-                    num_reported(sampling, vocab_size),
-                ]
-                for slot, sampling in zip(slots, samplings, strict=True)
-            ]
-        )
-        seeds = table.seeds[slots]
+        sampling = table.sampling
+        lines = upload.add(sampling.lines[:, slots])
+        seeds = sampling.seeds[slots]
         seed_low, seed_high = upload.add(seeds & np.uint64(0xFFFFFFFF)), upload.add(seeds >> np.uint64(32))
         place = upload.add(slots)
 
         def edit(packed: Tensor) -> None:
-            indexes = packed[place]
-            lines = torch.cat([packed[floats].view(-1, len(_FLOATS)), packed[integers].view(-1, len(_INTEGERS))], 1)
-            self._parameters.index_copy_(1, indexes.long(), lines.t())
+            indexes = packed[place].long()
+            self._lines.index_copy_(1, indexes, packed[lines].view(len(self._lines), -1))
             high = packed[seed_high].long() << 32
-            self._seeds.index_copy_(0, indexes.long(), high | (packed[seed_low].long() & 0xFFFFFFFF))
+            self._seeds.index_copy_(0, indexes, high | (packed[seed_low].long() & 0xFFFFFFFF))
 
         return edit
 
@@ -163,10 +145,9 @@ class DeviceTable:
 
     def _append_tokens(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> Edit:
         slots = np.array(plan.append_token_slots, np.int64)
-        is_penalized = np.array([has_penalties(table.sampling[slot]) for slot in slots])
         where = upload.add(np.stack([slots, table.num_tokens[slots] - 1]))
         values = upload.add(plan.append_token_ids)
-        increments = upload.add(2 * is_penalized)
+        increments = upload.add(2 * table.sampling.is_penalized[slots])
 
         def edit(packed: Tensor) -> None:
             rows, columns = packed[where].long().view(2, -1)
@@ -176,23 +157,6 @@ class DeviceTable:
                 self.token_counts[counted] = self.token_counts[counted] + packed[increments]
 
         return edit
-
-
-def has_penalties(sampling: SamplingParams) -> bool:
-    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-def num_reported(sampling: SamplingParams, vocab_size: int) -> int:
-    """How many of its most likely tokens a row reports, candidates of a beam included; -1: it reports nothing."""
-    num = sampling.num_logprobs if sampling.num_candidates is None else sampling.num_candidates
-    return -1 if num is None else min(num, vocab_size)
-
-
-def _float_parameters(sampling: SamplingParams) -> tuple[float, ...]:
-    """As `_FLOATS` names them. What the row of a beam would draw is never looked at."""
-    temperature = sampling.temperature if sampling.num_candidates is None else 0.0
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    return (temperature, sampling.top_p, sampling.min_p, *penalties)
 
 
 def _ranges(firsts: NDArray, lengths: NDArray) -> NDArray:

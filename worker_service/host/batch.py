@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from worker_service.attention import AttentionBatch
 from worker_service.rows.table import SequenceTable, WorkingRows
@@ -20,7 +19,7 @@ class Batch:
     sampling_indices: torch.Tensor  # [R] int64: where in the flat batch the sampling rows' last tokens are
 
 
-def build_batch(table: SequenceTable, rows: WorkingRows, device: torch.device) -> Batch:
+def build_batch(table: SequenceTable, rows: WorkingRows) -> Batch:
     """Flatten the working rows. There must be at least one."""
     block_size = table.limits.block_size
     query_start_loc = np.zeros(len(rows.slots) + 1, np.int64)
@@ -32,18 +31,13 @@ def build_batch(table: SequenceTable, rows: WorkingRows, device: torch.device) -
     ends = rows.ends
     num_blocks = -(-int(ends.max()) // block_size)
     return Batch(
-        token_ids=_as_tensor(table.token_ids[slots, positions].astype(np.int64), device),
-        positions=_as_tensor(positions, device),
+        token_ids=torch.from_numpy(table.token_ids[slots, positions].astype(np.int64)),
+        positions=torch.from_numpy(positions),
         attention=AttentionBatch(
             query_start_loc=query_start_loc.tolist(),
             seq_lens=ends.tolist(),
-            block_tables=_as_tensor(table.block_tables[rows.slots, :num_blocks], device),
-            slot_mapping=_as_tensor(block_ids * block_size + positions % block_size, device),
+            block_tables=torch.from_numpy(table.block_tables[rows.slots, :num_blocks]),
+            slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
         ),
-        sampling_indices=_as_tensor(query_start_loc[1:][rows.samples] - 1, device),
+        sampling_indices=torch.from_numpy(query_start_loc[1:][rows.samples] - 1),
     )
-
-
-def _as_tensor(values: NDArray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.to(device)

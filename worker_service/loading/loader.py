@@ -9,14 +9,15 @@ import torch
 
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.config import WorkerConfig
-from worker_service.device.computation import CudaRunner
+from worker_service.device.computation import DeviceComputation
 from worker_service.device.cuda import CudaDevice
 from worker_service.device.errors import is_out_of_memory
 from worker_service.device.sampler import create_sampler
 from worker_service.engine import LoadedWorker
-from worker_service.host.computation import Model, ModelRunner
+from worker_service.host.computation import HostComputation
 from worker_service.host.decoder import fused
 from worker_service.host.operations import create_operations
+from worker_service.loading.memory_profile import CudaMeter, measure_memory
 from worker_service.loading.preflight import choose_max_model_len
 from worker_service.memory.cache_engine import CacheEngine, CacheShape, log_host_size, log_size
 from worker_service.memory.device_memory import (
@@ -29,15 +30,15 @@ from worker_service.memory.device_memory import (
 from worker_service.memory.host_memory import available_bytes
 from worker_service.memory.moves import num_staging_blocks
 from worker_service.memory.pool_size import PoolSize, default_swap_bytes
-from worker_service.memory.profile import CudaMeter, measure_memory
 from worker_service.models.checkpoint_files import model_digest
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import UnloadedModel, prepare_model
-from worker_service.models.model import Model as LoadedModel
+from worker_service.models.model import Model
 from worker_service.models.shard import Shard
 from worker_service.rank_group import RankGroup
-from worker_service.rows.table import TableLimits
+from worker_service.rows.table import SequenceTable, TableLimits
+from worker_service.runner import Computation, ModelRunner
 from worker_service.step import Ready
 
 logger = logging.getLogger(__name__)
@@ -95,8 +96,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         log_host_size(shape, num_host_blocks, swap_bandwidth)
-    if isinstance(runner, CudaRunner):
-        _capture_graphs(runner, config)
+    _capture_graphs(runner.computation, config)
     return LoadedWorker(runner, assembly.ready(worker_id, cache, swap_bandwidth))
 
 
@@ -172,10 +172,26 @@ class _Assembly:
 
     def runner(
         self, num_device_blocks: int, num_host_blocks: int = 0, *, splits_steps: bool = True
-    ) -> tuple[ModelRunner | CudaRunner, CacheEngine]:
+    ) -> tuple[ModelRunner, CacheEngine]:
         """`splits_steps`: where memory does not suffice for one. Ranks cannot: all would have to do so alike."""
         splits_steps = splits_steps and self.communicator.size == 1
-        limits = TableLimits(
+        cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks, self.streams)
+        computation = self._computation(cache, self._limits(num_device_blocks))
+        return ModelRunner(computation, cache, self.communicator, splits_steps), cache
+
+    def _computation(self, cache: CacheEngine, limits: TableLimits) -> Computation:
+        table = SequenceTable(limits)
+        if self.streams is None:
+            return HostComputation(self.model, cache.layers, self.backend, table)
+        # A graph would hold what ranks exchange by the connections of one epoch.
+        max_graph_batch_size = self.config.max_graph_batch_size if self.communicator.size == 1 else 0
+        sampler = create_sampler(limits.vocab_size)
+        return DeviceComputation(
+            self.model, cache.layers, self.backend, sampler, table, self.streams, max_graph_batch_size
+        )
+
+    def _limits(self, num_device_blocks: int) -> TableLimits:
+        return TableLimits(
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -184,24 +200,6 @@ class _Assembly:
             vocab_size=self.model_config.vocab_size,
             sliding_window=self.model_config.sliding_window,
         )
-        cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks, self.streams)
-        if self.streams is None:
-            return ModelRunner(
-                self.model, cache, self.backend, limits, self.device, self.communicator, splits_steps=splits_steps
-            ), cache
-        runner = CudaRunner(
-            self.model,
-            cache,
-            self.backend,
-            create_sampler(limits.vocab_size),
-            limits,
-            self.streams,
-            self.communicator,
-            # A graph would hold what ranks exchange by the connections of one epoch.
-            max_graph_batch_size=self.config.max_graph_batch_size if self.communicator.size == 1 else 0,
-            splits_steps=splits_steps,
-        )
-        return runner, cache
 
     def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float) -> Ready:
         """What the worker says of itself once it has its cache."""
@@ -242,16 +240,10 @@ class _Assembly:
 
     def _measure_memory(self, num_host_blocks: int) -> DeviceMemory:
         """Runs the largest steps on a runner of their own."""
-
-        def make_runner(num_blocks: int) -> CudaRunner:
-            runner, _ = self.runner(num_blocks, splits_steps=False)
-            assert isinstance(runner, CudaRunner)
-            return runner
-
         block_bytes = self.shape.block_bytes
         memory = measure_memory(
             CudaMeter(self.device),
-            make_runner,
+            lambda num_blocks: self.runner(num_blocks, splits_steps=False)[0],
             step=self._largest_step,
             max_model_len=self.max_model_len,
             block_size=self.config.block_size,
@@ -286,7 +278,7 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
     sizes.num_gpu_blocks(least, largest_step_size(sizes.config))
 
 
-def _load_weights(unloaded: UnloadedModel, report: Callable[[int, int], None] | None) -> LoadedModel:
+def _load_weights(unloaded: UnloadedModel, report: Callable[[int, int], None] | None) -> Model:
     """Raises ValueError if the memory does not hold them after all."""
     needed, device = unloaded.footprint().held, unloaded.device
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (available_bytes(), 0)
@@ -302,9 +294,7 @@ def _load_weights(unloaded: UnloadedModel, report: Callable[[int, int], None] | 
         ) from error
 
 
-def _allocate(
-    assembly: _Assembly, num_device_blocks: int, num_host_blocks: int
-) -> tuple[ModelRunner | CudaRunner, CacheEngine]:
+def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int) -> tuple[ModelRunner, CacheEngine]:
     """Raises ValueError if the pools cannot be allocated though there seemed to be room for them."""
     try:
         return assembly.runner(num_device_blocks, num_host_blocks)
@@ -319,10 +309,10 @@ def _allocate(
         ) from error
 
 
-def _capture_graphs(runner: CudaRunner, config: WorkerConfig) -> None:
+def _capture_graphs(computation: Computation, config: WorkerConfig) -> None:
     """Raises ValueError if they take more memory than was reserved for them, and that is not there."""
     try:
-        runner.capture_graphs()
+        computation.capture_graphs()
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -8,14 +8,13 @@ their rows' starts are right, wherever they are cut, and no table needs to be lo
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from worker_service.rows.table import IntArray, SequenceTable, WorkingRows
-from worker_service.step import Candidates, Logprobs, PromptLogprobs, RowStatus, SamplingParams, StepPlan, StepResult
+from worker_service.rows.table import WorkingRows
 
 logger = logging.getLogger(__name__)
 
@@ -108,122 +107,3 @@ def _in_slot_order(rows: WorkingRows) -> WorkingRows:
     """Without those that have nothing to compute."""
     order = np.argsort(rows.slots, kind="stable")
     return take_rows(rows, order[rows.num_new_tokens[order] > 0])
-
-
-_NO_LOGPROBS = Logprobs()
-_NO_CANDIDATES = Candidates()
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """What one row brought."""
-
-    status: RowStatus
-    token_ids: tuple[int, ...] = ()
-    logprobs: Logprobs = _NO_LOGPROBS
-    candidates: Candidates = _NO_CANDIDATES
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutline:
-    """What a step's result tells, as it is known before: a table changes until the result is read."""
-
-    sampling: dict[int, SamplingParams]  # of the sampling rows by slot, in order
-    prompt_chunks: tuple[tuple[int, int, int, int], ...]  # slot, first position, positions, top tokens of each
-    vocab_size: int
-
-    @staticmethod
-    def of(table: SequenceTable, rows: WorkingRows) -> "StepOutline":
-        vocab_size = table.limits.vocab_size
-        num_owed = num_prompt_positions(table, rows)
-        chunks = []
-        for row in np.flatnonzero(num_owed > 0):
-            slot = int(rows.slots[row])
-            num_top = min(int(table.num_prompt_logprobs[slot]), vocab_size)
-            chunks.append((slot, int(rows.starts[row]) + 1, int(num_owed[row]), num_top))
-        sampling = {slot: table.sampling[slot] for slot in rows.slots[rows.samples].tolist()}
-        return StepOutline(sampling, tuple(chunks), vocab_size)
-
-
-def join_results(plan: StepPlan, outline: StepOutline, parts: Sequence[StepPart[StepResult]]) -> StepResult:
-    """The result of a step from those of its parts. Rows that no part finished are out of memory."""
-    samples: dict[int, _Sample] = {}
-    chunks: dict[int, list[Logprobs]] = {}
-    for part in parts:
-        samples.update(_samples(outline, part))
-        for chunk in part.result.prompt_logprobs:
-            chunks.setdefault(chunk.slot, []).append(chunk.logprobs)
-    failed = _Sample(RowStatus.OUT_OF_MEMORY)
-    in_order = [samples.get(slot, failed) for slot in outline.sampling]
-    is_good = all(sample.status is RowStatus.OK for sample in in_order)
-    return StepResult(
-        plan.epoch,
-        plan.step,
-        statuses=() if is_good else tuple(sample.status for sample in in_order),
-        token_ids=tuple(token_id for sample in in_order for token_id in sample.token_ids),
-        logprobs=_joined([sample.logprobs for sample in in_order]),
-        candidates=Candidates(
-            tuple(token_id for sample in in_order for token_id in sample.candidates.token_ids),
-            tuple(logprob for sample in in_order for logprob in sample.candidates.logprobs),
-        ),
-        prompt_logprobs=tuple(_prompt_logprobs(outline, chunks)),
-    )
-
-
-def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple[int, _Sample]]:
-    """Slot and sample of each sampling row of a part: the columns, taken apart."""
-    result, vocab_size = part.result, outline.vocab_size
-    slots = part.rows.slots[part.rows.samples].tolist()
-    num_tokens = num_positions = num_top = num_candidates = 0
-    for slot, status in zip(slots, result.statuses or (RowStatus.OK,) * len(slots), strict=True):
-        sampling = outline.sampling[slot]
-        if status is not RowStatus.OK:
-            yield slot, _Sample(status)
-            continue
-        if sampling.num_candidates is not None:
-            start, num_candidates = num_candidates, num_candidates + min(sampling.num_candidates, vocab_size)
-            ids, values = result.candidates.token_ids, result.candidates.logprobs
-            found = Candidates(ids[start:num_candidates], values[start:num_candidates])
-            yield slot, _Sample(status, candidates=found)
-            continue
-        logprobs = _NO_LOGPROBS
-        if sampling.num_logprobs is not None:
-            start, num_top = num_top, num_top + min(sampling.num_logprobs, vocab_size)
-            position, num_positions = num_positions, num_positions + 1
-            columns = result.logprobs
-            logprobs = Logprobs(
-                columns.chosen[position:num_positions],
-                columns.ranks[position:num_positions],
-                columns.top_token_ids[start:num_top],
-                columns.top_logprobs[start:num_top],
-            )
-        yield slot, _Sample(status, (result.token_ids[num_tokens],), logprobs)
-        num_tokens += 1
-
-
-def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) -> Iterator[PromptLogprobs]:
-    """One chunk of each row that owes one. Positions that were not computed have NaN, as with logits that are."""
-    for slot, first, num_positions, num_top in outline.prompt_chunks:
-        found = _joined(chunks.get(slot, []))
-        num_missing, nan = num_positions - len(found.chosen), float("nan")
-        num_tops = num_missing * num_top
-        missing = Logprobs((nan,) * num_missing, (0,) * num_missing, (0,) * num_tops, (nan,) * num_tops)
-        yield PromptLogprobs(slot, first, _joined([found, missing]))
-
-
-def num_prompt_positions(table: SequenceTable, rows: WorkingRows) -> IntArray:
-    """Of each row, the positions of this step that tell of a prompt token, if the row asked for that; else 0 or less.
-
-    Position p tells of prompt token p + 1.
-    """
-    num_positions = np.minimum(rows.ends, table.num_prompt_tokens[rows.slots] - 1) - rows.starts
-    return np.where(table.num_prompt_logprobs[rows.slots] >= 0, num_positions, 0)
-
-
-def _joined(parts: Sequence[Logprobs]) -> Logprobs:
-    return Logprobs(
-        tuple(value for part in parts for value in part.chosen),
-        tuple(rank for part in parts for rank in part.ranks),
-        tuple(token_id for part in parts for token_id in part.top_token_ids),
-        tuple(value for part in parts for value in part.top_logprobs),
-    )

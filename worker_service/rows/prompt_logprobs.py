@@ -1,6 +1,6 @@
-"""Log-probabilities of prompt tokens on a device, for the chunks of a step that were asked for them."""
+"""Log-probabilities of prompt tokens, for the chunks of a step that were asked for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker_service.device.sampling import Reading
+from pagewire.kernels.sampling import logprob_columns
+from worker_service.rows.reading import Reading
 from worker_service.rows.table import SequenceTable, WorkingRows
 from worker_service.step import Logprobs, PromptLogprobs
 
@@ -18,7 +19,7 @@ _MAX_LOGITS_POSITIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Position p of a row tells of prompt token p + 1."""
+    """Positions of a row that were asked for log-probabilities: position p tells of prompt token p + 1."""
 
     slot: int
     first: int  # the prompt token that the first position tells of
@@ -26,19 +27,23 @@ class PromptChunk:
     num_top: int
     start: int  # where the first position lies in the flat batch
 
-    def compute(self, hidden: Tensor, told: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    @property
+    def tokens(self) -> tuple[int, slice]:
+        """Where the tokens that the positions tell of stand in a table's `token_ids`."""
+        return self.slot, slice(self.first, self.first + self.num)
+
+    def compute(self, hidden: Tensor, tokens: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """The raw log_softmax of the logits, at the tokens that did follow.
 
-        `hidden`: [T, hidden_size]; `told`: [num], those tokens. Returns what `read` reads.
+        `hidden`: [T, hidden_size]; `tokens`: [num], those tokens. Returns what `read` reads.
         """
-        columns = []
         chunk = hidden[self.start : self.start + self.num]
-        for part, token_ids in zip(chunk.split(_MAX_LOGITS_POSITIONS), told.split(_MAX_LOGITS_POSITIONS), strict=True):
-            logprobs = compute_logits(part).log_softmax(1)
-            chosen = logprobs.gather(1, token_ids.long().unsqueeze(1))
-            ranks = (logprobs > chosen).sum(1) + 1
-            top = logprobs.topk(self.num_top, dim=1)
-            columns.append((chosen.squeeze(1), ranks, top.indices, top.values))
+        columns = [
+            logprob_columns(compute_logits(positions), token_ids.long(), self.num_top)
+            for positions, token_ids in zip(
+                chunk.split(_MAX_LOGITS_POSITIONS), tokens.split(_MAX_LOGITS_POSITIONS), strict=True
+            )
+        ]
         return [torch.cat(parts) for parts in zip(*columns, strict=True)]
 
     def read(self, reading: Reading) -> PromptLogprobs:
@@ -53,22 +58,29 @@ class PromptChunk:
 
     @property
     def num_values(self) -> int:
-        """That `read` reads."""
+        """How many values `read` reads."""
         return 2 * self.num * (1 + self.num_top)
 
 
 def prompt_chunks(
-    table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64], vocab_size: int
-) -> Sequence[PromptChunk]:
-    """Of the rows that asked and compute prompt positions, in slot order. `token_starts`: [S], in the flat batch."""
-    num_asked = table.num_prompt_logprobs[rows.slots]
+    table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
+) -> list[PromptChunk]:
+    """Of the rows that asked and compute prompt positions, in slot order.
+
+    `token_starts`: [S], where each row's tokens lie in the flat batch; left out, one row lies behind the other.
+    """
+    if rows.are_plain:
+        return []
+    if token_starts is None:
+        token_starts = np.cumsum(rows.num_new_tokens) - rows.num_new_tokens
+    num_asked = table.sampling.num_prompt_logprobs[rows.slots]
     num_positions = np.minimum(rows.ends, table.num_prompt_tokens[rows.slots] - 1) - rows.starts
     return [
         PromptChunk(
             slot=int(rows.slots[row]),
             first=int(rows.starts[row]) + 1,
             num=int(num_positions[row]),
-            num_top=min(int(num_asked[row]), vocab_size),
+            num_top=min(int(num_asked[row]), table.limits.vocab_size),
             start=int(token_starts[row]),
         )
         for row in np.flatnonzero((num_asked >= 0) & (num_positions > 0))

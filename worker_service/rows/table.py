@@ -1,4 +1,4 @@
-"""The worker's running sequences, one row per slot, patched by plans and advanced by samples.
+"""The worker's running sequences, one row per slot, patched by plans and advanced by steps.
 
 The table is the wall between the wire and memory: whatever a plan says, no row that it hands out reads or writes a
 position that its blocks do not hold. A plan that breaks a rule raises ProtocolError; the session ends, and the next one
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from worker_service.rows.sampling import SamplingTable
 from worker_service.session import ProtocolError
 from worker_service.step import RowOpening, SamplingParams, StepPlan
 
@@ -48,7 +49,7 @@ class WorkingRows:
     starts: IntArray  # [S]
     num_new_tokens: IntArray  # [S], each at least 1
     samples: NDArray[np.bool_]  # [S], the row reaches its end
-    are_plain: bool = False  # all are (see `SequenceTable.is_plain`), which spares looking into columns; False: look
+    are_plain: bool = False  # all are (see `SamplingTable.is_plain`) and none has failed; False: look into the columns
 
     @property
     def ends(self) -> IntArray:
@@ -69,15 +70,8 @@ class SequenceTable:
         self.num_computed_tokens = np.zeros(size, np.int64)
         self.num_blocks = np.zeros(size, np.int64)
         self.work = np.zeros(size, np.int64)  # tokens to compute each step; 0 is paused
-        self.seeds = np.zeros(size, np.uint64)
-        self.sample_indexes = np.zeros(size, np.int64)
-        self.sampling: list[SamplingParams] = [SamplingParams()] * size
-        self.is_special = np.zeros(size, np.bool_)  # samples by more than the highest of the model's own logits
-        self.num_prompt_logprobs = np.full(size, -1, np.int64)  # -1: none asked for
-        self.is_beam = np.zeros(size, np.bool_)  # reports candidates instead of choosing a token
         self.has_failed = np.zeros(size, np.bool_)  # was given up: computes nothing until it is released
-        # Is none of special, asking for prompt logprobs, of a beam, failed: gives the highest token and nothing else.
-        self.is_plain = np.zeros(size, np.bool_)
+        self.sampling = SamplingTable(size, limits.vocab_size)
 
     def clear(self) -> None:
         self.occupied[:] = False
@@ -103,27 +97,25 @@ class SequenceTable:
             self._patch_work(plan)
         return self._working_rows()
 
-    def advance(self, rows: WorkingRows, sampled_token_ids: IntArray | None) -> None:
-        """The step is done: its positions are computed, and each sampling row gets its token, in slot order.
+    def advance(self, rows: WorkingRows) -> None:
+        """The step is launched: its positions count as computed, and sampling rows have a token more.
 
-        `sampled_token_ids` has an entry for the sampling rows that choose one: those of beams are paused instead. None:
-        they are, or will be, known to a device alone, and `token_ids` means nothing from there on.
+        Rows that report candidates are paused instead. The tokens themselves are written by who computes: here by
+        `put_tokens`, or on a device alone, and then `token_ids` means nothing from there on.
         """
         self.num_computed_tokens[rows.slots] = rows.ends
         slots = rows.slots[rows.samples]
         if not rows.are_plain:
-            is_beam = self.is_beam[slots]
-            self.work[slots[is_beam]] = 0
-            slots = slots[~is_beam]
-        if sampled_token_ids is not None:
-            self.token_ids[slots, self.num_tokens[slots]] = sampled_token_ids
+            reports_candidates = self.sampling.reports_candidates[slots]
+            self.work[slots[reports_candidates]] = 0
+            slots = slots[~reports_candidates]
         self.num_tokens[slots] += 1
         self.work[slots] = 1
 
-    def fail(self, slots: IntArray) -> None:
-        """These rows are given up."""
-        self.has_failed[slots] = True
-        self.is_plain[slots] = False
+    def put_tokens(self, rows: WorkingRows, token_ids: IntArray) -> None:
+        """Write each sampling row's token behind those it has. What stands there for rows that choose none is lost."""
+        slots = rows.slots[rows.samples]
+        self.token_ids[slots, self.num_tokens[slots]] = token_ids
 
     def _check_slot(self, slot: int, *, occupied: bool) -> None:
         if not 0 <= slot < self.limits.max_num_seqs:
@@ -183,15 +175,8 @@ class SequenceTable:
         self.num_prompt_tokens[slot] = opening.num_prompt_tokens
         self.num_computed_tokens[slot] = opening.num_computed_tokens
         self.num_blocks[slot] = len(block_ids)
-        self.seeds[slot] = opening.seed
-        self.sample_indexes[slot] = opening.sample_index
-        self.sampling[slot] = opening.sampling
-        self.is_special[slot] = _is_special(opening.sampling)
-        num_prompt_logprobs = opening.sampling.num_prompt_logprobs
-        self.num_prompt_logprobs[slot] = -1 if num_prompt_logprobs is None else num_prompt_logprobs
-        self.is_beam[slot] = opening.sampling.num_candidates is not None
         self.has_failed[slot] = False
-        self.is_plain[slot] = not self.is_special[slot] and num_prompt_logprobs is None
+        self.sampling.open(opening)
 
     def _fork(self, plan: StepPlan) -> None:
         _check_lengths("forks", plan.fork_source_slots, plan.fork_target_slots)
@@ -206,9 +191,7 @@ class SequenceTable:
         self.block_tables[targets, :num_blocks] = self.block_tables[sources, :num_blocks]
         for column in self._row_columns:
             column[targets] = column[sources]
-        copied = [self.sampling[source] for source in sources]
-        for target, sampling in zip(targets, copied, strict=True):
-            self.sampling[target] = sampling
+        self.sampling.copy(sources, targets)
         self.work[targets] = 0
 
     def _append_blocks(self, plan: StepPlan) -> None:
@@ -276,13 +259,7 @@ class SequenceTable:
             self.num_prompt_tokens,
             self.num_computed_tokens,
             self.num_blocks,
-            self.seeds,
-            self.sample_indexes,
-            self.is_special,
-            self.num_prompt_logprobs,
-            self.is_beam,
             self.has_failed,
-            self.is_plain,
         )
 
     def _working_rows(self) -> WorkingRows:
@@ -302,7 +279,8 @@ class SequenceTable:
             _check_ends(slots, ends, num_tokens, "tokens")
             _check_ends(slots, ends, num_positions, "positions in its blocks")
             _check_ends(slots, ends, np.full_like(ends, limits.max_model_len), "positions by max_model_len")
-        return WorkingRows(slots, starts, num_new_tokens, ends == num_tokens, bool(self.is_plain[slots].all()))
+        are_plain = bool((self.sampling.is_plain[slots] & ~self.has_failed[slots]).all())
+        return WorkingRows(slots, starts, num_new_tokens, ends == num_tokens, are_plain)
 
 
 def _as_array(values: tuple[int, ...]) -> IntArray:
@@ -389,14 +367,3 @@ def _check_sampling(slot: int, sampling: SamplingParams, vocab_size: int) -> Non
             f"slot {slot} opens with {len(sampling.logit_bias_values)} biases for "
             f"{len(sampling.logit_bias_token_ids)} tokens"
         )
-
-
-def _is_special(sampling: SamplingParams) -> bool:
-    return (
-        sampling.temperature > 0.0
-        or bool(sampling.logit_bias_token_ids)
-        or bool(sampling.min_tokens and sampling.stop_token_ids)
-        or (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
-        or sampling.num_logprobs is not None
-        or sampling.num_candidates is not None
-    )

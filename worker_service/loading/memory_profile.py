@@ -8,7 +8,8 @@ import torch
 
 from worker_service.device.errors import is_out_of_memory
 from worker_service.memory.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
-from worker_service.step import RowOpening, SamplingParams, StepPlan, StepResult
+from worker_service.runner import ModelRunner
+from worker_service.step import RowOpening, SamplingParams, StepPlan
 
 
 class MemoryMeter(Protocol):
@@ -25,17 +26,6 @@ class MemoryMeter(Protocol):
 
     def release(self) -> None:
         """Give back to the device what no tensor holds."""
-
-
-class ProfiledRunner(Protocol):
-    """A runner that does not split steps."""
-
-    graph_sizes: tuple[int, ...]  # batches that it captures, each as two graphs
-
-    def execute(self, plan: StepPlan) -> StepResult: ...
-
-    def rehearse_graphs(self) -> None:
-        """Do what the largest graphs would do."""
 
 
 class CudaMeter:
@@ -64,7 +54,7 @@ class CudaMeter:
 
 def measure_memory(
     meter: MemoryMeter,
-    make_runner: Callable[[int], ProfiledRunner],
+    make_runner: Callable[[int], ModelRunner],
     *,
     step: StepSize,
     max_model_len: int,
@@ -72,22 +62,24 @@ def measure_memory(
     block_bytes: int,
     staging_bytes: int,
 ) -> DeviceMemory:
-    """`make_runner` makes one with so many usable blocks. Nothing but the weights is allocated before and after.
+    """`make_runner` makes one with so many usable blocks, which splits no step.
+
+    Nothing but the weights is allocated before and after.
 
     Raises ValueError if the largest step does not fit.
     """
     meter.release()
     weights = meter.allocated()
     plan, num_blocks = largest_step(step, max_model_len, block_size)
-    made: list[ProfiledRunner] = []
+    made: list[ModelRunner] = []
     try:
         made.append(make_runner(num_blocks))
         peak = meter.peak_of(lambda: made[0].execute(plan))
-        sizes = made[0].graph_sizes
+        sizes = made[0].computation.graph_sizes
         largest = 0
         if sizes:
             kept = meter.allocated()
-            largest = meter.peak_of(lambda: made[0].rehearse_graphs()) - kept
+            largest = meter.peak_of(lambda: made[0].computation.rehearse_graphs()) - kept
     except Exception as error:
         if not is_out_of_memory(error):
             raise

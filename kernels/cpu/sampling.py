@@ -1,0 +1,185 @@
+"""From logits to tokens on a CPU, for all rows of a step at once. Specification: `pagewire.kernels.sampling.sample`.
+
+Rows that ask for nothing take the highest logit and skip all else. Edits of the logits are sparse: places are gathered
+over all rows and changed in one operation each. The filters are one threshold per row: each keeps the tokens whose
+logit is at least some value, so no result depends on how a sort orders equals.
+
+Looking for the highest, and sorting, is numpy's, which is ten times faster at it on a CPU than torch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagewire.kernels.noise import gumbel_noise, noise_keys
+from pagewire.kernels.sampling import LARGEST, SampledTokens, SamplingColumns, logprob_columns
+
+Indexes = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """The distinct tokens of the rows that have penalties, one row after the other: N in all."""
+
+    rows: Indexes  # [N]
+    token_ids: Indexes  # [N]
+    num_outputs: Indexes  # [N] how often each stands in the row's output
+
+    @staticmethod
+    def of(sequences: Iterable[tuple[int, NDArray[np.int32], int]]) -> "SeenTokens":
+        """Of rows, each with its tokens, prompt first, and how many of them are prompt. There must be one."""
+        rows, token_ids, num_outputs = [], [], []
+        for row, tokens, num_prompt_tokens in sequences:
+            seen = np.unique(tokens).astype(np.int64)
+            output, counts = np.unique(tokens[num_prompt_tokens:], return_counts=True)
+            num_times = np.zeros(len(seen), np.int64)
+            num_times[np.searchsorted(seen, output)] = counts
+            rows.append(np.full(len(seen), row, np.int64))
+            token_ids.append(seen)
+            num_outputs.append(num_times)
+        return SeenTokens(np.concatenate(rows), np.concatenate(token_ids), np.concatenate(num_outputs))
+
+
+def sample(
+    logits: Tensor,
+    columns: SamplingColumns,
+    seen: SeenTokens | None = None,
+    max_logprobs: int | None = None,
+    highest: Tensor | None = None,
+) -> SampledTokens:
+    """Chooses a token per row.
+
+    Args:
+        logits: [R, vocab_size] float32, overwritten.
+        columns: one entry per row.
+        seen: of the rows that have penalties, which are those with a slot; None: no row has any.
+        max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
+        highest: what `highest_logits` gives, if it is known.
+    """
+    if highest is None:
+        highest = highest_logits(logits)
+    is_nan, token_ids = highest < 0, highest.clamp(min=0)
+    edited = _edit(logits, columns, seen)
+    if len(edited):
+        token_ids[edited] = _argmax(logits[edited])
+    drawing = _rows_where(columns.temperature > 0)
+    if len(drawing):
+        token_ids[drawing] = _draw(logits[drawing], columns, drawing)
+    token_ids.masked_fill_(is_nan, 0)
+    num_rows, vocab_size = logits.shape
+    num_top = min(max_logprobs or 0, vocab_size)
+    sampled = SampledTokens(
+        token_ids=token_ids,
+        is_nan=is_nan,
+        logprobs=logits.new_zeros(num_rows),
+        ranks=logits.new_zeros(num_rows, dtype=torch.int32),
+        top_token_ids=logits.new_zeros((num_rows, num_top), dtype=torch.int32),
+        top_logprobs=logits.new_zeros((num_rows, num_top)),
+    )
+    telling = _rows_where(columns.num_logprobs >= 0)
+    if len(telling):
+        logprobs, ranks, top_token_ids, top_logprobs = logprob_columns(logits[telling], token_ids[telling], num_top)
+        sampled.logprobs[telling], sampled.ranks[telling] = logprobs, ranks.int()
+        sampled.top_token_ids[telling], sampled.top_logprobs[telling] = top_token_ids.int(), top_logprobs
+    return sampled
+
+
+def highest_logits(logits: Tensor) -> Tensor:
+    """Which logit of each row is the highest, the first of equals; -1 where there is a NaN: [R] int64."""
+    token_ids = _argmax(logits)  # a NaN counts as the highest of its row, so looking at the highest finds every one
+    is_nan = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan()
+    return token_ids.masked_fill_(is_nan, -1)
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Index of each row's highest value, the lowest one on a tie, that of a NaN where there is one: [R] int64."""
+    return torch.from_numpy(logits.numpy().argmax(axis=1))
+
+
+def _rows_where(mask: Tensor) -> Indexes:
+    return np.flatnonzero(mask.numpy())
+
+
+# Edits of the logits
+
+
+def _edit(logits: Tensor, columns: SamplingColumns, seen: SeenTokens | None) -> Indexes:
+    """Bias, suppression and penalties, in this order, in place. Returns the rows that were changed."""
+    changed = []
+    if columns.bias_token_ids is not None and columns.bias_values is not None:
+        rows, entries = np.nonzero(columns.bias_token_ids.numpy() >= 0)
+        places = (torch.from_numpy(rows), columns.bias_token_ids[rows, entries].long())
+        logits.index_put_(places, columns.bias_values[rows, entries], accumulate=True)
+        logits[places] = logits[places].clamp_(max=LARGEST)  # an infinite bias must not turn differences into NaN
+        changed.append(rows)
+    if columns.stop_token_ids is not None and columns.min_num_tokens is not None:
+        stops = columns.stop_token_ids.numpy()
+        is_suppressed = (columns.num_tokens < columns.min_num_tokens).numpy()[:, None]
+        rows, entries = np.nonzero(is_suppressed & (stops >= 0) & (stops < logits.shape[1]))
+        logits[rows, stops[rows, entries]] = -torch.inf
+        changed.append(rows)
+    if seen is not None:
+        _penalize(logits, columns, seen)
+        changed.append(seen.rows)
+    return np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64)
+
+
+def _penalize(logits: Tensor, columns: SamplingColumns, seen: SeenTokens) -> None:
+    """Repetition over prompt and output, presence and frequency over the output."""
+    rows, is_output = seen.rows, seen.num_outputs > 0
+    presence, frequency = (
+        column.numpy()[rows].astype(np.float64) for column in (columns.presence_penalty, columns.frequency_penalty)
+    )
+    subtrahends = np.where(is_output, presence + frequency * seen.num_outputs, 0.0).astype(np.float32)
+    repetition = columns.repetition_penalty[rows]
+    places = (torch.from_numpy(rows), torch.from_numpy(seen.token_ids))
+    values = logits[places]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[places] = values - torch.from_numpy(subtrahends)
+
+
+# Draws
+
+
+def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tensor:
+    """Draw from the filtered distribution of each of these rows: [D] int64. `logits` [D, vocab_size] is overwritten."""
+    # With the highest at 0 no temperature, however small, can overflow.
+    logits -= logits.amax(1, keepdim=True).clamp_(min=-LARGEST)
+    logits /= columns.temperature[rows].unsqueeze(1)
+    has_filter = (columns.top_k > 0) | (columns.top_p < 1.0) | (columns.min_p > 0.0)
+    filtered = np.flatnonzero(has_filter.numpy()[rows])
+    if len(filtered):
+        kept = logits[filtered]
+        threshold = _threshold(kept, columns, rows[filtered])
+        logits[filtered] = kept.masked_fill_(kept < threshold, -torch.inf)
+    keys = noise_keys(columns.seeds[rows], columns.sample_indexes[rows], columns.num_tokens[rows])
+    return _argmax(logits.add_(gumbel_noise(keys, logits.shape[1])))
+
+
+def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tensor:
+    """The lowest logit that each row's filters keep: [F, 1]. The highest of each row is 0."""
+    vocab_size = logits.shape[1]
+    top_k, top_p = columns.top_k[rows].long().unsqueeze(1), columns.top_p[rows].unsqueeze(1)
+    threshold = columns.min_p[rows].unsqueeze(1).log_()  # log(0) is -inf: keeps all
+    if not bool(((top_k > 0) | (top_p < 1.0)).any()):
+        return threshold
+    max_kept = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size)
+    num_sorted = int(max_kept.max())
+    highest = logits.topk(num_sorted, dim=1).values if num_sorted < vocab_size else _sort(logits)
+    # A running sum, not a softmax: what a row keeps must not depend on how many values its neighbours need.
+    probabilities = highest.exp()
+    running = probabilities.cumsum(1)
+    last = max_kept - 1
+    before = running - probabilities
+    num_kept = (before < top_p * running.gather(1, last)).sum(1, keepdim=True).clamp_(min=1)
+    num_kept = torch.where(top_p < 1.0, num_kept, vocab_size)
+    return torch.maximum(threshold, highest.gather(1, torch.minimum(num_kept - 1, last)))
+
+
+def _sort(logits: Tensor) -> Tensor:
+    """Each row's values, highest first: [F, vocab_size]."""
+    return torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())
