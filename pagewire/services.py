@@ -56,7 +56,7 @@ def serve(arguments: Sequence[str]) -> int:
     _exit_with_parent()
     from scheduler_service.config import SchedulerConfig
     from worker_service.config import WorkerConfig
-    from worker_service.loading.preflight import check_worker
+    from worker_service.startup.preflight import check_worker
 
     description = "Serve a model: a scheduler and its worker on this machine."
     known = serve_options()

@@ -13,14 +13,20 @@ from typing import Protocol
 
 import torch
 
-from worker_service.device.errors import is_fatal, is_out_of_memory
+from worker_service.cache import CacheEngine
+from worker_service.device import is_fatal, is_out_of_memory
 from worker_service.engine import LaunchedStep
-from worker_service.memory.cache_engine import CacheEngine
 from worker_service.models.communicator import Communicator
-from worker_service.rows.parts import StepPart, run_in_parts, take_rows
-from worker_service.rows.results import BegunStep, StepOutline, join_results
-from worker_service.rows.table import SequenceTable, WorkingRows
-from worker_service.rows.watch import StepWatch
+from worker_service.rows import (
+    BegunStep,
+    SequenceTable,
+    StepOutline,
+    StepPart,
+    StepWatch,
+    WorkingRows,
+    join_results,
+    run_in_parts,
+)
 from worker_service.session import ProtocolError
 from worker_service.step import StepPlan, StepResult
 
@@ -128,8 +134,8 @@ class ModelRunner:
         """Rows that were given up before are given up in every step."""
         if rows.are_plain or not (has_failed := self.table.has_failed[rows.slots]).any():
             return rows
-        self._give_up(take_rows(rows, has_failed))
-        return take_rows(rows, ~has_failed)
+        self._give_up(rows.take(has_failed))
+        return rows.take(~has_failed)
 
     def _give_up(self, rows: WorkingRows) -> None:
         """These rows are not computed, in this step and in any later one; what they should have written is spoilt."""

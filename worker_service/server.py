@@ -25,11 +25,11 @@ from pagewire import __version__
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
 from worker_service.listening import MAX_PROBES, connections_option, join, listen
-from worker_service.loading.preflight import check_worker
-from worker_service.loading.progress import LoadProgress
 from worker_service.rpc.credentials import server_credentials
 from worker_service.rpc.link_secret import LinkSecret
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
+from worker_service.startup.preflight import check_worker
+from worker_service.startup.progress import LoadProgress
 from worker_service.unix_socket import listen_on_socket
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ class _Server:
             import torch  # noqa: F401
         except (ImportError, OSError) as error:
             raise ValueError(f"torch is installed, but cannot be imported: {error}") from error
-        from worker_service.loading.loader import load_worker
         from worker_service.models.checkpoint_files import CheckpointError
+        from worker_service.startup.loader import load_worker
 
         try:
             loaded = load_worker(self._config, worker_id=_worker_id(), report=LoadProgress(self._tell_percent))

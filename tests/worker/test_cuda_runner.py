@@ -30,11 +30,11 @@ from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
 from tests.worker.plans import GREEDY, Row, plan_steps
 from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.torch_attention import TorchAttention
+from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.computation import StepClock
 from worker_service.device.graphs import graph_sizes
 from worker_service.device.sampler import REFERENCE, Sampler
 from worker_service.engine import Engine, EngineSession, LaunchedStep, LoadedWorker, Outcome
-from worker_service.memory.cache_engine import CacheEngine, CacheShape
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.rows.table import TableLimits

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from worker_service.loading.memory_profile import measure_memory
-from worker_service.memory.device_memory import DeviceMemory, StepSize
+from worker_service.startup.device_memory import DeviceMemory, StepSize
+from worker_service.startup.memory_profile import measure_memory
 from worker_service.step import StepPlan, StepResult
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from worker_service.config import WorkerConfig
-from worker_service.loading import loader
-from worker_service.memory.device_memory import DeviceMemory, StepSize
-from worker_service.memory.pool_size import PoolSize, count_blocks, cpu_cache_bytes, default_swap_bytes
+from worker_service.startup import loader
+from worker_service.startup.device_memory import DeviceMemory, StepSize
+from worker_service.startup.pool_size import PoolSize, count_blocks, cpu_cache_bytes, default_swap_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 

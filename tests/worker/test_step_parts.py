@@ -16,8 +16,8 @@ from tests.worker.fake_device import CPU, FakeDevice
 from tests.worker.runners import device_runner, host_runner
 from tests.worker.test_cuda_runner import SAMPLER
 from worker_service.attention.torch_attention import TorchAttention
+from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.errors import is_fatal, is_out_of_memory
-from worker_service.memory.cache_engine import CacheEngine, CacheShape
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.rows.parts import run_in_parts

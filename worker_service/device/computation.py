@@ -28,11 +28,17 @@ from worker_service.device.streams import Device, Event
 from worker_service.device.table import DeviceTable, Edit
 from worker_service.engine import FinishedStep, LaunchedStep
 from worker_service.models.model import Model
-from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
-from worker_service.rows.reading import Reading, flatten_to_int32
-from worker_service.rows.results import BegunStep
-from worker_service.rows.sampling import Samples, StepSampling
-from worker_service.rows.table import SequenceTable, WorkingRows
+from worker_service.rows import (
+    BegunStep,
+    PromptChunk,
+    Reading,
+    Samples,
+    SequenceTable,
+    StepSampling,
+    WorkingRows,
+    flatten_to_int32,
+    prompt_chunks,
+)
 from worker_service.step import StepParts, StepResult
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from worker_service.attention import AttentionBatch, DeviceRows
 from worker_service.device.staging import Upload
 from worker_service.device.table import DeviceTable
-from worker_service.rows.table import WorkingRows
+from worker_service.rows import WorkingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +41,21 @@ class StepInputs:
     def of(rows: WorkingRows, block_size: int, upload: Upload) -> "StepInputs":
         """Of at least one row."""
         order = np.argsort(rows.num_new_tokens != 1, kind="stable")
-        slots, lengths, ends = rows.slots[order], rows.num_new_tokens[order], rows.ends[order]
-        query_start_loc = np.zeros(len(slots) + 1, np.int64)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        # Within a row, positions count up from its start as the flat index counts up from the row's first token.
-        shifts = np.repeat(rows.starts[order] - query_start_loc[:-1], lengths)
-        token_starts = np.empty_like(slots)
+        ordered = rows.take(order)
+        token_slots, positions, query_start_loc = ordered.flatten()
+        token_starts = np.empty_like(rows.slots)
         token_starts[order] = query_start_loc[:-1]
         last_tokens = token_starts + rows.num_new_tokens - 1
         return StepInputs(
-            row_slots=upload.add(slots),
-            seq_lens=upload.add(ends),
+            row_slots=upload.add(ordered.slots),
+            seq_lens=upload.add(ordered.ends),
             query_start_loc=upload.add(query_start_loc),
-            token_slots=upload.add(np.repeat(slots, lengths)),
-            positions=upload.add(np.arange(len(shifts)) + shifts),
+            token_slots=upload.add(token_slots),
+            positions=upload.add(positions),
             sampling_indices=upload.add(last_tokens[rows.samples]),
-            num_decodes=int((lengths == 1).sum()),
+            num_decodes=int((ordered.num_new_tokens == 1).sum()),
             host_query_start_loc=query_start_loc.tolist(),
-            host_seq_lens=ends.tolist(),
+            host_seq_lens=ordered.ends.tolist(),
             token_starts=token_starts,
             block_size=block_size,
         )

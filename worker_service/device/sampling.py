@@ -9,7 +9,7 @@ from torch import Tensor
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 from worker_service.device.staging import Upload, aligned
 from worker_service.device.table import DeviceTable
-from worker_service.rows.sampling import StepSampling
+from worker_service.rows import StepSampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from torch import Tensor
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns
 from worker_service.device.sampler import CountTokens
 from worker_service.device.staging import Upload
-from worker_service.rows.sampling import has_penalties
-from worker_service.rows.table import SequenceTable, TableLimits
+from worker_service.rows import SequenceTable, TableLimits, has_penalties
 from worker_service.step import RowOpening, StepPlan
 
 # Changes the table, given the step's packed upload. Carried out on the compute stream.

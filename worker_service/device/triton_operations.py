@@ -9,7 +9,7 @@ from pagewire.kernels.triton import fused
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.models.config import ModelConfig
 from worker_service.models.model import Attend
-from worker_service.models.operations import HeadTurn, Product, TorchOperations
+from worker_service.models.operations import HeadPreparation, Product, TorchOperations
 
 
 class TritonOperations:
@@ -46,11 +46,11 @@ class TritonOperations:
     def takes_rows(self, computed: torch.dtype) -> bool:
         return False
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
+    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
         """Where attention lets it, one launch turns the heads and writes keys and values to the cache."""
         if not isinstance(attend, CachedAttend):
-            return attend(layer, *fused.norm_rope(heads, *turn))
-        query = fused.norm_rope_and_cache(heads, *turn, *attend.kv_cache[layer], attend.slot_mapping)
+            return attend(layer, *fused.norm_rope(heads, *preparation))
+        query = fused.norm_rope_and_cache(heads, *preparation, *attend.kv_cache[layer], attend.slot_mapping)
         return attend.attend_cached(layer, query)
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:

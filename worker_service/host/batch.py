@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from worker_service.attention import AttentionBatch
-from worker_service.rows.table import SequenceTable, WorkingRows
+from worker_service.rows import SequenceTable, WorkingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,7 @@ class Batch:
 def build_batch(table: SequenceTable, rows: WorkingRows) -> Batch:
     """Flatten the working rows. There must be at least one."""
     block_size = table.limits.block_size
-    query_start_loc = np.zeros(len(rows.slots) + 1, np.int64)
-    np.cumsum(rows.num_new_tokens, out=query_start_loc[1:])
-    slots = np.repeat(rows.slots, rows.num_new_tokens)  # [T], each token's
-    # Within a row, positions count up from its start as the flat index counts up from the row's first token.
-    positions = np.arange(len(slots)) + np.repeat(rows.starts - query_start_loc[:-1], rows.num_new_tokens)
+    slots, positions, query_start_loc = rows.flatten()
     block_ids = table.block_tables[slots, positions // block_size].astype(np.int64)
     ends = rows.ends
     num_blocks = -(-int(ends.max()) // block_size)

@@ -8,17 +8,23 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.sampling import SeenTokens, highest_logits, sample
-from worker_service.attention import Attend, AttentionBackend, LayerCache
+from worker_service.attention import AttentionBackend, LayerCache
 from worker_service.engine import FinishedStep
 from worker_service.host.batch import Batch, build_batch
 from worker_service.host.decoder import CpuDecoder
-from worker_service.models.model import Model
-from worker_service.rows.prompt_logprobs import prompt_chunks
-from worker_service.rows.reading import Reading, flatten_to_int32
-from worker_service.rows.results import BegunStep
-from worker_service.rows.sampling import Samples, StepSampling, row_statuses
-from worker_service.rows.table import SequenceTable, WorkingRows
-from worker_service.rows.watch import StepWatch
+from worker_service.models.model import Attend, Model
+from worker_service.rows import (
+    BegunStep,
+    Reading,
+    Samples,
+    SequenceTable,
+    StepSampling,
+    StepWatch,
+    WorkingRows,
+    flatten_to_int32,
+    prompt_chunks,
+    row_statuses,
+)
 from worker_service.step import PromptLogprobs
 
 

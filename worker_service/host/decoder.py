@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu import CpuKernels, DecoderKernel, DecoderWeights, LayerWeights, PackedLinear
-from worker_service.attention import AttentionBackend
-from worker_service.attention.cpu_attention import CpuAttend, CpuAttention
+from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.operations import CpuOperations, CpuProduct
 from worker_service.models.decoder import Decoder, DecoderLayer
 from worker_service.models.linear import Linear

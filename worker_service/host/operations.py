@@ -1,46 +1,25 @@
-"""Chooses what a model computes with."""
+"""What a decoder computes with on a CPU."""
 
-import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu import BuildError, CpuKernels, PackedLinear, load_kernels
-from worker_service.models.config import ModelConfig
 from worker_service.models.model import Attend
-from worker_service.models.operations import HeadTurn, Operations, Product, TorchOperations
-
-logger = logging.getLogger(__name__)
+from worker_service.models.operations import HeadPreparation, Operations, Product, TorchOperations
 
 
-def create_operations(device: torch.device, config: ModelConfig | None = None) -> Operations:
-    """The CPU kernels on a CPU and the Triton kernels on a GPU, where there are any and they can, else plain torch.
+def create_host_operations() -> Operations:
+    """The C kernels where there are any, else plain torch.
 
-    `config`: of the model; left out, it is one that any of them can compute.
-    Raises ValueError if the CPU kernels are required and cannot be built.
+    Raises ValueError if the kernels are required and cannot be built.
     """
-    if device.type == "cuda":
-        return _create_gpu_operations(config)
     try:
         kernels = load_kernels()
     except BuildError as error:
         raise ValueError(f"PAGEWIRE_CPU_KERNELS is require: {error}") from error
     return TorchOperations() if kernels is None else CpuOperations(kernels)
-
-
-def _create_gpu_operations(config: ModelConfig | None) -> Operations:
-    try:
-        # Only where it computes: the first import takes long.
-        from worker_service.device.triton_operations import TritonOperations
-    except ImportError as error:
-        logger.warning("the model is computed in plain torch, which is slower: triton cannot be imported (%s)", error)
-        return TorchOperations()
-    reason = None if config is None else TritonOperations.refusal(config)
-    if reason is None:
-        return TritonOperations()
-    logger.warning("the model is computed in plain torch, which is slower: the Triton kernels %s", reason)
-    return TorchOperations()
 
 
 class CpuOperations:
@@ -67,8 +46,8 @@ class CpuOperations:
     def takes_rows(self, computed: torch.dtype) -> bool:
         return computed == torch.float32
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
-        return attend(layer, *self.kernels.norm_rope(heads, *turn))
+    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
+        return attend(layer, *self.kernels.norm_rope(heads, *preparation))
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         return product.take_rows if isinstance(product, CpuProduct) else None

@@ -49,7 +49,7 @@ def run_in_parts(
     while waiting:
         part = waiting.pop()
         if given_up:
-            part = take_rows(part, ~np.isin(part.slots, given_up))
+            part = part.take(~np.isin(part.slots, given_up))
             if not len(part.slots):
                 continue
         outcome = _attempt(part, compute, is_out_of_memory)
@@ -66,16 +66,9 @@ def run_in_parts(
             slot = int(part.slots[0])
             logger.error("row %d does not fit into memory alone: its request fails", slot)
             given_up.append(slot)
-            row = take_rows(rows, rows.slots == slot)
+            row = rows.take(rows.slots == slot)
             give_up(WorkingRows(row.slots, part.starts, row.ends - part.starts, row.samples))
     return parts
-
-
-def take_rows(rows: WorkingRows, which: np.ndarray) -> WorkingRows:
-    """`which`: a mask, or indices."""
-    return WorkingRows(
-        rows.slots[which], rows.starts[which], rows.num_new_tokens[which], rows.samples[which], rows.are_plain
-    )
 
 
 def _attempt(
@@ -93,7 +86,7 @@ def _attempt(
 
 def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
     """The first and the second half of the tokens, by starts. A row in the middle is cut, and samples at its end."""
-    by_start = take_rows(rows, np.lexsort((rows.slots, rows.starts)))
+    by_start = rows.take(np.lexsort((rows.slots, rows.starts)))
     before = np.cumsum(by_start.num_new_tokens) - by_start.num_new_tokens
     middle = int(by_start.num_new_tokens.sum()) // 2
     num_first = np.clip(middle - before, 0, by_start.num_new_tokens)
@@ -106,4 +99,4 @@ def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
 def _in_slot_order(rows: WorkingRows) -> WorkingRows:
     """Without those that have nothing to compute."""
     order = np.argsort(rows.slots, kind="stable")
-    return take_rows(rows, order[rows.num_new_tokens[order] > 0])
+    return rows.take(order[rows.num_new_tokens[order] > 0])

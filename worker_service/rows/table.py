@@ -55,6 +55,19 @@ class WorkingRows:
     def ends(self) -> IntArray:
         return self.starts + self.num_new_tokens
 
+    def take(self, which: NDArray) -> "WorkingRows":
+        """Some of the rows. `which`: a mask, or indices."""
+        columns = (self.slots[which], self.starts[which], self.num_new_tokens[which], self.samples[which])
+        return WorkingRows(*columns, self.are_plain)
+
+    def flatten(self) -> tuple[IntArray, IntArray, IntArray]:
+        """The T new tokens one row after the other: their slots [T] and positions [T], and where rows begin [S + 1]."""
+        query_start_loc = np.zeros(len(self.slots) + 1, np.int64)
+        np.cumsum(self.num_new_tokens, out=query_start_loc[1:])
+        # Within a row, positions count up from its start as the flat index counts up from the row's first token.
+        shifts = np.repeat(self.starts - query_start_loc[:-1], self.num_new_tokens)
+        return np.repeat(self.slots, self.num_new_tokens), np.arange(len(shifts)) + shifts, query_start_loc
+
 
 class SequenceTable:
     """Rows by slot. Every column has one entry per slot; those of a vacant slot mean nothing but `work`, which is 0."""

@@ -8,28 +8,17 @@ from pathlib import Path
 import torch
 
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
+from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig
-from worker_service.device.computation import DeviceComputation
-from worker_service.device.cuda import CudaDevice
-from worker_service.device.errors import is_out_of_memory
-from worker_service.device.sampler import create_sampler
-from worker_service.engine import LoadedWorker
-from worker_service.host.computation import HostComputation
-from worker_service.host.decoder import fused
-from worker_service.host.operations import create_operations
-from worker_service.loading.memory_profile import CudaMeter, measure_memory
-from worker_service.loading.preflight import choose_max_model_len
-from worker_service.memory.cache_engine import CacheEngine, CacheShape, log_host_size, log_size
-from worker_service.memory.device_memory import (
-    GIB,
-    DeviceMemory,
-    StepSize,
-    check_cpu_weights,
-    weights_refusal,
+from worker_service.device import (
+    CudaDevice,
+    DeviceComputation,
+    create_device_operations,
+    create_sampler,
+    is_out_of_memory,
 )
-from worker_service.memory.host_memory import available_bytes
-from worker_service.memory.moves import num_staging_blocks
-from worker_service.memory.pool_size import PoolSize, default_swap_bytes
+from worker_service.engine import LoadedWorker
+from worker_service.host import HostComputation, create_host_operations, fused
 from worker_service.models.checkpoint_files import model_digest
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
@@ -37,8 +26,19 @@ from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.shard import Shard
 from worker_service.rank_group import RankGroup
-from worker_service.rows.table import SequenceTable, TableLimits
+from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
+from worker_service.startup.device_memory import (
+    GIB,
+    DeviceMemory,
+    StepSize,
+    check_cpu_weights,
+    weights_refusal,
+)
+from worker_service.startup.host_memory import available_bytes
+from worker_service.startup.memory_profile import CudaMeter, measure_memory
+from worker_service.startup.pool_size import PoolSize, default_swap_bytes
+from worker_service.startup.preflight import choose_max_model_len
 from worker_service.step import Ready
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     dtype = choose_dtype(config.dtype, model_config.dtype, device)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
-    operations = create_operations(device, model_config)
+    is_gpu = device.type == "cuda"
+    operations = create_device_operations(model_config) if is_gpu else create_host_operations()
     backend = create_backend(
         config.attention_backend, device, attention_shape(model_config, config.block_size, dtype, cache_dtype)
     )
@@ -86,7 +87,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // config.block_size))
     check_memory(unloaded, sizes)
     model = fused(_load_weights(unloaded, report), dtype, backend)
-    streams = CudaDevice(device) if device.type == "cuda" else None
+    streams = CudaDevice(device) if is_gpu else None
     assembly = _Assembly(
         config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams
     )
@@ -320,3 +321,33 @@ def _capture_graphs(computation: Computation, config: WorkerConfig) -> None:
             f"CUDA graphs do not fit beside the KV cache: lower --max-graph-batch-size, which is "
             f"{config.max_graph_batch_size}, or --gpu-memory-utilization, which is {config.gpu_memory_utilization}"
         ) from error
+
+
+def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int) -> None:
+    num_positions = num_device_blocks * shape.block_size
+    logger.info(
+        "KV cache: %d blocks, %d tokens, %.2f x max_model_len (%d), %.3f GiB",
+        num_device_blocks,
+        num_positions,
+        num_positions / max_model_len,
+        max_model_len,
+        (num_device_blocks + 1) * shape.block_bytes / GIB,
+    )
+    if num_positions < max_model_len:
+        logger.warning(
+            "the KV cache holds %d tokens, less than one sequence of max_model_len %d: longer requests are refused; "
+            "raise the memory or lower --max-model-len",
+            num_positions,
+            max_model_len,
+        )
+
+
+def log_host_size(shape: CacheShape, num_host_blocks: int, bandwidth: float) -> None:
+    """`bandwidth` in bytes per second."""
+    logger.info(
+        "swap space: %d blocks, %d tokens, %.3f GiB; blocks move at %.2f GiB/s",
+        num_host_blocks,
+        num_host_blocks * shape.block_size,
+        (num_host_blocks + 1) * shape.block_bytes / GIB,
+        bandwidth / GIB,
+    )

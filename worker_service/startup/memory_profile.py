@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from worker_service.device.errors import is_out_of_memory
-from worker_service.memory.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
+from worker_service.device import is_out_of_memory
 from worker_service.runner import ModelRunner
+from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
 from worker_service.step import RowOpening, SamplingParams, StepPlan
 
 

@@ -25,8 +25,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from worker_service.device.streams import Device, Event, Stream
-from worker_service.memory.block_operations import BlockOperations
+from worker_service.cache.block_operations import BlockOperations
+from worker_service.device import Device, Event, Stream
 from worker_service.step import StepPlan
 
 _MAX_STAGING_BYTES = 32 << 20

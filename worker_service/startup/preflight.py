@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from worker_service.config import WorkerConfig
-from worker_service.memory.device_memory import GIB
-from worker_service.memory.host_memory import available_bytes
 from worker_service.models.checkpoint_files import CheckpointError, TensorHeader, read_headers
 from worker_service.models.config import ModelConfig
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size
+from worker_service.startup.device_memory import GIB
+from worker_service.startup.host_memory import available_bytes
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # one of them is there where torch can find a GPU
 _16_BITS = ("bfloat16", "float16", "BF16", "F16")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from worker_service.config import WorkerConfig, parse_memory
-from worker_service.memory.device_memory import GIB, DeviceMemory, StepSize, check_cpu_pool, check_pool, size_pool
+from worker_service.startup.device_memory import GIB, DeviceMemory, StepSize, check_cpu_pool, check_pool, size_pool
 
 _MAX_DEFAULT_CPU_BYTES = 4 * GIB
 _DEFAULT_CPU_SHARE = 0.3

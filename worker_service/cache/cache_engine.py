@@ -6,7 +6,6 @@ device pool as two views with the block index outermost. Block 0 of either pool 
 padding and stays zero.
 """
 
-import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,14 +16,11 @@ import torch
 from torch import Tensor
 
 from worker_service.attention import LayerCache
-from worker_service.device.streams import Device
-from worker_service.memory.block_operations import create_block_operations
-from worker_service.memory.device_memory import GIB
-from worker_service.memory.moves import BlockIds, StreamMoves
+from worker_service.cache.block_operations import create_block_operations
+from worker_service.cache.moves import BlockIds, StreamMoves
+from worker_service.device import Device
 from worker_service.session import ProtocolError
 from worker_service.step import StepPlan
-
-logger = logging.getLogger(__name__)
 
 _MEASURED_BYTES = 32 << 20  # that one move of the measurement takes at most
 _NUM_MEASUREMENTS = 4
@@ -235,33 +231,3 @@ def _check_moved_once(where: str, swapped_out: Sequence[int], swapped_in: Sequen
     both = set(swapped_out).intersection(swapped_in)
     if both:
         raise ProtocolError(f"{where} block {min(both)} is swapped out and in by one plan")
-
-
-def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int) -> None:
-    num_positions = num_device_blocks * shape.block_size
-    logger.info(
-        "KV cache: %d blocks, %d tokens, %.2f x max_model_len (%d), %.3f GiB",
-        num_device_blocks,
-        num_positions,
-        num_positions / max_model_len,
-        max_model_len,
-        (num_device_blocks + 1) * shape.block_bytes / GIB,
-    )
-    if num_positions < max_model_len:
-        logger.warning(
-            "the KV cache holds %d tokens, less than one sequence of max_model_len %d: longer requests are refused; "
-            "raise the memory or lower --max-model-len",
-            num_positions,
-            max_model_len,
-        )
-
-
-def log_host_size(shape: CacheShape, num_host_blocks: int, bandwidth: float) -> None:
-    """`bandwidth` in bytes per second."""
-    logger.info(
-        "swap space: %d blocks, %d tokens, %.3f GiB; blocks move at %.2f GiB/s",
-        num_host_blocks,
-        num_host_blocks * shape.block_size,
-        (num_host_blocks + 1) * shape.block_bytes / GIB,
-        bandwidth / GIB,
-    )
