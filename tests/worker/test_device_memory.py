@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from worker_service.cache.cache_engine import CacheShape
-from worker_service.cache.moves import num_staging_blocks
+from worker_service.cache.stream_moves import num_staging_blocks
 from worker_service.startup.device_memory import (
     DeviceMemory,
     StepSize,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from worker_service.attention import LayerCache
-from worker_service.cache.block_operations import create_block_operations
-from worker_service.cache.moves import BlockIds, StreamMoves
+from worker_service.cache.host_moves import HostMoves
+from worker_service.cache.stream_moves import StreamMoves
 from worker_service.device import Device
 from worker_service.session import ProtocolError
 from worker_service.step import StepPlan
@@ -66,36 +66,29 @@ class CacheEngine:
         order = (shape.block_size, shape.num_kv_heads)
         sizes = (shape.num_layers, 2, *(reversed(order) if shape.is_head_major else order), shape.head_dim)
         self.storage = torch.empty((num_device_blocks + 1, *sizes), dtype=shape.dtype, device=device)
-        self._blocks = self.storage.view(torch.uint8).flatten(1)  # [num_device_blocks + 1, block_bytes]
-        self._blocks[0] = 0
         # [num_device_blocks + 1, num_layers, 2, block_size, num_kv_heads, head_dim], however a block lies
         self._views = self.storage.transpose(3, 4) if shape.is_head_major else self.storage
         self.layers: list[LayerCache] = [
             (self._views[:, layer, 0], self._views[:, layer, 1]) for layer in range(shape.num_layers)
         ]
-        self._streams = streams
-        self._operations = create_block_operations(device)
-        self._last_planned_step = 0
-        self._moves: StreamMoves | None = None
+        blocks = self.storage.view(torch.uint8).flatten(1)  # [num_device_blocks + 1, block_bytes]
+        blocks[0] = 0
+        self._moves: HostMoves | StreamMoves
         if streams is None:
-            self._host_blocks = self._blocks.new_empty((num_host_blocks + 1, shape.block_bytes), device="cpu")
+            self._moves = HostMoves(blocks, num_host_blocks)
         else:
-            self._moves = StreamMoves(streams, self._blocks, num_host_blocks, self._operations)
-            self._copied_ids = BlockIds(streams)
+            self._moves = StreamMoves(streams, blocks, num_host_blocks)
+        self._last_planned_step = 0
 
     def reset(self) -> None:
         """Begin an epoch, after everything that was started has been done."""
-        if self._streams is not None:
-            self._streams.synchronize()
-        if self._moves is not None:
-            self._moves.reset()
-            self._copied_ids.reset()
+        self._moves.synchronize()
+        self._moves.reset()
         self._last_planned_step = 0
 
     def host_block(self, host_block: int) -> Tensor:
         """A host block's content, laid out as in `storage`."""
-        content = self._host_blocks[host_block] if self._moves is None else self._moves.host_block(host_block)
-        return content.view(self.shape.dtype).view(self.storage.shape[1:])
+        return self._moves.host_block(host_block).view(self.shape.dtype).view(self.storage.shape[1:])
 
     def check(self, plan: StepPlan) -> None:
         """Raises ProtocolError for a move or copy that names no block, writes one twice, or undoes another."""
@@ -119,36 +112,13 @@ class CacheEngine:
     def move(self, plan: StepPlan) -> None:
         """Start the plan's moves, which begin after everything that was computed before. `plan` has been checked."""
         self._last_planned_step = plan.step
-        if not (plan.swap_out_device_blocks or plan.swap_in_host_blocks):
-            return
-        if self._moves is not None:
+        if plan.swap_out_device_blocks or plan.swap_in_host_blocks:
             self._moves.start(plan)
-            return
-        _transfer(self._blocks, plan.swap_out_device_blocks, self._host_blocks, plan.swap_out_host_blocks)
-        _transfer(self._host_blocks, plan.swap_in_host_blocks, self._blocks, plan.swap_in_device_blocks)
 
     def copy(self, plan: StepPlan) -> None:
         """Copy between device blocks before anything else is computed. `plan` has been checked."""
-        sources, targets = plan.copy_source_blocks, plan.copy_target_blocks
-        if not sources:
-            return
-        is_chained = not set(sources).isdisjoint(targets)
-        if self._streams is not None:
-            ids = self._copied_ids.put([*sources, *targets])
-            self._streams.compute.run(partial(self._copy, ids, is_chained))
-            self._copied_ids.hold(ids, self._streams.compute)
-        elif is_chained:
-            self._copy(torch.tensor([*sources, *targets]), is_chained)
-        else:
-            _transfer(self._blocks, sources, self._blocks, targets)
-
-    def _copy(self, ids: Tensor, is_chained: bool) -> None:
-        """`ids`: those to read and then those to write. Chained: a block is both, and read before it is written."""
-        source_ids, target_ids = ids.to(self._blocks.device, non_blocking=True).chunk(2)
-        if is_chained:
-            self._blocks.index_copy_(0, target_ids, self._blocks.index_select(0, source_ids))
-        else:
-            self._operations.copy(self._blocks, source_ids, target_ids)
+        if plan.copy_source_blocks:
+            self._moves.copy(plan.copy_source_blocks, plan.copy_target_blocks)
 
     def spoil(self, block_ids: Sequence[int], start: int, end: int) -> None:
         """Fill positions [start, end) of a row's table with NaN, so that nobody who reads them yields a token."""
@@ -158,21 +128,17 @@ class CacheEngine:
             last = min(end, (index + 1) * block_size)
             first = position - index * block_size
             content = self._views[int(block_ids[index]), :, :, first : last - index * block_size]
-            spoil = partial(content.fill_, float("nan"))
-            if self._streams is None:
-                spoil()
-            else:
-                self._streams.compute.run(spoil)
+            self._moves.run(partial(content.fill_, float("nan")))
             position = last
 
     def last_moved_step(self) -> int:
         """The moves of all plans up to this step are done. Without streams they are when `move` returns."""
-        return self._last_planned_step if self._moves is None else self._moves.last_done_step(self._last_planned_step)
+        return self._moves.last_done_step(self._last_planned_step)
 
     @property
     def is_moving(self) -> bool:
         """Whether moves have been started that `last_moved_step` has not yet told of."""
-        return self._moves is not None and self._moves.is_busy
+        return self._moves.is_busy
 
     def measure_bandwidth(self) -> float:
         """Bytes per second between device and host: the median of a few moves of scattered blocks, either way.
@@ -195,29 +161,8 @@ class CacheEngine:
         """Seconds that the plan's moves take."""
         started = time.perf_counter()
         self.move(plan)
-        if self._streams is not None:
-            self._streams.synchronize()
+        self._moves.synchronize()
         return time.perf_counter() - started
-
-
-def _transfer(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:
-    """Copy blocks between tensors, or within one where no block is both read and written.
-
-    Every run of ids that ascend by 1 at both ends is one copy. On a CPU this is 2 to 8 times faster than gathering and
-    scattering, but for blocks of a few KiB.
-    """
-    start = 0
-    for end in range(1, len(source_ids) + 1):
-        length = end - start
-        if (
-            end < len(source_ids)
-            and source_ids[end] == source_ids[start] + length
-            and target_ids[end] == target_ids[start] + length
-        ):
-            continue
-        first, to = source_ids[start], target_ids[start]
-        target[to : to + length].copy_(source[first : first + length])
-        start = end
 
 
 def _check_ids(what: str, block_ids: Sequence[int], num_blocks: int) -> None:

@@ -18,14 +18,14 @@ through the same copy engines and waits for the one under way.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from worker_service.cache.block_operations import BlockOperations
+from worker_service.cache.block_operations import create_block_operations
 from worker_service.device import Device, Event, Stream
 from worker_service.step import StepPlan
 
@@ -39,7 +39,7 @@ def num_staging_blocks(num_host_blocks: int, block_bytes: int) -> int:
     return min(num_host_blocks, max(1, _MAX_STAGING_BYTES // block_bytes))
 
 
-class BlockIds:
+class _BlockIds:
     """Sends ids to the device. Each lot has host memory of its own until a stream has read it."""
 
     def __init__(self, device: Device) -> None:
@@ -75,19 +75,19 @@ class _Run:
 
 
 class StreamMoves:
-    """A host pool, and moves to and from it on the device's stream for moves.
+    """A host pool, and moves to and from it on the device's stream for moves; copies between the device's own blocks.
 
     The moves of a plan begin after everything that was put on the compute stream before, and nothing waits for them.
     While a move is not done, no plan may write a block that it names, or read the one that it writes (S3 and S4 of
     ARCHITECTURE.md).
     """
 
-    def __init__(self, device: Device, blocks: Tensor, num_host_blocks: int, operations: BlockOperations) -> None:
+    def __init__(self, device: Device, blocks: Tensor, num_host_blocks: int) -> None:
         """`blocks`: the device's pool, [num_blocks + 1, block_bytes] uint8."""
         block_bytes = blocks.shape[1]
         self._device = device
         self._blocks = blocks
-        self._operations = operations
+        self._operations = create_block_operations(blocks.device)
         self._staging = blocks.new_empty((num_staging_blocks(num_host_blocks, block_bytes), block_bytes))
         self._slab_blocks = max(1, _SLAB_BYTES // block_bytes)
         self._slabs = [
@@ -96,7 +96,8 @@ class StreamMoves:
         ]
         self._places: dict[int, int] = {}  # of the host blocks that were named; the first places of the pool
         self._max_transfer_blocks = max(1, _MAX_TRANSFER_BYTES // block_bytes)
-        self._ids = BlockIds(device)
+        self._ids = _BlockIds(device)
+        self._copied_ids = _BlockIds(device)
         self._pending: deque[tuple[int, Event]] = deque()  # step, when its moves are done
 
     def start(self, plan: StepPlan) -> None:
@@ -120,6 +121,20 @@ class StreamMoves:
             stream.run(partial(self._swap_in, ids[start : start + len(places)], self._runs(places)))
         self._pending.append((plan.step, self._ids.hold(ids, stream)))
 
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy between device blocks before anything else is computed. All are read before one is written."""
+        ids = self._copied_ids.put([*sources, *targets])
+        self._device.compute.run(partial(self._copy, ids, not set(sources).isdisjoint(targets)))
+        self._copied_ids.hold(ids, self._device.compute)
+
+    def run(self, operation: Callable[[], object]) -> None:
+        """Carry out what writes to the blocks, before anything else is computed."""
+        self._device.compute.run(operation)
+
+    def synchronize(self) -> None:
+        """Return when every stream has come to its end."""
+        self._device.synchronize()
+
     def last_done_step(self, last_planned_step: int) -> int:
         """The moves of all plans up to this step are done."""
         while self._pending and self._pending[0][1].is_done():
@@ -135,6 +150,7 @@ class StreamMoves:
         """Every stream has come to its end, and no block holds anything that is read again."""
         self._pending.clear()
         self._ids.reset()
+        self._copied_ids.reset()
         self._places.clear()
 
     def host_block(self, host_block: int) -> Tensor:
@@ -158,6 +174,14 @@ class StreamMoves:
 
     def _runs(self, places: Sequence[int]) -> list[_Run]:
         return list(_find_runs(places, self._max_transfer_blocks, self._slab_blocks))
+
+    def _copy(self, ids: Tensor, is_chained: bool) -> None:
+        """`ids`: those to read and then those to write. Chained: a block is both."""
+        source_ids, target_ids = ids.to(self._blocks.device, non_blocking=True).chunk(2)
+        if is_chained:
+            self._blocks.index_copy_(0, target_ids, self._blocks.index_select(0, source_ids))
+        else:
+            self._operations.copy(self._blocks, source_ids, target_ids)
 
     def _swap_out(self, ids: Tensor, runs: list[_Run]) -> None:
         staging = self._staging[: len(ids)]
