@@ -9,6 +9,7 @@ int32 array [max_num_seqs, max_model_len + 1]; the system gives it memory only w
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,24 +141,20 @@ class SequenceTable:
         """The slots as an array. Raises ProtocolError if one is out of range or vacant."""
         array = _as_array(slots)
         self._check_range(array)
-        vacant = np.flatnonzero(~self.occupied[array])
-        if len(vacant):
-            raise ProtocolError(f"slot {array[vacant[0]]} is vacant")
+        _refuse_any(~self.occupied[array], lambda i: f"slot {array[i]} is vacant")
         return array
 
     def _check_range(self, slots: IntArray) -> None:
-        beyond = np.flatnonzero((slots < 0) | (slots >= self.limits.max_num_seqs))
-        if len(beyond):
-            raise ProtocolError(f"slot {slots[beyond[0]]} is out of range: there are {self.limits.max_num_seqs}")
+        num_slots = self.limits.max_num_seqs
+        is_beyond = (slots < 0) | (slots >= num_slots)
+        _refuse_any(is_beyond, lambda i: f"slot {slots[i]} is out of range: there are {num_slots}")
 
     def _check_block_ids(self, slots: ArrayLike, block_ids: IntArray) -> None:
         """`slots`: one for each block, or one for all."""
-        beyond = np.flatnonzero((block_ids < 1) | (block_ids > self.limits.num_device_blocks))
-        if len(beyond):
-            slot = np.broadcast_to(slots, block_ids.shape)[beyond[0]]
-            raise ProtocolError(
-                f"slot {slot} gets block {block_ids[beyond[0]]}; ids are 1 to {self.limits.num_device_blocks}"
-            )
+        last = self.limits.num_device_blocks
+        owners = np.broadcast_to(slots, block_ids.shape)
+        is_beyond = (block_ids < 1) | (block_ids > last)
+        _refuse_any(is_beyond, lambda i: f"slot {owners[i]} gets block {block_ids[i]}; ids are 1 to {last}")
 
     def _check_opened_blocks(self, slot: int, block_ids: IntArray, num_computed_tokens: int) -> None:
         """Blocks that have fallen out of the window may be holes: they are neither read nor written any more."""
@@ -214,11 +211,10 @@ class SequenceTable:
         indexes = self.num_blocks[slots]
         if len(set(plan.append_slots)) < len(slots):
             indexes += _earlier_equals(slots)
-        beyond = np.flatnonzero(indexes >= self.limits.max_num_blocks)
-        if len(beyond):
-            raise ProtocolError(
-                f"slot {slots[beyond[0]]} has {indexes[beyond[0]]} blocks already, enough for max_model_len"
-            )
+        _refuse_any(
+            indexes >= self.limits.max_num_blocks,
+            lambda i: f"slot {slots[i]} has {indexes[i]} blocks already, enough for max_model_len",
+        )
         self.block_tables[slots, indexes] = block_ids
         np.maximum.at(self.num_blocks, slots, indexes + 1)
 
@@ -227,27 +223,22 @@ class SequenceTable:
         slots, indexes = self._occupied_slots(plan.set_block_slots), _as_array(plan.set_block_indexes)
         block_ids = _as_array(plan.set_block_ids)
         self._check_block_ids(slots, block_ids)
-        beyond = np.flatnonzero((indexes < 0) | (indexes >= self.num_blocks[slots]))
-        if len(beyond):
-            slot = slots[beyond[0]]
-            raise ProtocolError(f"slot {slot} gets block {indexes[beyond[0]]} set; it has {self.num_blocks[slot]}")
+        num_blocks = self.num_blocks[slots]
+        is_beyond = (indexes < 0) | (indexes >= num_blocks)
+        _refuse_any(is_beyond, lambda i: f"slot {slots[i]} gets block {indexes[i]} set; it has {num_blocks[i]}")
         self.block_tables[slots, indexes] = block_ids
 
     def _append_tokens(self, plan: StepPlan) -> None:
         _check_lengths("appended tokens", plan.append_token_slots, plan.append_token_ids)
         slots, token_ids = self._occupied_slots(plan.append_token_slots), _as_array(plan.append_token_ids)
         _check_distinct("tokens are appended to the same slot", plan.append_token_slots)
-        beyond = np.flatnonzero((token_ids < 0) | (token_ids >= self.limits.vocab_size))
-        if len(beyond):
-            raise ProtocolError(
-                f"slot {slots[beyond[0]]} gets token {token_ids[beyond[0]]}; ids are below {self.limits.vocab_size}"
-            )
-        num_tokens = self.num_tokens[slots]
-        full = np.flatnonzero(num_tokens >= self.limits.max_model_len)
-        if len(full):
-            raise ProtocolError(
-                f"slot {slots[full[0]]} gets a token and has {num_tokens[full[0]]}, as many as max_model_len allows"
-            )
+        num_tokens, vocab_size = self.num_tokens[slots], self.limits.vocab_size
+        is_beyond = (token_ids < 0) | (token_ids >= vocab_size)
+        _refuse_any(is_beyond, lambda i: f"slot {slots[i]} gets token {token_ids[i]}; ids are below {vocab_size}")
+        _refuse_any(
+            num_tokens >= self.limits.max_model_len,
+            lambda i: f"slot {slots[i]} gets a token and has {num_tokens[i]}, as many as max_model_len allows",
+        )
         self.token_ids[slots, num_tokens] = token_ids
         self.num_tokens[slots] = num_tokens + 1
 
@@ -255,12 +246,11 @@ class SequenceTable:
         _check_lengths("patches of work", plan.work_slots, plan.work_num_tokens)
         slots, num_tokens = self._occupied_slots(plan.work_slots), _as_array(plan.work_num_tokens)
         _check_distinct("patches of work name the same slot", plan.work_slots)
-        beyond = np.flatnonzero((num_tokens < 0) | (num_tokens > self.limits.max_num_batched_tokens))
-        if len(beyond):
-            raise ProtocolError(
-                f"slot {slots[beyond[0]]} is to compute {num_tokens[beyond[0]]} tokens; a step computes at most "
-                f"{self.limits.max_num_batched_tokens}"
-            )
+        most = self.limits.max_num_batched_tokens
+        _refuse_any(
+            (num_tokens < 0) | (num_tokens > most),
+            lambda i: f"slot {slots[i]} is to compute {num_tokens[i]} tokens; a step computes at most {most}",
+        )
         self.work[slots] = num_tokens
 
     @property
@@ -300,6 +290,12 @@ def _as_array(values: tuple[int, ...]) -> IntArray:
     return np.array(values, dtype=np.int64)
 
 
+def _refuse_any(is_bad: NDArray[np.bool_], describe: Callable[[int], str]) -> None:
+    """Raises ProtocolError for the first entry that is bad."""
+    if is_bad.any():
+        raise ProtocolError(describe(int(is_bad.argmax())))
+
+
 def _check_lengths(what: str, *columns: tuple[int, ...]) -> None:
     if len({len(column) for column in columns}) > 1:
         raise ProtocolError(f"{what}: the columns have {', '.join(str(len(column)) for column in columns)} entries")
@@ -323,10 +319,9 @@ def _earlier_equals(values: IntArray) -> IntArray:
 
 
 def _check_ends(slots: IntArray, ends: IntArray, limits: IntArray, what: str) -> None:
-    beyond = np.flatnonzero(ends > limits)
-    if len(beyond):
-        row = beyond[0]
-        raise ProtocolError(f"slot {slots[row]} is to compute up to position {ends[row]}; it has {limits[row]} {what}")
+    _refuse_any(
+        ends > limits, lambda i: f"slot {slots[i]} is to compute up to position {ends[i]}; it has {limits[i]} {what}"
+    )
 
 
 def _check_opening(opening: RowOpening, token_ids: IntArray, limits: TableLimits) -> None:
