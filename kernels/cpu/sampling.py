@@ -60,120 +60,123 @@ def sample(
         max_logprobs: at least every row's num_logprobs; None: no row reports log-probabilities.
         highest: what `highest_logits` gives, if it is known.
     """
-    if highest is None:
-        highest = highest_logits(logits)
-    is_nan, token_ids = highest < 0, highest.clamp(min=0)
+    highest = highest_logits(logits) if highest is None else highest
+    is_nan, token_ids = highest.numpy() < 0, np.maximum(highest.numpy(), 0)
     edited = _edit(logits, columns, seen)
     if len(edited):
-        token_ids[edited] = _argmax(logits[edited])
-    drawing = _rows_where(columns.temperature > 0)
+        token_ids[edited] = _argmax(_rows(logits, edited))
+    drawing = np.flatnonzero(columns.temperature.numpy())
     if len(drawing):
-        token_ids[drawing] = _draw(logits[drawing], columns, drawing)
-    token_ids.masked_fill_(is_nan, 0)
+        token_ids[drawing] = _draw(_rows(logits, drawing), columns, drawing)
+    token_ids[is_nan] = 0
     num_rows, vocab_size = logits.shape
     num_top = min(max_logprobs or 0, vocab_size)
     sampled = SampledTokens(
-        token_ids=token_ids,
-        is_nan=is_nan,
-        logprobs=logits.new_zeros(num_rows),
-        ranks=logits.new_zeros(num_rows, dtype=torch.int32),
-        top_token_ids=logits.new_zeros((num_rows, num_top), dtype=torch.int32),
-        top_logprobs=logits.new_zeros((num_rows, num_top)),
+        token_ids=torch.from_numpy(token_ids),
+        is_nan=torch.from_numpy(is_nan),
+        logprobs=logits.new_empty(num_rows),
+        ranks=logits.new_empty(num_rows, dtype=torch.int32),
+        top_token_ids=logits.new_empty((num_rows, num_top), dtype=torch.int32),
+        top_logprobs=logits.new_empty((num_rows, num_top)),
     )
-    telling = _rows_where(columns.num_logprobs >= 0)
+    telling = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
     if len(telling):
-        logprobs, ranks, top_token_ids, top_logprobs = logprob_columns(logits[telling], token_ids[telling], num_top)
-        sampled.logprobs[telling], sampled.ranks[telling] = logprobs, ranks.int()
-        sampled.top_token_ids[telling], sampled.top_logprobs[telling] = top_token_ids.int(), top_logprobs
+        told = logprob_columns(_rows(logits, telling), torch.from_numpy(token_ids[telling]), num_top)
+        targets = (sampled.logprobs, sampled.ranks, sampled.top_token_ids, sampled.top_logprobs)
+        for target, values in zip(targets, told, strict=True):
+            target.numpy()[telling] = values.numpy()
     return sampled
 
 
 def highest_logits(logits: Tensor) -> Tensor:
     """Which logit of each row is the highest, the first of equals; -1 where there is a NaN: [R] int64."""
     token_ids = _argmax(logits)  # a NaN counts as the highest of its row, so looking at the highest finds every one
-    is_nan = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan()
-    return token_ids.masked_fill_(is_nan, -1)
+    token_ids[np.isnan(logits.numpy()[np.arange(len(token_ids)), token_ids])] = -1
+    return torch.from_numpy(token_ids)
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """Index of each row's highest value, the lowest one on a tie, that of a NaN where there is one: [R] int64."""
-    return torch.from_numpy(logits.numpy().argmax(axis=1))
+def _argmax(logits: Tensor) -> Indexes:
+    """Index of each row's highest value, the lowest one on a tie, that of a NaN where there is one: [R]."""
+    return logits.numpy().argmax(axis=1)
 
 
-def _rows_where(mask: Tensor) -> Indexes:
-    return np.flatnonzero(mask.numpy())
+def _rows(column: Tensor, rows: Indexes) -> Tensor:
+    """Some rows of a column or of the logits, as a tensor of their own. (To be indexed by arrays costs torch more.)"""
+    return torch.from_numpy(column.numpy()[rows])
 
 
 # Edits of the logits
 
 
+@np.errstate(all="ignore")
 def _edit(logits: Tensor, columns: SamplingColumns, seen: SeenTokens | None) -> Indexes:
     """Bias, suppression and penalties, in this order, in place. Returns the rows that were changed."""
     changed = []
+    values = logits.numpy()
     if columns.bias_token_ids is not None and columns.bias_values is not None:
-        rows, entries = np.nonzero(columns.bias_token_ids.numpy() >= 0)
-        places = (torch.from_numpy(rows), columns.bias_token_ids[rows, entries].long())
-        logits.index_put_(places, columns.bias_values[rows, entries], accumulate=True)
-        logits[places] = logits[places].clamp_(max=LARGEST)  # an infinite bias must not turn differences into NaN
+        token_ids = columns.bias_token_ids.numpy()
+        rows, entries = np.nonzero(token_ids >= 0)
+        places = (rows, token_ids[rows, entries])
+        np.add.at(values, places, columns.bias_values.numpy()[rows, entries])
+        values[places] = np.minimum(values[places], LARGEST)  # an infinite bias must not turn differences into NaN
         changed.append(rows)
     if columns.stop_token_ids is not None and columns.min_num_tokens is not None:
         stops = columns.stop_token_ids.numpy()
-        is_suppressed = (columns.num_tokens < columns.min_num_tokens).numpy()[:, None]
-        rows, entries = np.nonzero(is_suppressed & (stops >= 0) & (stops < logits.shape[1]))
-        logits[rows, stops[rows, entries]] = -torch.inf
+        is_suppressed = columns.num_tokens.numpy() < columns.min_num_tokens.numpy()
+        rows, entries = np.nonzero(is_suppressed[:, None] & (stops >= 0) & (stops < logits.shape[1]))
+        values[rows, stops[rows, entries]] = -np.inf
         changed.append(rows)
     if seen is not None:
-        _penalize(logits, columns, seen)
+        _penalize(values, columns, seen)
         changed.append(seen.rows)
     return np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64)
 
 
-def _penalize(logits: Tensor, columns: SamplingColumns, seen: SeenTokens) -> None:
+def _penalize(logits: NDArray[np.float32], columns: SamplingColumns, seen: SeenTokens) -> None:
     """Repetition over prompt and output, presence and frequency over the output."""
-    rows, is_output = seen.rows, seen.num_outputs > 0
-    presence, frequency = (
-        column.numpy()[rows].astype(np.float64) for column in (columns.presence_penalty, columns.frequency_penalty)
+    presence, frequency, repetition = (
+        column.numpy()[seen.rows]
+        for column in (columns.presence_penalty, columns.frequency_penalty, columns.repetition_penalty)
     )
-    subtrahends = np.where(is_output, presence + frequency * seen.num_outputs, 0.0).astype(np.float32)
-    repetition = columns.repetition_penalty[rows]
-    places = (torch.from_numpy(rows), torch.from_numpy(seen.token_ids))
+    subtrahends = np.where(seen.num_outputs > 0, presence + frequency.astype(np.float64) * seen.num_outputs, 0.0)
+    places = (seen.rows, seen.token_ids)
     values = logits[places]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    logits[places] = values - torch.from_numpy(subtrahends)
+    values = np.where(values > 0, values / repetition, values * repetition)
+    logits[places] = values - subtrahends.astype(np.float32)
 
 
 # Draws
 
 
-def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tensor:
-    """Draw from the filtered distribution of each of these rows: [D] int64. `logits` [D, vocab_size] is overwritten."""
+def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
+    """Draw from the filtered distribution of each of these rows: [D]. `logits` [D, vocab_size] is overwritten."""
     # With the highest at 0 no temperature, however small, can overflow.
     logits -= logits.amax(1, keepdim=True).clamp_(min=-LARGEST)
-    logits /= columns.temperature[rows].unsqueeze(1)
-    has_filter = (columns.top_k > 0) | (columns.top_p < 1.0) | (columns.min_p > 0.0)
-    filtered = np.flatnonzero(has_filter.numpy()[rows])
+    logits /= _rows(columns.temperature, rows).unsqueeze(1)
+    top_k, top_p, min_p = (column.numpy()[rows] for column in (columns.top_k, columns.top_p, columns.min_p))
+    filtered = np.flatnonzero((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     if len(filtered):
-        kept = logits[filtered]
+        kept = _rows(logits, filtered)
         threshold = _threshold(kept, columns, rows[filtered])
-        logits[filtered] = kept.masked_fill_(kept < threshold, -torch.inf)
-    keys = noise_keys(columns.seeds[rows], columns.sample_indexes[rows], columns.num_tokens[rows])
-    return _argmax(logits.add_(gumbel_noise(keys, logits.shape[1])))
+        logits.numpy()[filtered] = kept.masked_fill_(kept < threshold, -torch.inf).numpy()
+    numbers = (_rows(column, rows) for column in (columns.seeds, columns.sample_indexes, columns.num_tokens))
+    return _argmax(logits.add_(gumbel_noise(noise_keys(*numbers), logits.shape[1])))
 
 
 def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tensor:
     """The lowest logit that each row's filters keep: [F, 1]. The highest of each row is 0."""
     vocab_size = logits.shape[1]
-    top_k, top_p = columns.top_k[rows].long().unsqueeze(1), columns.top_p[rows].unsqueeze(1)
-    threshold = columns.min_p[rows].unsqueeze(1).log_()  # log(0) is -inf: keeps all
-    if not bool(((top_k > 0) | (top_p < 1.0)).any()):
+    top_k, top_p = columns.top_k.numpy()[rows], _rows(columns.top_p, rows).unsqueeze(1)
+    threshold = _rows(columns.min_p, rows).unsqueeze(1).log_()  # log(0) is -inf: keeps all
+    if not (top_k.any() or (columns.top_p.numpy()[rows] < 1.0).any()):
         return threshold
-    max_kept = torch.where(top_k > 0, top_k, vocab_size).clamp_(max=vocab_size)
+    max_kept = np.minimum(np.where(top_k > 0, top_k, vocab_size), vocab_size)
     num_sorted = int(max_kept.max())
     highest = logits.topk(num_sorted, dim=1).values if num_sorted < vocab_size else _sort(logits)
     # A running sum, not a softmax: what a row keeps must not depend on how many values its neighbours need.
     probabilities = highest.exp()
     running = probabilities.cumsum(1)
-    last = max_kept - 1
+    last = torch.from_numpy(max_kept.astype(np.int64) - 1).unsqueeze(1)
     before = running - probabilities
     num_kept = (before < top_p * running.gather(1, last)).sum(1, keepdim=True).clamp_(min=1)
     num_kept = torch.where(top_p < 1.0, num_kept, vocab_size)

@@ -98,25 +98,29 @@ class DeviceComputation:
         return _Work(rows, self.table.sampling.of_step(rows.slots[rows.samples], rows.ends[rows.samples]))
 
     def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:
-        """Packs what the work reads and sends it with what the edits read, which are carried out. Returns what launches
-        the work."""
-        put = self._plan_work(work)
+        """Packs what the work reads and sends it with what the edits read, which are carried out.
+
+        Returns what launches the work.
+        """
+        put = self._plan_work(work) if len(work.rows.slots) else None
         if work.upload.size:
             work.packed = self._uploads.send(work.upload)
         for edit in edits:
             self._device.compute.run(partial(_apply, edit, work.packed))
 
         def launch() -> LaunchedStep:
+            if put is None:
+                duration_us = (time.perf_counter_ns() - step.watch.began_ns) // 1000
+                return FinishedStep(step.result(Samples(()), (), duration_us, StepParts()))
+            buffer = self._result_buffers.take(work.num_values)  # takes memory: before anything is changed
             put()
-            return self._follow(step, work)
+            return self._follow(step, work, buffer)
 
         return launch
 
     def _plan_work(self, work: "_Work") -> Callable[[], None]:
-        """Packs what the work reads. Returns what puts it on the compute stream once that is on its way."""
+        """Packs what the work reads, which has rows. Returns what puts it on the compute stream behind the upload."""
         rows = work.rows
-        if not len(rows.slots):
-            return lambda: None
         is_decode = bool(rows.samples.all()) and bool((rows.num_new_tokens == 1).all())
         size = self._graphs.size_for(len(rows.slots)) if is_decode else None
         if size is not None:
@@ -146,18 +150,12 @@ class DeviceComputation:
 
         return put
 
-    def _follow(self, step: BegunStep, work: "_Work") -> LaunchedStep:
+    def _follow(self, step: BegunStep, work: "_Work", buffer: PinnedBuffer) -> LaunchedStep:
         """Have the results copied to the host behind the work."""
-        began_ns = step.watch.began_ns
-        if not len(work.rows.slots):
-            duration_us = (time.perf_counter_ns() - began_ns) // 1000
-            return FinishedStep(step.result(Samples(()), (), duration_us, StepParts()))
-        num_values = work.sampling.num_values + sum(chunk.num_values for chunk in work.chunks)
-        buffer = self._result_buffers.take(num_values)
         computed = self._device.compute.record()
-        if num_values:
+        if work.num_values:
             self._device.results.wait_for(computed)
-            target = buffer.tensor[:num_values]
+            target = buffer.tensor[: work.num_values]
             self._device.results.run(lambda: target.copy_(work.results.tensor, non_blocking=True))
             computed = self._device.results.record()
         return _StepUnderWay(step, work, buffer, computed, self._result_buffers, self._clock)
@@ -222,6 +220,11 @@ class _Work:
     packed: OnDevice = field(default_factory=OnDevice)  # the upload
     results: OnDevice = field(default_factory=OnDevice)  # what the host reads: of `sampling`, then of `chunks`
     chunks: Sequence[PromptChunk] = ()
+
+    @property
+    def num_values(self) -> int:
+        """How many values the host reads."""
+        return self.sampling.num_values + sum(chunk.num_values for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
