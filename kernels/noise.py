@@ -7,7 +7,11 @@ done in int64 so that every device gives the same bits; `fmix32` is the finalize
 tests/worker/test_noise.py holds stored values: a change here changes the output of every seeded request.
 """
 
+from typing import TypeVar
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 GOLDEN = 0x9E3779B9  # 2**32 / golden ratio
@@ -16,24 +20,32 @@ FMIX_FIRST = 0x85EBCA6B
 FMIX_SECOND = 0xC2B2AE35
 _MASK = 0xFFFFFFFF
 
-
-def fmix32(value: Tensor) -> Tensor:
-    """MurmurHash3's finalizer, a bijection of 32-bit numbers. `value` is int64 in [0, 2**32) and is overwritten."""
-    value.bitwise_xor_(value >> 16).mul_(FMIX_FIRST).bitwise_and_(_MASK)
-    value.bitwise_xor_(value >> 13).mul_(FMIX_SECOND).bitwise_and_(_MASK)
-    return value.bitwise_xor_(value >> 16)
+# Of int64. On a CPU operations of torch on a few numbers take longer than numpy's.
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
 
 
-def noise_keys(seeds: Tensor, sample_indexes: Tensor, positions: Tensor) -> Tensor:
-    """One key per row: [R] int64 in [0, 2**32).
+def fmix32(value: Numbers) -> Numbers:
+    """MurmurHash3's finalizer, a bijection of 32-bit numbers. `value` is in [0, 2**32) and is overwritten."""
+    value ^= value >> 16
+    value *= FMIX_FIRST
+    value &= _MASK
+    value ^= value >> 13
+    value *= FMIX_SECOND
+    value &= _MASK
+    value ^= value >> 16
+    return value
+
+
+def noise_keys(seeds: Numbers, sample_indexes: Numbers, positions: Numbers) -> Numbers:
+    """One key per row: [R] in [0, 2**32).
 
     Args:
-        seeds: [R] int64, the 64 bits of each seed.
-        sample_indexes: [R] integers, of which the lower 32 bits count.
-        positions: [R] integers, how many tokens stand before the drawn one.
+        seeds: [R] the 64 bits of each seed.
+        sample_indexes: [R] of which the lower 32 bits count.
+        positions: [R] how many tokens stand before the drawn one.
     """
-    key = fmix32(positions.long() ^ GOLDEN)
-    key = fmix32(key ^ (sample_indexes.long() & _MASK))
+    key = fmix32(positions ^ GOLDEN)
+    key = fmix32(key ^ (sample_indexes & _MASK))
     key = fmix32(key ^ (seeds >> 32 & _MASK))
     return fmix32(key ^ (seeds & _MASK))
 

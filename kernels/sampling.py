@@ -10,6 +10,7 @@ temperature 0 takes the highest logit, and the lowest id among equals.
 The noise is that of `pagewire.kernels.noise`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -64,11 +65,12 @@ class SamplingColumns:
     min_num_tokens: Tensor | None = None
 
     @staticmethod
-    def of(lines: Tensor, seeds: Tensor, num_tokens: Tensor) -> "SamplingColumns":
-        """Without biases and stop tokens. `lines`: [len(FLOATS) + len(INTEGERS), R] int32, floats bit by bit."""
-        floats = dict(zip(FLOATS, lines[: len(FLOATS)].view(torch.float32), strict=True))
-        integers = dict(zip(INTEGERS, lines[len(FLOATS) :], strict=True))
-        return SamplingColumns(**floats, **integers, seeds=seeds, num_tokens=num_tokens)
+    def of(
+        floats: Iterable[Tensor], integers: Iterable[Tensor], seeds: Tensor, num_tokens: Tensor
+    ) -> "SamplingColumns":
+        """Without biases and stop tokens. `floats`, `integers`: those that `FLOATS` and `INTEGERS` name."""
+        columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
+        return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ def _choose(logits: Tensor, columns: SamplingColumns, row: int) -> int:
     scaled = (logits - highest) / temperature
     threshold = lowest_kept(scaled, int(columns.top_k[row]), float(columns.top_p[row]), columns.min_p[row])
     one = slice(row, row + 1)
-    key = noise_keys(columns.seeds[one], columns.sample_indexes[one], columns.num_tokens[one])
+    key = noise_keys(columns.seeds[one], columns.sample_indexes[one].long(), columns.num_tokens[one].long())
     scores = (scaled + gumbel_noise(key, len(logits))[0]).masked_fill(scaled < threshold, -torch.inf)
     return int((scores == scores.max()).nonzero()[0])
 

@@ -69,23 +69,22 @@ def sample(
     if len(drawing):
         token_ids[drawing] = _draw(_rows(logits, drawing), columns, drawing)
     token_ids[is_nan] = 0
-    num_rows, vocab_size = logits.shape
-    num_top = min(max_logprobs or 0, vocab_size)
-    sampled = SampledTokens(
-        token_ids=torch.from_numpy(token_ids),
-        is_nan=torch.from_numpy(is_nan),
-        logprobs=logits.new_empty(num_rows),
-        ranks=logits.new_empty(num_rows, dtype=torch.int32),
-        top_token_ids=logits.new_empty((num_rows, num_top), dtype=torch.int32),
-        top_logprobs=logits.new_empty((num_rows, num_top)),
-    )
-    telling = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
-    if len(telling):
-        told = logprob_columns(_rows(logits, telling), torch.from_numpy(token_ids[telling]), num_top)
-        targets = (sampled.logprobs, sampled.ranks, sampled.top_token_ids, sampled.top_logprobs)
-        for target, values in zip(targets, told, strict=True):
-            target.numpy()[telling] = values.numpy()
-    return sampled
+    reports = _report(logits, columns, token_ids, min(max_logprobs or 0, logits.shape[1]))
+    return SampledTokens(torch.from_numpy(token_ids), torch.from_numpy(is_nan), *reports)
+
+
+def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_top: int) -> Iterable[Tensor]:
+    """Log-probabilities, ranks, and the most likely tokens: the last columns of `SampledTokens`, in their order."""
+    num_rows = len(token_ids)
+    shapes = ((num_rows,), (num_rows,), (num_rows, num_top), (num_rows, num_top))
+    dtypes = (np.float32, np.int32, np.int32, np.float32)
+    reports = [np.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    reporting = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
+    if len(reporting):
+        found = logprob_columns(_rows(logits, reporting), torch.from_numpy(token_ids[reporting]), num_top)
+        for report, values in zip(reports, found, strict=True):
+            report[reporting] = values.numpy()
+    return map(torch.from_numpy, reports)
 
 
 def highest_logits(logits: Tensor) -> Tensor:
@@ -159,8 +158,9 @@ def _draw(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
         kept = _rows(logits, filtered)
         threshold = _threshold(kept, columns, rows[filtered])
         logits.numpy()[filtered] = kept.masked_fill_(kept < threshold, -torch.inf).numpy()
-    numbers = (_rows(column, rows) for column in (columns.seeds, columns.sample_indexes, columns.num_tokens))
-    return _argmax(logits.add_(gumbel_noise(noise_keys(*numbers), logits.shape[1])))
+    numbers = (column.numpy()[rows] for column in (columns.seeds, columns.sample_indexes, columns.num_tokens))
+    keys = noise_keys(*(column.astype(np.int64) for column in numbers))
+    return _argmax(logits.add_(gumbel_noise(torch.from_numpy(keys), logits.shape[1])))
 
 
 def _threshold(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Tensor:

@@ -52,7 +52,8 @@ class DeviceTable:
         """
         num_rows = len(num_tokens)
         lines = self._lines.index_select(1, slots)[:, :num_rows]
-        return SamplingColumns.of(lines, self._seeds.index_select(0, slots[:num_rows]), num_tokens)
+        floats, integers = lines[: len(FLOATS)].view(torch.float32), lines[len(FLOATS) :]
+        return SamplingColumns.of(floats, integers, self._seeds.index_select(0, slots[:num_rows]), num_tokens)
 
     def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
         """What a plan changes, in order. `table` is as the plan has left it; what the edits read goes to `upload`."""

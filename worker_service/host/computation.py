@@ -21,7 +21,6 @@ from worker_service.rows import (
     StepSampling,
     StepWatch,
     WorkingRows,
-    flatten_to_int32,
     prompt_chunks,
     row_statuses,
 )
@@ -108,7 +107,7 @@ class HostComputation:
         for chunk in chunks:
             tokens = torch.from_numpy(table.token_ids[chunk.tokens])
             results += chunk.compute(hidden, tokens, self._model.compute_logits)
-        reading = Reading(flatten_to_int32(results).numpy())
+        reading = Reading.of(results)
         samples = sampling.read(reading)
         table.put_tokens(rows, sampled.token_ids.numpy())
         return samples, tuple(chunk.read(reading) for chunk in chunks)

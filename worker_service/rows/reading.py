@@ -21,6 +21,16 @@ class Reading:
         self._values = values
         self._num_read = 0
 
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> "Reading":
+        """What `flatten_to_int32` would make of tensors on the host, in fewer operations of torch."""
+        flat = [tensor.numpy().ravel() for tensor in tensors]
+        return Reading(
+            np.concatenate(
+                [part.view(np.int32) if part.dtype == np.float32 else part.astype(np.int32) for part in flat]
+            )
+        )
+
     def integers(self, num: int) -> NDArray[np.int32]:
         start = self._num_read
         self._num_read += num

@@ -37,7 +37,7 @@ class SamplingTable:
     """By slot, what the row there asks for. Entries of a vacant slot mean nothing.
 
     Attributes:
-        lines: [len(FLOATS) + len(INTEGERS), num_slots] int32, floats bit by bit: see `SamplingColumns.of`.
+        lines: [len(FLOATS) + len(INTEGERS), num_slots] int32, floats bit by bit.
         seeds: [num_slots] uint64.
         params: what the scheduler sent.
         num_prompt_logprobs: [num_slots], -1: none asked for.
@@ -117,12 +117,15 @@ class SamplingTable:
 
     def columns(self, step: "StepSampling") -> SamplingColumns:
         """What a step's rows ask for, on a CPU."""
+        lines = self.lines[:, step.slots]
         columns = SamplingColumns.of(
-            torch.from_numpy(self.lines[:, step.slots]),
+            map(torch.from_numpy, lines[: len(FLOATS)].view(np.float32)),
+            map(torch.from_numpy, lines[len(FLOATS) :]),
             torch.from_numpy(self.seeds[step.slots].view(np.int64)),
             torch.from_numpy(step.num_tokens.astype(np.int32)),
         )
-        return replace(columns, **{name: torch.from_numpy(column) for name, column in step.edits.items()})
+        edits = {name: torch.from_numpy(column) for name, column in step.edits.items()}
+        return replace(columns, **edits) if edits else columns
 
     def _edits(self, slots: IntArray, num_tokens: IntArray) -> dict[str, NDArray]:
         edits = {}

@@ -188,7 +188,7 @@ def _score_gap(logits: Tensor, columns: SamplingColumns, row: int, actual: int, 
         return float(logits[expected] - logits[actual])
     scaled = (logits - logits.max()) / columns.temperature[row]
     one = slice(row, row + 1)
-    keys = noise_keys(columns.seeds[one], columns.sample_indexes[one], columns.num_tokens[one])
+    keys = noise_keys(columns.seeds[one], columns.sample_indexes[one].long(), columns.num_tokens[one].long())
     noise = gumbel_noise(keys, len(logits))[0]
     threshold = sampling.lowest_kept(scaled, int(columns.top_k[row]), float(columns.top_p[row]), columns.min_p[row])
     scores = (scaled.double() + noise).masked_fill(scaled < threshold, -torch.inf)
