@@ -1,4 +1,4 @@
-"""What the CUDA runner asks of its device: streams, events, pinned memory and graphs.
+"""What a computation asks of its device: streams, events, pinned memory and graphs.
 
 An operation is a callable that reads and writes tensors and never asks the device to wait. A stream carries its
 operations out one behind the other, at any time after they were put on it; streams know nothing of one another but what

@@ -60,7 +60,7 @@ class SamplingTable:
 
     @property
     def is_penalized(self) -> NDArray[np.bool_]:
-        """[num_slots]"""
+        """[num_slots], the row's logits depend on the tokens that it has."""
         return self._integers["slots"] >= 0
 
     def open(self, opening: RowOpening) -> None:
@@ -80,10 +80,8 @@ class SamplingTable:
         integers["slots"][slot] = slot if is_penalized else -1
         integers["num_logprobs"][slot] = -1 if num_reported is None else min(num_reported, self._vocab_size)
         num_prompt_logprobs = -1 if sampling.num_prompt_logprobs is None else sampling.num_prompt_logprobs
-        is_biased, is_delayed = (
-            bool(sampling.logit_bias_token_ids),
-            bool(sampling.min_tokens and sampling.stop_token_ids),
-        )
+        is_biased = bool(sampling.logit_bias_token_ids)
+        is_delayed = bool(sampling.min_tokens and sampling.stop_token_ids)
         min_num_tokens = min(opening.num_prompt_tokens + sampling.min_tokens, _MAX_INT32)
         self.num_prompt_logprobs[slot] = num_prompt_logprobs
         self.reports_candidates[slot] = reports_candidates
@@ -110,7 +108,7 @@ class SamplingTable:
             slots=slots,
             num_tokens=num_tokens,
             reports_candidates=self.reports_candidates[slots],
-            is_penalized=self.is_penalized[slots],
+            is_penalized=self._integers["slots"][slots] >= 0,
             num_reported=self._integers["num_logprobs"][slots],
             edits=self._edits(slots, num_tokens),
         )
