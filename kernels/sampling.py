@@ -164,9 +164,9 @@ def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Te
     """
     logprobs = logits.log_softmax(1)
     chosen = logprobs.gather(1, token_ids.unsqueeze(1))
-    ranks = (logprobs > chosen).sum(1) + 1
+    ranks = (logprobs > chosen).sum(1, dtype=torch.int32) + 1
     top = logprobs.topk(num_top, dim=1)
-    return chosen.squeeze(1), ranks, top.indices, top.values
+    return chosen.squeeze(1), ranks, top.indices.int(), top.values
 
 
 def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Tensor | None) -> None:

@@ -76,10 +76,12 @@ def sample(
 def _report(logits: Tensor, columns: SamplingColumns, token_ids: Indexes, num_top: int) -> Iterable[Tensor]:
     """Log-probabilities, ranks, and the most likely tokens: the last columns of `SampledTokens`, in their order."""
     num_rows = len(token_ids)
+    reporting = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
+    if len(reporting) == num_rows > 0:
+        return logprob_columns(logits, torch.from_numpy(token_ids), num_top)
     shapes = ((num_rows,), (num_rows,), (num_rows, num_top), (num_rows, num_top))
     dtypes = (np.float32, np.int32, np.int32, np.float32)
     reports = [np.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    reporting = np.flatnonzero(columns.num_logprobs.numpy() >= 0)
     if len(reporting):
         found = logprob_columns(_rows(logits, reporting), torch.from_numpy(token_ids[reporting]), num_top)
         for report, values in zip(reports, found, strict=True):

@@ -25,11 +25,8 @@ class Reading:
     def of(tensors: Sequence[Tensor]) -> "Reading":
         """What `flatten_to_int32` would make of tensors on the host, in fewer operations of torch."""
         flat = [tensor.numpy().ravel() for tensor in tensors]
-        return Reading(
-            np.concatenate(
-                [part.view(np.int32) if part.dtype == np.float32 else part.astype(np.int32) for part in flat]
-            )
-        )
+        bits = [part.view(np.int32) if part.dtype == np.float32 else part for part in flat]
+        return Reading(np.concatenate(bits, dtype=np.int32, casting="unsafe"))
 
     def integers(self, num: int) -> NDArray[np.int32]:
         start = self._num_read

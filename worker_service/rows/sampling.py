@@ -191,18 +191,17 @@ class StepSampling:
             chosen, ranks = reading.floats(num), reading.integers(num)
             top_ids = reading.integers(num * self.max_reported).reshape(num, self.max_reported)
             top_logprobs = reading.floats(num * self.max_reported).reshape(num, self.max_reported)
-            # Where a logit is infinite, there are no log-probabilities.
-            is_nan |= self.reports_candidates & np.isnan(top_logprobs[:, :1]).any(1)
-            telling = np.flatnonzero(~is_nan & chooses & (self.num_reported >= 0))
-            top = self._first(top_ids, telling), self._first(top_logprobs, telling)
-            logprobs = Logprobs(tuple(chosen[telling].tolist()), tuple(ranks[telling].tolist()), *top)
-            reporting = np.flatnonzero(~is_nan & self.reports_candidates)
-            candidates = Candidates(self._first(top_ids, reporting), self._first(top_logprobs, reporting))
+            is_first = np.arange(self.max_reported) < self.num_reported[:, None]
+            if self.reports_candidates.any():
+                # Where a logit is infinite, there are no log-probabilities.
+                is_nan |= self.reports_candidates & np.isnan(top_logprobs[:, :1]).any(1)
+                reported = is_first & (~is_nan & ~chooses)[:, None]
+                candidates = Candidates(tuple(top_ids[reported].tolist()), tuple(top_logprobs[reported].tolist()))
+            asks = ~is_nan & chooses & (self.num_reported >= 0)
+            top = is_first & asks[:, None]
+            columns = (chosen[asks], ranks[asks], top_ids[top], top_logprobs[top])
+            logprobs = Logprobs(*(tuple(column.tolist()) for column in columns))
         return Samples(row_statuses(is_nan), tuple(token_ids[~is_nan & chooses].tolist()), logprobs, candidates)
-
-    def _first(self, values: NDArray, rows: IntArray) -> tuple:
-        """As many values of each of the rows as it reports."""
-        return tuple(value for row in rows for value in values[row, : self.num_reported[row]].tolist())
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
