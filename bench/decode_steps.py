@@ -11,7 +11,7 @@ from typing import Any
 from tests.worker.plans import PlannedStep, Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
-from worker_service.loader import load_worker
+from worker_service.startup.loader import load_worker
 from worker_service.step import StepPlan, StepResult
 
 DEPTH = 2

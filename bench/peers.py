@@ -34,9 +34,9 @@ from bench.peer_arms import (
 )
 from bench.peer_environment import LLAMA_CPP_PYTHON, VLLM, CannotMakeError, Environments
 from bench.record import RESULTS, machine, write
-from worker_service.host_memory import available_bytes
-from worker_service.loader import choose_dtype
-from worker_service.pool_size import cpu_cache_bytes
+from worker_service.startup.host_memory import available_bytes
+from worker_service.startup.loader import choose_dtype
+from worker_service.startup.pool_size import cpu_cache_bytes
 
 OURS = PagewireArm.name
 PINS = {"vLLM": VLLM, "llama.cpp": LLAMA_CPP_PYTHON}

@@ -99,7 +99,7 @@ async def one_process(arguments, step_loop) -> AsyncIterator[None]:
     from worker_service.server import limit_spinning
 
     limit_spinning(os.environ)
-    from worker_service.loader import load_worker
+    from worker_service.startup.loader import load_worker
 
     config = WorkerConfig(model=str(arguments.model), num_device_blocks=4096)
     engine = Engine(lambda: load_worker(config, "bench"))

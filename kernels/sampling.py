@@ -1,26 +1,27 @@
-"""What sampling on a device takes and gives, and its specification in plain torch, one row at a time.
+"""What sampling takes and gives, and its specification in plain torch, one row at a time.
+
+On a GPU it is `pagewire.kernels.triton.sampler`, on a CPU `pagewire.kernels.cpu.sampling`.
 
 A row goes through: logit bias, suppression, penalties -> temperature -> top-k -> top-p -> min-p -> the highest of logit
 + Gumbel noise; its log-probabilities are those before temperature and filters. Parameters mean what they mean in vLLM.
 Each filter keeps the tokens whose logit is at least some value, so tokens of equal logits stay or go together. A row of
 temperature 0 takes the highest logit, and the lowest id among equals.
 
-The noise is a pure function of (seed, sample index, position, token id), fixed forever. Adding Gumbel noise and taking
-the highest is drawing from the distribution (Gumbel, 1954; Maddison et al., "A* Sampling", 2014,
-https://arxiv.org/abs/1411.0030). `fmix32` is the finalizer of MurmurHash3 (Appleby).
+The noise is that of `pagewire.kernels.noise`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pagewire.kernels.noise import gumbel_noise, noise_keys
+
 LARGEST = torch.finfo(torch.float32).max
-# Of the noise: 2**32 / golden ratio, a prime beside it, and the factors of MurmurHash3's finalizer.
-GOLDEN = 0x9E3779B9
-TOKEN_MULTIPLIER = 0x9E3779B1
-FMIX_FIRST = 0x85EBCA6B
-FMIX_SECOND = 0xC2B2AE35
+# What a row asks for in one number, as `SamplingColumns` names it: float32 and int32.
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+INTEGERS = ("top_k", "sample_indexes", "slots", "num_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,14 @@ class SamplingColumns:
     bias_values: Tensor | None = None
     stop_token_ids: Tensor | None = None
     min_num_tokens: Tensor | None = None
+
+    @staticmethod
+    def of(
+        floats: Iterable[Tensor], integers: Iterable[Tensor], seeds: Tensor, num_tokens: Tensor
+    ) -> "SamplingColumns":
+        """Without biases and stop tokens. `floats`, `integers`: those that `FLOATS` and `INTEGERS` name."""
+        columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
+        return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,24 @@ def count_tokens(
         token_counts[slot, prompt] += 1
 
 
+def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is told of one token of each of N rows: its log-probability, its rank, and the most likely tokens.
+
+    Args:
+        logits: [N, vocab_size] float32.
+        token_ids: [N] int64.
+        num_top: at most vocab_size.
+
+    Returns:
+        `logprobs`, `ranks`, `top_token_ids` and `top_logprobs` as in `SampledTokens`; ids of equals are in any order.
+    """
+    logprobs = logits.log_softmax(1)
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(1, dtype=torch.int32) + 1
+    top = logprobs.topk(num_top, dim=1)
+    return chosen.squeeze(1), ranks, top.indices.int(), top.values
+
+
 def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Tensor | None) -> None:
     """Bias, suppression and penalties, in this order, in place: [vocab_size]."""
     vocab_size = len(logits)
@@ -170,8 +197,9 @@ def _choose(logits: Tensor, columns: SamplingColumns, row: int) -> int:
         return int((logits == highest).nonzero()[0])
     scaled = (logits - highest) / temperature
     threshold = lowest_kept(scaled, int(columns.top_k[row]), float(columns.top_p[row]), columns.min_p[row])
-    noise = gumbel_noise(columns.seeds[row], columns.sample_indexes[row], columns.num_tokens[row], len(logits))
-    scores = (scaled + noise).masked_fill(scaled < threshold, -torch.inf)
+    one = slice(row, row + 1)
+    key = noise_keys(columns.seeds[one], columns.sample_indexes[one].long(), columns.num_tokens[one].long())
+    scores = (scaled + gumbel_noise(key, len(logits))[0]).masked_fill(scaled < threshold, -torch.inf)
     return int((scores == scores.max()).nonzero()[0])
 
 
@@ -184,21 +212,3 @@ def lowest_kept(scaled: Tensor, top_k: int, top_p: float, min_p: Tensor) -> Tens
         before = probabilities.cumsum(0) - probabilities
         kept = kept[before < top_p * probabilities.sum()]
     return torch.maximum(threshold, kept[-1])
-
-
-def gumbel_noise(seed: Tensor, sample_index: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise of every token: [vocab_size] float32. Arguments are integers; the seed has 64 bits."""
-    mask = 0xFFFFFFFF
-    key = _fmix32(position.long() ^ GOLDEN)
-    for number in (sample_index.long(), (seed >> 32) & mask, seed & mask):
-        key = _fmix32(key ^ number)
-    token_hashes = torch.arange(vocab_size, device=seed.device) * TOKEN_MULTIPLIER & mask
-    uniform = ((_fmix32(key ^ token_hashes) >> 9).float() + 0.5) * 2.0**-23  # never 0 or 1
-    return -(-uniform.log()).log()
-
-
-def _fmix32(value: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers, in int64."""
-    value = (value ^ value >> 16) * FMIX_FIRST & 0xFFFFFFFF
-    value = (value ^ value >> 13) * FMIX_SECOND & 0xFFFFFFFF
-    return value ^ value >> 16

@@ -49,7 +49,7 @@ def serve(arguments: Sequence[str]) -> int:
     exit_with_parent()
     from scheduler_service.config import SchedulerConfig
     from worker_service.config import WorkerConfig
-    from worker_service.preflight import check_worker
+    from worker_service.startup.preflight import check_worker
 
     description = "Serve a model: a scheduler and its worker on this machine."
     known = serve_options()

@@ -27,9 +27,9 @@ from pagewire.transport.signals import stop_at_signals
 from pagewire.transport.tls import server_credentials
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker, exit_process
-from worker_service.load_progress import LoadProgress
-from worker_service.preflight import check_worker
 from worker_service.rpc.servicer import SERVICE_NAME, WorkerServicer
+from worker_service.startup.preflight import check_worker
+from worker_service.startup.progress import LoadProgress
 
 if TYPE_CHECKING:
     from worker_service.profile import ProfiledRunner
@@ -134,8 +134,8 @@ class _Server:
             import torch  # noqa: F401
         except (ImportError, OSError) as error:
             raise ValueError(f"torch is installed, but cannot be imported: {error}") from error
-        from worker_service.checkpoint_files import CheckpointError
-        from worker_service.loader import load_worker
+        from worker_service.models.checkpoint_files import CheckpointError
+        from worker_service.startup.loader import load_worker
 
         try:
             loaded = load_worker(self._config, worker_id=_worker_id(), report=LoadProgress(self._tell_percent))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels import sampling
+from pagewire.kernels import noise, sampling
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 
 MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
@@ -33,10 +33,10 @@ _SCAN_REGISTERS = (
 _ROW_WARPS = 8
 
 _LARGEST = tl.constexpr(sampling.LARGEST)
-_GOLDEN = tl.constexpr(sampling.GOLDEN)
-_TOKEN_MULTIPLIER = tl.constexpr(sampling.TOKEN_MULTIPLIER)
-_FMIX_FIRST = tl.constexpr(sampling.FMIX_FIRST)
-_FMIX_SECOND = tl.constexpr(sampling.FMIX_SECOND)
+_GOLDEN = tl.constexpr(noise.GOLDEN)
+_TOKEN_MULTIPLIER = tl.constexpr(noise.TOKEN_MULTIPLIER)
+_FMIX_FIRST = tl.constexpr(noise.FMIX_FIRST)
+_FMIX_SECOND = tl.constexpr(noise.FMIX_SECOND)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _MAX_INT = tl.constexpr(2**31 - 1)
 _MIN_INT = tl.constexpr(-(2**31))

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.cuda_device import CudaDevice
+from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.device.cuda import CudaDevice
 from worker_service.step import StepPlan
 
 pytestmark = [

@@ -343,7 +343,7 @@ def gibibytes(quantity: str) -> float:
 
 
 def test_a_worker_with_a_gpu_has_room_for_what_it_swaps_to_by_default() -> None:
-    from worker_service.pool_size import default_swap_bytes
+    from worker_service.startup.pool_size import default_swap_bytes
 
     base = base_container("worker")["resources"]
     (container,) = overlay_worker("gpu")["containers"]

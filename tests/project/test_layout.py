@@ -72,26 +72,51 @@ ALLOWED_IMPORTS = {
     ),
     "worker_service.step": (),
     "worker_service.session": ("worker_service.step",),
-    "worker_service.checkpoint": ("worker_service.checkpoint_files",),
-    "worker_service.checkpoint_files": (),
-    "worker_service.models": (
-        "worker_service.models",
-        "worker_service.checkpoint",
-        "worker_service.checkpoint_files",
-    ),
-    "worker_service.operations": ("worker_service.models", "worker_service.triton_operations", "pagewire.kernels"),
-    "worker_service.triton_operations": ("worker_service.models", "worker_service.attention", "pagewire.kernels"),
-    "worker_service.attention": ("worker_service.attention", "pagewire.kernels"),
-    "worker_service.block_operations": ("pagewire.kernels",),
-    "worker_service.device_sampler": ("pagewire.kernels",),
-    "worker_service.cpu_decoder": (
-        "worker_service.models",
-        "worker_service.operations",
+    "worker_service.models": ("worker_service.models",),
+    "worker_service.models.checkpoint": ("worker_service.models.checkpoint_files",),
+    "worker_service.models.checkpoint_files": (),
+    "worker_service.attention": ("worker_service.attention", "worker_service.models.model", "pagewire.kernels"),
+    "worker_service.rows": ("worker_service.rows", "worker_service.session", "worker_service.step", "pagewire.kernels"),
+    "worker_service.host": (
+        "worker_service.host",
+        "worker_service.rows",
         "worker_service.attention",
+        "worker_service.models",
+        "worker_service.engine",
+        "worker_service.step",
         "pagewire.kernels",
+    ),
+    "worker_service.device": (
+        "worker_service.device",
+        "worker_service.rows",
+        "worker_service.attention",
+        "worker_service.models",
+        "worker_service.engine",
+        "worker_service.step",
+        "pagewire.kernels",
+    ),
+    "worker_service.cache": (
+        "worker_service.cache",
+        "worker_service.device",
+        "worker_service.attention",
+        "worker_service.session",
+        "worker_service.step",
+        "pagewire.kernels",
+    ),
+    "worker_service.runner": (
+        "worker_service.cache",
+        "worker_service.device",
+        "worker_service.rows",
+        "worker_service.models.communicator",
+        "worker_service.engine",
+        "worker_service.session",
+        "worker_service.step",
     ),
     "pagewire": ("pagewire", "scheduler_service", "worker_service", "pagewire.protos.gen.pagewire.scheduler"),
 }
+# Packages whose `__init__` names all that others may use, and modules beside it that load what is not always there.
+DOORS = tuple(f"worker_service.{name}" for name in ("attention", "cache", "device", "host", "rows"))
+SIDE_DOORS = ("worker_service.attention.cached_attend",)
 # The only modules of a service that may import its rpc package from outside it.
 COMPOSERS = ("scheduler_service.server", "scheduler_service.front_end", "worker_service.server")
 # The standard library of the core: nothing that does I/O, tells the time, draws at random or runs beside it.
@@ -171,13 +196,57 @@ def test_boundaries_are_noticed_when_they_break() -> None:
     assert forbidden_imports("pagewire.transport.health", ["pagewire.supervisor"])
     assert forbidden_imports("pagewire.transport.health", ["worker_service.step"])
     assert forbidden_imports("pagewire.transport.health", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
-    assert forbidden_imports("worker_service.model_runner", ["worker_service.rpc.wire"])
+    assert forbidden_imports("worker_service.profile", ["worker_service.rpc.wire"])
+    assert forbidden_imports("worker_service.runner", ["worker_service.host.HostComputation"])
     assert forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("pagewire.client", ["pagewire.kernels.sampling"])
     assert not forbidden_imports("pagewire.client", ["pagewire.protos.gen.pagewire.scheduler.v1.scheduler_pb2"])
     assert not forbidden_imports(
         "scheduler_service.server", ["scheduler_service.rpc.worker.wire", "scheduler_service.core.plan"]
     )
+
+
+def around_doors(module: str, imported: list[str]) -> list[str]:
+    """What is imported from inside a package, though the package has a door."""
+    allowed = tuple(door for door in DOORS if is_under(module, door)) + SIDE_DOORS
+    return [
+        name
+        for name in imported
+        if any(is_under(name, door) and name.count(".") > door.count(".") + 1 for door in DOORS)
+        and not any(is_under(name, prefix) for prefix in allowed)
+    ]
+
+
+def test_packages_are_entered_by_their_doors() -> None:
+    found = {path: around_doors(module_name(path), list(imports(parse(path)))) for path in sources(*PACKAGES, "bench")}
+    assert not {path: names for path, names in found.items() if names}
+    assert around_doors("worker_service.runner", ["worker_service.rows.table.SequenceTable"])
+    assert not around_doors("worker_service.runner", ["worker_service.rows.SequenceTable"])
+
+
+def rooms(service: str) -> dict[str, set[str]]:
+    """Packages and modules right under a service, and which of the others each imports."""
+    found: dict[str, set[str]] = {}
+    for path in sources(service):
+        module = module_name(path)
+        if module != service:
+            room = module.split(".")[1]
+            inside = (name.split(".")[1] for name in imports(parse(path)) if is_under(name, service) and "." in name)
+            found.setdefault(room, set()).update(name for name in inside if name != room)
+    return found
+
+
+def test_the_workers_rooms_stand_on_one_another() -> None:
+    """No two of its packages need each other, and the whole can be read from below."""
+    left = rooms("worker_service")
+    assert len(left) <= 20
+    levels = 0
+    while left:
+        ground = {room for room, needed in left.items() if not needed & left.keys()}
+        assert ground, f"these import one another: {left}"
+        left = {room: needed for room, needed in left.items() if room not in ground}
+        levels += 1
+    assert levels <= 8
 
 
 @pytest.mark.parametrize("path", sources(*PACKAGES, "protos/gen", "bench", "models", "tests"), ids=str)

@@ -19,7 +19,7 @@ from tests.system import services
 from tests.system.services import Process, System
 
 # Imported once, by the process that forks. None of them starts a thread: torch does so when it first computes.
-PRELOADED = ["torch", "pagewire.services", "worker_service.server", "worker_service.loader", __name__]
+PRELOADED = ["torch", "pagewire.services", "worker_service.server", "worker_service.startup.loader", __name__]
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(PRELOADED)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from worker_service.noise import gumbel_noise, noise_keys
+from pagewire.kernels.noise import gumbel_noise, noise_keys
 
 EARLY_STOPPING = {"heuristic": False, "first": True, "never": "never"}  # ours to transformers'
 
@@ -61,8 +61,8 @@ def preferences(
 
 
 def _perturbed(logits: torch.Tensor, temperature: float, seed: int, sample_index: int, position: int) -> torch.Tensor:
-    halves = torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([seed >> 32])
-    keys = noise_keys(*halves, torch.tensor([sample_index]), torch.tensor([position]))
+    signed = seed - (1 << 64) if seed >> 63 else seed
+    keys = noise_keys(*(torch.tensor([value]) for value in (signed, sample_index, position)))
     return logits / temperature + gumbel_noise(keys, len(logits))[0]
 
 

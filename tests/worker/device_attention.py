@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pagewire.kernels.reference import paged_attention, reshape_and_cache
 from tests.worker.fake_device import as_kernel
-from worker_service.attention import Attend, AttentionBatch, LayerCache
+from worker_service.attention import AttentionBatch, LayerCache
+from worker_service.models.model import Attend
 
 
 class DeviceAttention:

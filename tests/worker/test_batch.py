@@ -1,7 +1,7 @@
 import torch
 
-from worker_service.batch import build_batch
-from worker_service.sequence_table import SequenceTable, TableLimits
+from worker_service.host.batch import build_batch
+from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.step import RowOpening, SamplingParams, StepPlan
 
 LIMITS = TableLimits(
@@ -25,7 +25,7 @@ def test_rows_lie_one_after_the_other_in_slot_order() -> None:
             work_num_tokens=(5, 4, 1),
         )
     )
-    batch = build_batch(table, rows, torch.device("cpu"))
+    batch = build_batch(table, rows)
     assert batch.token_ids.tolist() == [50, 36, 37, 38, 39, 10, 11, 12, 13, 14]
     assert batch.positions.tolist() == [0, 6, 7, 8, 9, 0, 1, 2, 3, 4]
     assert batch.attention.query_start_loc == [0, 1, 5, 10]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from worker_service.cache_engine import CacheEngine, CacheShape, log_size
+from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.session import ProtocolError
+from worker_service.startup.loader import log_size
 from worker_service.step import StepPlan
 
 GIB = 1 << 30

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.checkpoints import make_checkpoint
-from worker_service.checkpoint import Checkpoint, Piece
-from worker_service.checkpoint_files import CheckpointError, model_digest
+from worker_service.models.checkpoint import Checkpoint, Piece
+from worker_service.models.checkpoint_files import CheckpointError, model_digest
 from worker_service.models.loading import load_model
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The CUDA runner on a device that carries streams out in random legal orders: what the plain runner computes, always.
+"""The runner on a device that carries streams out in random legal orders: what the plain runner computes, always.
 
 Both runners get the same plans, made by the scheduler's core, and every result is compared.
 """
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 from scheduler_service.core import plan as core_plan
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, Request
@@ -27,17 +28,16 @@ from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
 from tests.worker.plans import GREEDY, Row, plan_steps
+from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.torch_attention import TorchAttention
-from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.cuda_runner import CudaRunner, _StepClock
-from worker_service.decode_graphs import graph_sizes
-from worker_service.device_sampler import REFERENCE, SampledTokens, Sampler, SamplingColumns
+from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.device.computation import StepClock
+from worker_service.device.graphs import graph_sizes
+from worker_service.device.sampler import REFERENCE, Sampler
 from worker_service.engine import Engine, EngineSession, LaunchedStep, LoadedWorker, Outcome
-from worker_service.model_runner import ModelRunner
-from worker_service.models.communicator import SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
-from worker_service.sequence_table import TableLimits
+from worker_service.rows.table import TableLimits
 from worker_service.session import ProtocolError
 from worker_service.step import Candidates, Logprobs, Ready, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 
@@ -99,16 +99,15 @@ class Pair:
         self.num_host_blocks = num_host_blocks
         shape = CacheShape(config.num_layers, block_size, config.num_kv_heads, config.head_dim, torch.float32)
         plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks)
-        self.plain = ModelRunner(model, plain_cache, TorchAttention(config.windows), self.limits, CPU, SingleRank())
+        self.plain = host_runner(model, plain_cache, TorchAttention(config.windows), self.limits)
         self.device = device or FakeDevice(seed)
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # what nobody has written
         backend = DeviceAttention(config.windows)
-        self.runner = CudaRunner(
-            model, self.cache, backend, SAMPLER, self.limits, self.device, SingleRank(), max_graph_batch_size
-        )
-        self.runner.capture_graphs()
+        graphs = {"max_graph_batch_size": max_graph_batch_size}
+        self.runner = device_runner(model, self.cache, backend, SAMPLER, self.limits, self.device, **graphs)
+        self.runner.computation.capture_graphs()
         self.num_planned: Counter[str] = Counter()
 
     def launch(self, plan: StepPlan) -> tuple[LaunchedStep, StepResult]:
@@ -473,11 +472,11 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
     pair = Pair(checkpoints["qwen3"], 7, max_graph_batch_size=6)
     start = opening(2, random_tokens(1, 7), (3, 4, 5))
     assert_all_equal(pair, [StepPlan(1, 1, openings=(start,), work_slots=(2,), work_num_tokens=(7,))])
-    before, tokens = pair.cache.storage.clone(), pair.runner._device_table.token_ids[:-1].clone()
-    pair.runner.rehearse_graphs()
+    before, tokens = pair.cache.storage.clone(), pair.runner.computation._device_table.token_ids[:-1].clone()
+    pair.runner.computation.rehearse_graphs()
     assert_all_equal(pair, [StepPlan(1, 2)])
     assert pair.device.graphs[-1].num_replays == 1
-    graphs, nobody = pair.runner._graphs, np.empty(0, np.int64)
+    graphs, nobody = pair.runner.computation._graphs, np.empty(0, np.int64)
     padding = torch.from_numpy(graphs.padded(nobody, nobody, 1))
     pair.device.compute.run(lambda: graphs.set_rows(padding))
     for graph in pair.device.graphs[-2:]:
@@ -485,14 +484,14 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
     pair.device.synchronize()
     changed = (pair.cache.storage.view(torch.int32) != before.view(torch.int32)).flatten(1).any(1)
     assert changed.nonzero().flatten().tolist() == [4], "the row's own block"
-    assert (pair.runner._device_table.token_ids[:-1] != tokens).nonzero().tolist() == [[2, 8]]
+    assert (pair.runner.computation._device_table.token_ids[:-1] != tokens).nonzero().tolist() == [[2, 8]]
 
 
 # Time
 
 
 def test_a_step_takes_what_lies_between_it_and_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _StepClock()
+    clock = StepClock()
     now_us = 0
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now_us * 1000)
     now_us = 700

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from worker_service.cache_engine import CacheShape
-from worker_service.device_memory import (
+from worker_service.cache.cache_engine import CacheShape
+from worker_service.cache.stream_moves import num_staging_blocks
+from worker_service.startup.device_memory import (
     DeviceMemory,
     StepSize,
     check_cpu_pool,
@@ -17,7 +18,6 @@ from worker_service.device_memory import (
     step_refusal,
     weights_refusal,
 )
-from worker_service.moves import num_staging_blocks
 
 MIB, GIB = 1 << 20, 1 << 30
 CARDS = {24: 24_564 * MIB, 80: 81_559 * MIB, 141: 143_771 * MIB}

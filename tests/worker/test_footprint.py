@@ -11,12 +11,12 @@ import torch
 
 from pagewire.kernels.cpu import load_kernels
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Linear
 from worker_service.models.loading import prepare_model
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size
-from worker_service.operations import CpuProduct, create_operations
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -61,7 +61,7 @@ def test_a_loaded_model_holds_what_was_said(
     """What oneDNN packs cannot be seen from outside; it is as large as the weight."""
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
     path = make_checkpoint(tmp_path, family, seed=1, dtype=held, tie_word_embeddings=tied, vocab_size=160)
-    unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=create_operations(CPU))
+    unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=create_host_operations())
     footprint = unloaded.footprint()
     weights = {id(module): module.weight.nbytes for module in unloaded.model.modules() if _has_weight(module)}
     head = unloaded._tied_bytes() if unloaded.is_tied else 0
@@ -83,14 +83,14 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from worker_service.models.loading import prepare_model
-from worker_service.operations import create_operations
+from worker_service.host.operations import create_host_operations
 
 def peak():
     return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 
 path, dtype, is_dummy = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "dummy"
 cpu = torch.device("cpu")
-operations = create_operations(cpu)
+operations = create_host_operations()
 small = prepare_model(Path(sys.argv[4]), dtype=dtype, device=cpu, operations=operations, is_dummy=True).load()
 before = peak()
 unloaded = prepare_model(path, dtype=dtype, device=cpu, operations=operations, is_dummy=is_dummy)

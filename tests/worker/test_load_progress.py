@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from worker_service.load_progress import LoadProgress
+from worker_service.startup.progress import LoadProgress
 
 
 class Clock:

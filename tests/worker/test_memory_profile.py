@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from worker_service.device_memory import DeviceMemory, StepSize
-from worker_service.memory_profile import measure_memory
+from worker_service.startup.device_memory import DeviceMemory, StepSize
+from worker_service.startup.memory_profile import measure_memory
 from worker_service.step import StepPlan, StepResult
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -47,7 +47,13 @@ class FakeMemory:
 
 
 class FakeRunner:
+    """A runner and its computation in one."""
+
     graph_sizes = (1, 2, 4, 8)
+
+    @property
+    def computation(self) -> "FakeRunner":
+        return self
 
     def __init__(self, memory: FakeMemory, num_blocks: int) -> None:
         self._memory = memory

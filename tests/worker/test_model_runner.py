@@ -15,11 +15,11 @@ from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.plans import Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
-from worker_service.device_memory import StepSize
 from worker_service.engine import LoadedWorker
-from worker_service.loader import load_worker
-from worker_service.memory_profile import largest_step
 from worker_service.session import ProtocolError
+from worker_service.startup.device_memory import StepSize
+from worker_service.startup.loader import load_worker
+from worker_service.startup.memory_profile import largest_step
 from worker_service.step import (
     Candidates,
     Logprobs,

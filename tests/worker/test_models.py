@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service.attention import AttentionBatch, create_backend
-from worker_service.checkpoint_files import CheckpointError
-from worker_service.cpu_decoder import CpuDecoder, fused
-from worker_service.loader import attention_shape
+from worker_service.host.decoder import CpuDecoder, fused
+from worker_service.host.operations import create_host_operations
 from worker_service.models import loading
+from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import ModelConfig, parse_config
 from worker_service.models.linear import Linear
-from worker_service.operations import create_operations
+from worker_service.startup.loader import attention_shape
 
 CPU = torch.device("cpu")
 CHUNKS = (1, 33, 7, 1, 1, 20)  # a first chunk, later ones and decode steps
@@ -80,7 +80,7 @@ def use_kernels(monkeypatch, mode):
 @pytest.fixture
 def load_model(path_of_model):
     def load(path, *, dtype, **options):
-        model = loading.load_model(path, dtype=dtype, operations=create_operations(CPU), **options)
+        model = loading.load_model(path, dtype=dtype, operations=create_host_operations(), **options)
         return fused(model, dtype, create_attention(model.config)) if path_of_model == "fused" else model
 
     return load
@@ -190,7 +190,7 @@ def test_head_in_the_checkpoint_counts_even_if_config_ties_it(load_model, tmp_pa
 def test_weights_are_not_held_twice(tmp_path, monkeypatch, mode):
     use_kernels(monkeypatch, mode)
     path = make_checkpoint(tmp_path, "llama", seed=16, **TIED)
-    model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=create_operations(CPU))
+    model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=create_host_operations())
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 9
     assert all(linear.weight is None for linear in linears)
@@ -203,7 +203,7 @@ def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch,
     """The kernels multiply with half precision as it is; the model computes what it does with widened weights."""
     use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "qwen3", seed=19, dtype=held, tie_word_embeddings=tied)
-    operations = create_operations(CPU)
+    operations = create_host_operations()
     model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
     dtypes = {module.product.packed.panels.dtype for module in model.modules() if isinstance(module, Linear)}
     assert dtypes == {getattr(torch, held)}
@@ -214,7 +214,7 @@ def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch,
 
 def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
     use_kernels(monkeypatch, "require")
-    operations = create_operations(CPU)
+    operations = create_host_operations()
     for family, dtype, expected in [
         ("qwen3", torch.float32, True), ("qwen3", torch.bfloat16, False), ("gpt2", torch.float32, False),
     ]:  # fmt: skip
@@ -230,7 +230,7 @@ def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
 def test_linear_keeps_its_values_when_packed(monkeypatch, mode, num_rows, bias):
     use_kernels(monkeypatch, mode)
     torch.manual_seed(0)
-    linear = Linear(24, [8, 3, 3], create_operations(CPU), bias=bias)
+    linear = Linear(24, [8, 3, 3], create_host_operations(), bias=bias)
     weights = [torch.randn(size, 24) for size in linear.out_sizes]
     for part, weight in enumerate(weights):
         linear.weight.data[linear.rows(part)] = weight

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.worker.fake_device import FakeDevice, Guard
-from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.moves import _find_runs, num_staging_blocks
+from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.cache.stream_moves import _find_runs, num_staging_blocks
 from worker_service.step import StepPlan
 
 SHAPE = CacheShape(num_layers=2, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
@@ -109,9 +109,9 @@ def numbers(content: Tensor) -> set[float]:
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are staged, blocks of a transfer, blocks of a slab."""
     staged, transferred, slab = request.param
-    monkeypatch.setattr("worker_service.moves._SLAB_BYTES", slab * SHAPE.block_bytes)
-    monkeypatch.setattr("worker_service.moves._MAX_STAGING_BYTES", staged * SHAPE.block_bytes)
-    monkeypatch.setattr("worker_service.moves._MAX_TRANSFER_BYTES", transferred * SHAPE.block_bytes)
+    monkeypatch.setattr("worker_service.cache.stream_moves._SLAB_BYTES", slab * SHAPE.block_bytes)
+    monkeypatch.setattr("worker_service.cache.stream_moves._MAX_STAGING_BYTES", staged * SHAPE.block_bytes)
+    monkeypatch.setattr("worker_service.cache.stream_moves._MAX_TRANSFER_BYTES", transferred * SHAPE.block_bytes)
 
 
 @pytest.mark.usefixtures("limits")
@@ -171,7 +171,7 @@ def transfers_of(history: History, plan: StepPlan, monkeypatch: pytest.MonkeyPat
             lengths.append(run.num)
             yield run
 
-    monkeypatch.setattr("worker_service.moves._find_runs", find_runs)
+    monkeypatch.setattr("worker_service.cache.stream_moves._find_runs", find_runs)
     history.cache.move(plan)
     history.device.synchronize()
     return lengths

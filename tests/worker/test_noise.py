@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from worker_service.noise import fmix32, gumbel_noise, noise_keys
+from pagewire.kernels.noise import fmix32, gumbel_noise, noise_keys
 
 STORED_KEYS = [504418101, 449783931, 2526403563, 3526180431, 4030845349]
 STORED_NOISE = [-0.84076, -0.3367, 0.15137, 0.04273, -0.27057]
@@ -29,8 +29,8 @@ def gumbel_by_hand(key: int, token_id: int) -> float:
 
 
 def key(seed: int, sample_index: int, position: int) -> torch.Tensor:
-    values = (seed & 0xFFFFFFFF, seed >> 32, sample_index, position)
-    return noise_keys(*(torch.tensor([value]) for value in values))
+    signed = seed - (1 << 64) if seed >> 63 else seed
+    return noise_keys(*(torch.tensor([value]) for value in (signed, sample_index, position)))
 
 
 def test_fmix32_is_that_of_murmur3() -> None:

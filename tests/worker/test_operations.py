@@ -12,10 +12,10 @@ from tests.worker.checkpoints import make_checkpoint
 choose_device()
 
 from worker_service.attention import AttentionShape, create_backend  # noqa: E402
+from worker_service.device.operations import create_device_operations  # noqa: E402
+from worker_service.device.triton_operations import TritonOperations  # noqa: E402
 from worker_service.models.config import ModelConfig  # noqa: E402
 from worker_service.models.operations import TorchOperations  # noqa: E402
-from worker_service.operations import create_operations  # noqa: E402
-from worker_service.triton_operations import TritonOperations  # noqa: E402
 
 CUDA = torch.device("cuda")
 
@@ -26,9 +26,9 @@ def config(tmp_path_factory):
 
 
 def test_triton_kernels_compute_on_a_gpu(config, caplog):
-    assert isinstance(create_operations(CUDA, config), TritonOperations)
+    assert isinstance(create_device_operations(config), TritonOperations)
     # GPT-2 uses the products alone, whatever its heads.
-    assert isinstance(create_operations(CUDA, replace(config, rope=None, head_dim=16)), TritonOperations)
+    assert isinstance(create_device_operations(replace(config, rope=None, head_dim=16)), TritonOperations)
     assert not caplog.records
 
 
@@ -40,7 +40,7 @@ def test_triton_kernels_compute_on_a_gpu(config, caplog):
     ],
 )
 def test_what_they_cannot_compute_is_plain_torch_and_told(config, caplog, changes, message):
-    assert isinstance(create_operations(CUDA, replace(config, **changes)), TorchOperations)
+    assert isinstance(create_device_operations(replace(config, **changes)), TorchOperations)
     assert [record.getMessage() for record in caplog.records] == [
         f"the model is computed in plain torch, which is slower: the Triton kernels {message}"
     ]
@@ -49,11 +49,11 @@ def test_what_they_cannot_compute_is_plain_torch_and_told(config, caplog, change
 def test_missing_triton_is_told(config, caplog, monkeypatch):
     for package, module in (
         ("worker_service.attention", "triton_attention"),
-        ("worker_service", "triton_operations"),
+        ("worker_service.device", "triton_operations"),
     ):
         monkeypatch.setitem(sys.modules, f"{package}.{module}", None)
         monkeypatch.delattr(f"{package}.{module}", raising=False)
-    assert isinstance(create_operations(CUDA, config), TorchOperations)
+    assert isinstance(create_device_operations(config), TorchOperations)
     shape = AttentionShape(4, 2, 32, 16, torch.float32, torch.float32, (0, 0))
     assert create_backend("auto", CUDA, shape).name == "torch"
     messages = [record.getMessage() for record in caplog.records]

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from worker_service import loader
 from worker_service.config import WorkerConfig
-from worker_service.device_memory import DeviceMemory, StepSize
-from worker_service.pool_size import PoolSize, count_blocks, cpu_cache_bytes, default_swap_bytes
+from worker_service.startup import loader
+from worker_service.startup.device_memory import DeviceMemory, StepSize
+from worker_service.startup.pool_size import PoolSize, count_blocks, cpu_cache_bytes, default_swap_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 

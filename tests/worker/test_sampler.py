@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from worker_service.sampler import Samples, SamplingRow, logprob_columns, sample
+from pagewire.kernels.sampling import logprob_columns
+from tests.worker import drawing
+from tests.worker.drawing import Draws, SamplingRow
 from worker_service.step import Candidates, Logprobs, SamplingParams
 
 VOCAB_SIZE = 60
@@ -26,8 +28,8 @@ def random_logits(seed: int, num_rows: int, vocab_size: int = VOCAB_SIZE) -> tor
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def draw(logits: torch.Tensor, *rows: SamplingRow) -> Samples:
-    return sample(logits.clone(), rows)
+def draw(logits: torch.Tensor, *rows: SamplingRow) -> Draws:
+    return drawing.draw(logits, rows)
 
 
 # Greedy
@@ -37,7 +39,7 @@ def test_greedy_takes_the_highest_and_the_lowest_id_of_a_tie() -> None:
     logits = torch.zeros(3, 9)
     logits[0, 4] = logits[0, 7] = 1.0
     logits[2, 8] = 0.5
-    assert draw(logits) == Samples([4, 0, 8], [False] * 3, Logprobs(), Candidates())
+    assert draw(logits) == Draws([4, 0, 8], [False] * 3, Logprobs(), Candidates())
 
 
 def test_nan_fails_its_row_only() -> None:
@@ -142,9 +144,9 @@ def test_logprobs_are_of_the_adjusted_logits(seed: int) -> None:
 
 def test_logprob_columns_count_ranks_from_one() -> None:
     logprobs = torch.tensor([[0.1, 0.4, 0.4, 0.1]]).log()
-    columns = logprob_columns(logprobs.expand(3, 4), torch.tensor([1, 2, 3]), [0, 1, 2])
-    assert columns.ranks == (1, 1, 3)
-    assert len(columns.top_token_ids) == 3
+    _, ranks, top_token_ids, _ = logprob_columns(logprobs.expand(3, 4), torch.tensor([1, 2, 3]), 2)
+    assert ranks.tolist() == [1, 1, 3]
+    assert top_token_ids.shape == (3, 2)
 
 
 # Draws

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.worker.plans import Row, plan_steps
-from worker_service.sequence_table import SequenceTable, TableLimits, WorkingRows
+from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
 from worker_service.session import ProtocolError
 from worker_service.step import RowOpening, SamplingParams, StepPlan
 
@@ -39,14 +39,10 @@ def apply(table: SequenceTable, **phases: Any) -> WorkingRows:
 def step(table: SequenceTable, token_id: int = 7, **phases: Any) -> list[tuple[int, int, int, bool]]:
     """Apply and advance; (slot, start, num_new_tokens, samples) of each working row."""
     rows = apply(table, **phases)
-    table.advance(rows, np.full(num_choosing(table, rows), token_id))
+    table.put_tokens(rows, np.full(rows.samples.sum(), token_id))
+    table.advance(rows)
     columns = (rows.slots, rows.starts, rows.num_new_tokens, rows.samples)
     return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def num_choosing(table: SequenceTable, rows: WorkingRows) -> int:
-    """Sampling rows that choose a token."""
-    return int((~table.is_beam[rows.slots[rows.samples]]).sum())
 
 
 def test_working_set_persists_and_is_patched() -> None:
@@ -97,13 +93,13 @@ def row_of(table: SequenceTable, slot: int) -> dict[str, Any]:
         "counts": (table.num_prompt_tokens[slot], table.num_computed_tokens[slot], table.num_blocks[slot]),
         "occupied": table.occupied[slot],
         "sampling": (
-            table.sampling[slot],
-            table.is_special[slot],
-            table.is_beam[slot],
-            table.is_plain[slot],
-            table.num_prompt_logprobs[slot],
+            table.sampling.params[slot],
+            table.sampling.lines[:, slot].tolist(),
+            table.sampling.reports_candidates[slot],
+            table.sampling.is_plain[slot],
+            table.sampling.num_prompt_logprobs[slot],
+            table.sampling.seeds[slot],
         ),
-        "noise": (table.seeds[slot], table.sample_indexes[slot]),
     }
 
 
@@ -122,7 +118,7 @@ def test_plain_rows_stay_so_until_one_fails(sampling: SamplingParams, expected: 
     # The row of slot 2 is left for a copy of that of slot 1.
     rows = apply(table, fork_source_slots=(1,), fork_target_slots=(2,), work_slots=(2,), work_num_tokens=(6,))
     assert (rows.slots.tolist(), rows.are_plain) == ([2], expected)
-    table.fail(rows.slots)
+    table.has_failed[rows.slots] = True
     assert not apply(table).are_plain
     rows = apply(table, released_slots=(2,), openings=(opening(2),), work_slots=(2,), work_num_tokens=(6,))
     assert rows.are_plain
@@ -320,7 +316,8 @@ def test_mutated_plans_never_get_out_of_range() -> None:
                 num_refused += 1
                 break
             check_in_range(table, working)
-            table.advance(working, np.zeros(num_choosing(table, working), np.int64))
+            table.put_tokens(working, np.zeros(working.samples.sum(), np.int64))
+            table.advance(working)
             num_applied += 1
     assert num_refused > 1000
     assert num_applied > 2000

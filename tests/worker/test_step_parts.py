@@ -13,18 +13,17 @@ import torch
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice
+from tests.worker.runners import device_runner, host_runner
 from tests.worker.test_cuda_runner import SAMPLER
 from worker_service.attention.torch_attention import TorchAttention
-from worker_service.cache_engine import CacheEngine, CacheShape
-from worker_service.cuda_runner import CudaRunner
-from worker_service.device_error import is_fatal, is_out_of_memory
-from worker_service.model_runner import ModelRunner
-from worker_service.models.communicator import SingleRank
+from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.device.errors import is_fatal, is_out_of_memory
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
-from worker_service.sequence_table import TableLimits, WorkingRows
+from worker_service.rows.parts import run_in_parts
+from worker_service.rows.table import TableLimits, WorkingRows
+from worker_service.runner import ModelRunner
 from worker_service.step import RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
-from worker_service.step_parts import run_in_parts
 
 BLOCK_SIZE = 4
 
@@ -204,7 +203,6 @@ POISON = 150  # with this token in it, nothing fits
 SAMPLED = SamplingParams(temperature=0.8, num_logprobs=2, num_prompt_logprobs=1)
 BEAM = SamplingParams(num_candidates=3)
 KINDS = ("plain", "cuda")
-Runner = ModelRunner | CudaRunner
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +212,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_runner(
     kind: str, path: Path, max_tokens: int, monkeypatch: pytest.MonkeyPatch, *, splits_steps: bool = True
-) -> Runner:
+) -> ModelRunner:
     """That of a GPU carries operations out as they are launched: memory is taken then."""
     config = ModelConfig.load(path)
     model = load_model(path, dtype=torch.float32, device=CPU)
@@ -237,17 +235,17 @@ def make_runner(
     monkeypatch.setattr(model, "forward", scarce_forward)
     if kind == "plain":
         cache = CacheEngine(shape, 100, CPU)
-        return ModelRunner(model, cache, TorchAttention(), limits, CPU, SingleRank(), splits_steps=splits_steps)
+        return host_runner(model, cache, TorchAttention(), limits, splits_steps=splits_steps)
     device = FakeDevice(1, eagerness=1.0)
     cache = CacheEngine(shape, 100, CPU, 0, device)
-    return CudaRunner(model, cache, DeviceAttention(), SAMPLER, limits, device, SingleRank(), splits_steps=splits_steps)
+    return device_runner(model, cache, DeviceAttention(), SAMPLER, limits, device, splits_steps=splits_steps)
 
 
 def opening(slot: int, tokens: list[int], computed: int, blocks: tuple[int, ...], sampling: SamplingParams) -> Any:
     return RowOpening(slot, slot, tuple(tokens), len(tokens), computed, blocks, sampling, seed=slot, sample_index=0)
 
 
-def run_steps(runner: Runner, poisoned_slot: int = -1) -> list[StepResult]:
+def run_steps(runner: ModelRunner, poisoned_slot: int = -1) -> list[StepResult]:
     """Rows of every kind; those of slots 0 and 3 stand on blocks that slot 2 computes in the same step."""
     rng = random.Random(5)
     shared = [rng.randrange(POISON) for _ in range(48)]
@@ -313,6 +311,17 @@ def test_a_row_that_does_not_fit_alone_fails_where_it_samples(
     again = (opening(2, [1, 2, 3], 0, (20,), SamplingParams()),)
     result = runner.execute(StepPlan(1, 5, (2,), openings=again, work_slots=(0, 1, 2), work_num_tokens=(0, 0, 3)))
     assert (result.statuses, len(result.token_ids)) == ((), 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_is_alone_fails_though_a_piece_of_it_was_computed(
+    kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(kind, checkpoint, 1000, monkeypatch)
+    runner.reset(1)
+    row = opening(0, [3, POISON], 0, (1,), SamplingParams())
+    result = runner.execute(StepPlan(1, 1, openings=(row,), work_slots=(0,), work_num_tokens=(2,)))
+    assert (result.statuses, result.token_ids) == ((RowStatus.OUT_OF_MEMORY,), ())
 
 
 @pytest.mark.parametrize("kind", KINDS)

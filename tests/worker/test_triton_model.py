@@ -16,20 +16,18 @@ from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.checkpoints import FAMILIES, make_checkpoint  # noqa: E402
 from tests.worker.fake_device import FakeDevice, as_kernel  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
+from tests.worker.runners import device_runner, host_runner  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
 from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
-from worker_service.cache_engine import CacheEngine, CacheShape  # noqa: E402
-from worker_service.cuda_device import CudaDevice  # noqa: E402
-from worker_service.cuda_runner import CudaRunner  # noqa: E402
-from worker_service.device_sampler import create_sampler  # noqa: E402
-from worker_service.loader import attention_shape  # noqa: E402
-from worker_service.model_runner import ModelRunner  # noqa: E402
-from worker_service.models.communicator import SingleRank  # noqa: E402
+from worker_service.cache.cache_engine import CacheEngine, CacheShape  # noqa: E402
+from worker_service.device.cuda import CudaDevice  # noqa: E402
+from worker_service.device.sampler import create_sampler  # noqa: E402
+from worker_service.device.triton_operations import TritonOperations  # noqa: E402
 from worker_service.models.config import ModelConfig  # noqa: E402
 from worker_service.models.loading import load_model  # noqa: E402
-from worker_service.models.operations import HeadTurn, TorchOperations  # noqa: E402
-from worker_service.sequence_table import TableLimits  # noqa: E402
-from worker_service.triton_operations import TritonOperations  # noqa: E402
+from worker_service.models.operations import HeadPreparation, TorchOperations  # noqa: E402
+from worker_service.rows.table import TableLimits  # noqa: E402
+from worker_service.startup.loader import attention_shape  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 4
 HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -37,7 +35,7 @@ SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {"gpt2": {"n_embd": 64, "n_head"
 
 
 def make_runner(path, backend="triton", device=None):
-    """The plain runner; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows."""
+    """That of the host; with a device the one for GPUs, which samples in Triton too, with graphs for 1 and 2 rows."""
     config = ModelConfig.load(path)
     assert TritonOperations.refusal(config) is None
     shape = attention_shape(config, BLOCK_SIZE, torch.float32, torch.float32)
@@ -56,12 +54,12 @@ def make_runner(path, backend="triton", device=None):
     cache.storage[1:] = float("nan")
     attention = create_backend("torch", DEVICE, shape) if backend == "torch" else TritonAttention(shape, 8)
     if device is None:
-        return ModelRunner(model, cache, attention, limits, DEVICE, SingleRank())
+        return host_runner(model, cache, attention, limits)
     cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE, streams=device)
     cache.storage[1:] = float("nan")
     sampler = create_sampler(config.vocab_size)
-    runner = CudaRunner(model, cache, attention, sampler, limits, device, SingleRank(), max_graph_batch_size=2)
-    runner.capture_graphs()
+    runner = device_runner(model, cache, attention, sampler, limits, device, max_graph_batch_size=2)
+    runner.computation.capture_graphs()
     return runner
 
 
@@ -78,7 +76,7 @@ def reference_tokens(path, prompt):
 )
 def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
-    check_tokens(path, make_runner(path, backend))
+    check_tokens(path, make_runner(path, backend, CudaDevice(DEVICE) if DEVICE.type == "cuda" else None))
 
 
 @pytest.fixture
@@ -131,7 +129,7 @@ def test_operations_round_where_those_of_torch_do(dtype):
     triton, plain = TritonOperations(), TorchOperations()
     x, update, weight, gate_up, heads = normal(5, 96), normal(5, 96), normal(96), normal(5, 192), normal(5, 8, 32)
     query_weight, key_weight, cos, sin = normal(32), normal(32), normal(5, 32).cos(), normal(5, 32).sin()
-    turn = HeadTurn(4, query_weight, key_weight, 1e-6, cos, sin)
+    preparation = HeadPreparation(4, query_weight, key_weight, 1e-6, cos, sin)
     sums = x.clone(), x.clone()
     pairs = [
         (triton.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6)),
@@ -139,8 +137,8 @@ def test_operations_round_where_those_of_torch_do(dtype):
         sums,
         (triton.silu_mul(gate_up), plain.silu_mul(gate_up)),
         (
-            triton.attend_heads(concatenate, 0, heads.clone(), turn),
-            plain.attend_heads(concatenate, 0, heads.clone(), turn),
+            triton.attend_heads(concatenate, 0, heads.clone(), preparation),
+            plain.attend_heads(concatenate, 0, heads.clone(), preparation),
         ),
     ]
     for actual, expected in pairs:
@@ -160,9 +158,9 @@ def test_one_launch_turns_heads_and_keeps_them_as_two_do(cache_dtype):
     attend, attend_apart = (backend.prepare(rows.batch, kv_cache) for kv_cache in (rows.kv_cache, apart))
     heads = torch.cat(rows.random_qkv(rows.batch.query_start_loc[-1]), dim=1)
     weight, angles = torch.ones(32, device=DEVICE, dtype=dtype) * 1.5, rows.random_qkv(len(heads))[0][:, 0]
-    turn = HeadTurn(4, weight, None, 1e-6, angles.cos(), angles.sin())
-    actual = operations.attend_heads(attend, 1, heads.clone(), turn)
-    expected = operations.attend_heads(lambda *arguments: attend_apart(*arguments), 1, heads.clone(), turn)
+    preparation = HeadPreparation(4, weight, None, 1e-6, angles.cos(), angles.sin())
+    actual = operations.attend_heads(attend, 1, heads.clone(), preparation)
+    expected = operations.attend_heads(lambda *arguments: attend_apart(*arguments), 1, heads.clone(), preparation)
     assert torch.equal(actual, expected)
     for actual_layer, expected_layer in zip(rows.kv_cache, apart, strict=True):
         for held, kept in zip(actual_layer, expected_layer, strict=True):

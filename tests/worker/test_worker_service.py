@@ -25,9 +25,9 @@ from tests.worker.checkpoints import make_checkpoint
 from tests.worker.plans import PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, FinishedStep, LoadedWorker
-from worker_service.loader import load_worker
 from worker_service.rpc.servicer import WorkerServicer
 from worker_service.session import PROTOCOL_VERSION
+from worker_service.startup.loader import load_worker
 from worker_service.step import Ready, RowOpening, StepPlan, StepResult
 
 READY = Ready("w", b"d", 100, 64, 16, 8, 1024, 4, 32, "cpu", "float32", "torch")

@@ -9,7 +9,6 @@ import torch
 from pagewire.kernels.cpu import load_kernels
 from pagewire.kernels.cpu.paged import MAX_HEAD_DIM
 from worker_service.attention.backend import (
-    Attend,
     AttentionBackend,
     AttentionBatch,
     AttentionShape,
@@ -17,15 +16,16 @@ from worker_service.attention.backend import (
     LayerCache,
 )
 from worker_service.attention.capability import Capability, UnavailableError
-from worker_service.attention.cpu_attention import CpuAttention
+from worker_service.attention.cpu_attention import CpuAttend, CpuAttention
 from worker_service.attention.torch_attention import TorchAttention
 
 __all__ = [
     "BACKENDS",
-    "Attend",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionShape",
+    "CpuAttend",
+    "CpuAttention",
     "DeviceRows",
     "LayerCache",
     "UnavailableError",

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from worker_service.models.model import Attend
+
 # One layer's (key_cache, value_cache), each a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
 LayerCache = tuple[Tensor, Tensor]
 
@@ -62,24 +64,6 @@ class AttentionBatch:
         return self.device_rows or DeviceRows.of(self.query_start_loc, self.seq_lens, device)
 
 
-class Attend(Protocol):
-    """Attention of one prepared step."""
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Writes the step's keys and values of a layer to the cache, then attends causally over the cache.
-
-        All writes come before all reads, so a row may read blocks that another row of the step fills.
-
-        Args:
-            layer: from 0.
-            query: [T, num_heads, head_dim], not yet scaled.
-            key, value: [T, num_kv_heads, head_dim].
-
-        Returns:
-            [T, num_heads, head_dim]. Scores are scaled by head_dim ** -0.5.
-        """
-
-
 class AttentionBackend(Protocol):
     """Does once a step what all layers share, and returns what each layer calls."""
 
@@ -92,4 +76,8 @@ class AttentionBackend(Protocol):
 
         Cache positions outside the rows' own, and those before the window of a row's first query in every layer, may
         hold NaN; their blocks may be anyone's.
+
+        What it returns writes the step's keys and values of a layer to the cache, then attends causally over the cache.
+        All writes come before all reads, so a row may read blocks that another row of the step fills. Layers count from
+        0; the query is not yet scaled, and scores are scaled by head_dim ** -0.5.
         """

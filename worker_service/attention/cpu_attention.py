@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pagewire.kernels.cpu import CpuKernels, PagedRows, PagedScoring
-from worker_service.attention.backend import Attend, AttentionBatch, LayerCache
+from worker_service.attention.backend import AttentionBatch, LayerCache
+from worker_service.models.model import Attend
 
 
 class CpuAttend:

@@ -15,9 +15,10 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
 from pagewire.kernels.triton.cache import HEAD_DIMS
-from worker_service.attention.backend import Attend, AttentionBatch, AttentionShape, DeviceRows, LayerCache
+from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows, LayerCache
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability
+from worker_service.models.model import Attend
 
 CAPABILITY = Capability(
     backend="flash_attn",

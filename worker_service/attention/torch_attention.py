@@ -16,13 +16,13 @@ Grouped query heads are packed or expanded by strides: `enable_gqa` is many time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker_service.attention.backend import Attend, AttentionBatch, LayerCache
+from worker_service.attention.backend import AttentionBatch, LayerCache
+from worker_service.models.model import Attend
 
 # Queries of a chunk that attend together: bounds the mask's memory, and skips most scores of the future.
 MAX_CHUNK_QUERIES = 256
@@ -62,17 +62,6 @@ class TorchAttention:
             return output
 
         return attend
-
-
-class _Part(Protocol):
-    """Some rows of a step that are attended together."""
-
-    @property
-    def tokens(self) -> slice | Tensor:
-        """Where their tokens lie in the flat batch."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> Tensor:
-        """[number of tokens, num_heads, head_dim], from a layer's fresh tensors and its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +112,11 @@ class _DecodeGroup:
         # The G query heads of a KV head stand as G rows over the same keys: [R, num_kv_heads, G, head_dim].
         queries = query[self.tokens].unflatten(1, (key.shape[1], -1))
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask).flatten(1, 2)
+
+
+# Some rows of a step that are attended together. `tokens` says where theirs lie in the flat batch, and `attend` makes
+# [number of tokens, num_heads, head_dim] of a layer's fresh tensors and its cache.
+_Part = _FirstChunk | _LaterChunk | _DecodeGroup
 
 
 @dataclass(frozen=True, slots=True)

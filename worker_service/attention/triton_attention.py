@@ -13,9 +13,10 @@ from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
 from pagewire.kernels.triton.paged_attention import paged_attention
 from pagewire.kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
 from pagewire.kernels.triton.tiles import MAX_GROUPS
-from worker_service.attention.backend import Attend, AttentionBatch, AttentionShape, DeviceRows, LayerCache
+from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows, LayerCache
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability
+from worker_service.models.model import Attend
 
 CAPABILITY = Capability(
     backend="triton",

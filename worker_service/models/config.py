@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from worker_service.checkpoint_files import CONFIG_FILE, CheckpointError, read_json, shown
+from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, read_json, shown
 
 ARCHITECTURES = ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 WINDOWED = ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # may have a sliding window
@@ -201,9 +201,9 @@ def _parse_rope(config: Mapping[str, Any], max_position_embeddings: int) -> tupl
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise _error("rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise _error("partial_rotary_factor", partial, "1")
+    rotated_part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotated_part not in (None, 1, 1.0):
+        raise _error("partial_rotary_factor", rotated_part, "1")
     theta = _number(rope, "rope_theta", 10_000.0)
     if rope_type == "default":
         return RopeConfig(theta=theta), max_position_embeddings

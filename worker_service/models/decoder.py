@@ -13,7 +13,7 @@ from worker_service.models.communicator import Communicator
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Attend
-from worker_service.models.operations import HeadTurn, Operations
+from worker_service.models.operations import HeadPreparation, Operations
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Split, vocabulary_share
 from worker_service.models.weights import Weight
@@ -107,8 +107,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
-        turn = HeadTurn(self.num_heads, self.query_norm.weight, self.key_norm.weight, self.norm_eps, cos, sin)
-        attended = self.operations.attend_heads(attend, self.layer, heads, turn)
+        preparation = HeadPreparation(
+            self.num_heads, self.query_norm.weight, self.key_norm.weight, self.norm_eps, cos, sin
+        )
+        attended = self.operations.attend_heads(attend, self.layer, heads, preparation)
         return self.communicator.all_reduce(self.output(attended.flatten(1)))
 
 

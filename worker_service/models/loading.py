@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from worker_service.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models import decoder, gpt2
+from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Embedding, Linear

@@ -18,7 +18,7 @@ PACKED_NUM_ROWS = 16
 Product = Callable[[Tensor], Tensor]
 
 
-class HeadTurn(NamedTuple):
+class HeadPreparation(NamedTuple):
     """What makes heads ready to attend, in the order in which every `norm_rope` takes it."""
 
     num_heads: int  # of the queries, which come first
@@ -59,7 +59,7 @@ class Operations(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: [T, 2 * size], gates first, to [T, size]."""
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
+    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
         """Normalizes each head of queries and keys where it has a weight, turns it by its position, and attends.
 
         Args:
@@ -108,8 +108,8 @@ class TorchOperations:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, turn: HeadTurn) -> Tensor:
-        return attend(layer, *self.norm_rope(heads, *turn))
+    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
+        return attend(layer, *self.norm_rope(heads, *preparation))
 
     def norm_rope(
         self,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from worker_service.checkpoint import Piece, Tensors
-from worker_service.checkpoint_files import CheckpointError
+from worker_service.models.checkpoint import Piece, Tensors
+from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.shard import Shard, Split
 

@@ -1,4 +1,4 @@
-"""`pagewire.kernels.triton.sampler` against its specification, and that against the worker's sampler for CPUs."""
+"""`pagewire.kernels.triton.sampler` against its specification, and that against the sampler for CPUs."""
 
 import dataclasses
 import random
@@ -21,8 +21,7 @@ from tests.kernels.triton.checks.sampler import (
     random_logits,
     single_rows,
 )
-from worker_service.sampler import SamplingRow
-from worker_service.sampler import sample as sample_on_cpu
+from tests.worker.drawing import SamplingRow, draw
 from worker_service.step import SamplingParams
 
 FILTERED = (Row(top_k=7, seed=1), Row(top_p=0.9, seed=2), Row(top_k=40, top_p=0.5, min_p=0.02, seed=3))
@@ -67,7 +66,7 @@ def test_the_specification_draws_what_the_workers_sampler_draws(seed, vocab_size
     logits = random_logits(seed, len(rows), vocab_size, deviation, torch.device("cpu"))
     columns, counts = make_columns(rows, logits.device), make_counts(rows, vocab_size, logits.device)
     specified = sampling.sample(logits.clone(), columns, counts, MAX_LOGPROBS)
-    samples = sample_on_cpu(logits.clone(), [on_cpu(i, row) for i, row in enumerate(rows)])
+    samples = draw(logits, [on_cpu(i, row) for i, row in enumerate(rows)])
     assert specified.token_ids.tolist() == samples.token_ids
     reported = [i for i, row in enumerate(rows) if row.num_logprobs >= 0]
     assert specified.logprobs[reported].tolist() == pytest.approx(samples.logprobs.chosen, abs=1e-5)

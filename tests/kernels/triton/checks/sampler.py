@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import sampling
+from pagewire.kernels.noise import gumbel_noise, noise_keys
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 from pagewire.kernels.triton import sampler
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
@@ -186,7 +187,9 @@ def _score_gap(logits: Tensor, columns: SamplingColumns, row: int, actual: int, 
     if columns.temperature[row] == 0:
         return float(logits[expected] - logits[actual])
     scaled = (logits - logits.max()) / columns.temperature[row]
-    noise = sampling.gumbel_noise(columns.seeds[row], columns.sample_indexes[row], columns.num_tokens[row], len(logits))
+    one = slice(row, row + 1)
+    keys = noise_keys(columns.seeds[one], columns.sample_indexes[one].long(), columns.num_tokens[one].long())
+    noise = gumbel_noise(keys, len(logits))[0]
     threshold = sampling.lowest_kept(scaled, int(columns.top_k[row]), float(columns.top_p[row]), columns.min_p[row])
     scores = (scaled.double() + noise).masked_fill(scaled < threshold, -torch.inf)
     return float(scores[expected] - scores[actual])

@@ -1,0 +1,63 @@
+"""Draws as the host does: from rows that ask for something, through the table of what they ask for, to columns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagewire.kernels.cpu.sampling import SeenTokens, sample
+from worker_service.rows.reading import Reading
+from worker_service.rows.sampling import SamplingTable
+from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """A row that asks for more than its highest logit."""
+
+    index: int
+    sampling: SamplingParams
+    token_ids: NDArray[np.int32]  # all known, prompt first
+    num_prompt_tokens: int
+    seed: int
+    sample_index: int
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> NDArray[np.int32]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """One entry per row. The token of a row whose logits hold NaN is 0, and that of a beam means nothing."""
+
+    token_ids: list[int]
+    is_nan: list[bool]
+    logprobs: Logprobs  # columns over the rows that are not NaN, choose a token and asked for them
+    candidates: Candidates  # columns over the rows of beams that are not NaN
+
+
+def draw(logits: torch.Tensor, special: Sequence[SamplingRow]) -> Draws:
+    """Rows that are not among the special ones ask for nothing."""
+    num_rows, vocab_size = logits.shape
+    table = SamplingTable(num_rows, vocab_size)
+    rows = [SamplingRow(i, SamplingParams(), np.array([1], np.int32), 1, 0, 0) for i in range(num_rows)]
+    for row in special:
+        rows[row.index] = row
+    for row in rows:
+        table.open(
+            RowOpening(row.index, row.index, (), row.num_prompt_tokens, 0, (), row.sampling, row.seed, row.sample_index)
+        )
+    step = table.of_step(np.arange(num_rows), np.array([len(row.token_ids) for row in rows]))
+    penalized = [row for row in rows if step.is_penalized[row.index]]
+    seen = SeenTokens.of((row.index, row.token_ids, row.num_prompt_tokens) for row in penalized) if penalized else None
+    sampled = sample(logits.clone(), table.columns(step), seen, step.max_reported)
+    samples = step.read(Reading.of(step.results(sampled)))
+    is_nan = [status is RowStatus.NAN_LOGITS for status in samples.statuses] or [False] * num_rows
+    return Draws(sampled.token_ids.tolist(), is_nan, samples.logprobs, samples.candidates)

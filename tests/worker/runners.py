@@ -1,0 +1,35 @@
+"""Runners over a model, on the host and on a device."""
+
+from worker_service.attention import AttentionBackend
+from worker_service.cache.cache_engine import CacheEngine
+from worker_service.device.computation import DeviceComputation
+from worker_service.device.sampler import Sampler
+from worker_service.device.streams import Device
+from worker_service.host.computation import HostComputation
+from worker_service.models.communicator import SingleRank
+from worker_service.models.model import Model
+from worker_service.rows.table import SequenceTable, TableLimits
+from worker_service.runner import ModelRunner
+
+
+def host_runner(
+    model: Model, cache: CacheEngine, backend: AttentionBackend, limits: TableLimits, *, splits_steps: bool = True
+) -> ModelRunner:
+    computation = HostComputation(model, cache.layers, backend, SequenceTable(limits))
+    return ModelRunner(computation, cache, SingleRank(), splits_steps)
+
+
+def device_runner(
+    model: Model,
+    cache: CacheEngine,
+    backend: AttentionBackend,
+    sampler: Sampler,
+    limits: TableLimits,
+    device: Device,
+    *,
+    max_graph_batch_size: int = 0,
+    splits_steps: bool = True,
+) -> ModelRunner:
+    table = SequenceTable(limits)
+    computation = DeviceComputation(model, cache.layers, backend, sampler, table, device, max_graph_batch_size)
+    return ModelRunner(computation, cache, SingleRank(), splits_steps)

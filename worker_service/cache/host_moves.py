@@ -1,0 +1,69 @@
+"""Moves and copies of blocks where the device is the CPU: done before they return."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from worker_service.step import StepPlan
+
+
+class HostMoves:
+    """A host pool beside the device's, which is host memory too."""
+
+    is_busy = False
+
+    def __init__(self, blocks: Tensor, num_host_blocks: int) -> None:
+        """`blocks`: the device's pool, [num_blocks + 1, block_bytes] uint8."""
+        self._blocks = blocks
+        self._host_blocks = blocks.new_empty((num_host_blocks + 1, blocks.shape[1]), device="cpu")
+
+    def start(self, plan: StepPlan) -> None:
+        """Carry out the plan's moves. No block is named by moves of both directions."""
+        _transfer(self._blocks, plan.swap_out_device_blocks, self._host_blocks, plan.swap_out_host_blocks)
+        _transfer(self._host_blocks, plan.swap_in_host_blocks, self._blocks, plan.swap_in_device_blocks)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy between device blocks. All are read before one is written."""
+        if set(sources).isdisjoint(targets):
+            _transfer(self._blocks, sources, self._blocks, targets)
+        else:
+            self._blocks.index_copy_(0, torch.tensor(targets), self._blocks.index_select(0, torch.tensor(sources)))
+
+    def run(self, operation: Callable[[], object]) -> None:
+        """Carry out what writes to the blocks."""
+        operation()
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def last_done_step(self, last_planned_step: int) -> int:
+        """The moves of all plans up to this step are done."""
+        return last_planned_step
+
+    def reset(self) -> None:
+        """No block holds anything that is read again."""
+
+    def host_block(self, host_block: int) -> Tensor:
+        """Where a host block lies: [block_bytes] uint8."""
+        return self._host_blocks[host_block]
+
+
+def _transfer(source: Tensor, source_ids: Sequence[int], target: Tensor, target_ids: Sequence[int]) -> None:
+    """Copy blocks between tensors, or within one where no block is both read and written.
+
+    Every run of ids that ascend by 1 at both ends is one copy. On a CPU this is 2 to 8 times faster than gathering and
+    scattering, but for blocks of a few KiB.
+    """
+    start = 0
+    for end in range(1, len(source_ids) + 1):
+        length = end - start
+        if (
+            end < len(source_ids)
+            and source_ids[end] == source_ids[start] + length
+            and target_ids[end] == target_ids[start] + length
+        ):
+            continue
+        first, to = source_ids[start], target_ids[start]
+        target[to : to + length].copy_(source[first : first + length])
+        start = end

@@ -1,0 +1,23 @@
+"""Computes rows on an accelerator, while the host goes on: streams, uploads, graphs, and the tokens that stay there.
+
+What Triton compiles is imported only where it computes: the first import takes long.
+"""
+
+from worker_service.device.computation import DeviceComputation
+from worker_service.device.cuda import CudaDevice
+from worker_service.device.errors import is_fatal, is_out_of_memory
+from worker_service.device.operations import create_device_operations
+from worker_service.device.sampler import create_sampler
+from worker_service.device.streams import Device, Event, Stream
+
+__all__ = [
+    "CudaDevice",
+    "Device",
+    "DeviceComputation",
+    "Event",
+    "Stream",
+    "create_device_operations",
+    "create_sampler",
+    "is_fatal",
+    "is_out_of_memory",
+]

@@ -1,0 +1,263 @@
+"""Computes rows on a device, and lets the next step be launched while the device still computes.
+
+The host's `SequenceTable` checks a plan and knows every count; `DeviceTable` keeps what the device needs of the rows,
+the tokens that it sampled among it. A step is a few operations on the compute stream:
+
+    copies -> upload -> changed rows -> inputs gathered -> model -> logits -> sampler -> tokens to their rows
+
+Steps in which every row decodes replay graphs (`graphs.py`), others are launched kernel by kernel. What a step
+sampled is copied to pinned memory on the results stream, behind the step and beside the next one. Moves have a stream
+of their own, which begins after the compute of the plan before. Nothing that the device computes waits for the host.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from worker_service.attention import AttentionBackend, LayerCache
+from worker_service.device.graphs import DecodeBuffers, DecodeGraphs, graph_sizes
+from worker_service.device.inputs import DeviceBatch, StepInputs
+from worker_service.device.sampler import Sampler
+from worker_service.device.sampling import PackedSampling
+from worker_service.device.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing
+from worker_service.device.streams import Device, Event
+from worker_service.device.table import DeviceTable, Edit
+from worker_service.engine import FinishedStep, LaunchedStep
+from worker_service.models.model import Model
+from worker_service.rows import (
+    BegunStep,
+    PromptChunk,
+    Reading,
+    Samples,
+    SequenceTable,
+    StepSampling,
+    WorkingRows,
+    flatten_to_int32,
+    prompt_chunks,
+)
+from worker_service.step import StepParts, StepResult
+
+
+class DeviceComputation:
+    """See `Computation`."""
+
+    def __init__(
+        self,
+        model: Model,
+        layers: Sequence[LayerCache],
+        backend: AttentionBackend,
+        sampler: Sampler,
+        table: SequenceTable,
+        device: Device,
+        max_graph_batch_size: int = 0,
+    ) -> None:
+        """`layers`: of the KV cache. Graphs are for batches of up to `max_graph_batch_size` rows."""
+        limits = table.limits
+        self.table = table
+        self._model = model
+        self._layers = layers
+        self._backend = backend
+        self._sampler = sampler
+        self._device = device
+        self._device_table = DeviceTable(limits, device.torch_device, sampler.count_tokens)
+        self._uploads = UploadRing(device)
+        self._result_buffers = ResultBuffers(device)
+        is_capturable = backend.is_capturable and sampler.is_capturable
+        self.graph_sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
+        self._graphs = DecodeGraphs(self.graph_sizes, limits, device)
+        self._clock = StepClock()
+        device.synchronize()  # what was made on another stream is there for all
+
+    def capture_graphs(self) -> None:
+        """See `Computation.capture_graphs`."""
+        self._graphs.capture(self._decode, self._sample_decoded)
+
+    def rehearse_graphs(self) -> None:
+        """See `Computation.rehearse_graphs`."""
+        self._graphs.rehearse(self._decode, self._sample_decoded)
+
+    def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], LaunchedStep]:
+        """See `Computation.prepare`. What changed of the rows goes along with what they compute, in one upload."""
+        work = self._work(rows)
+        edits = self._device_table.plan_edits(step.plan, self.table, work.upload)
+        return self._send(step, work, edits)
+
+    def launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
+        """See `Computation.launch`."""
+        return self._send(step, self._work(rows), [])()
+
+    def synchronize(self) -> None:
+        """See `Computation.synchronize`."""
+        self._device.synchronize()
+
+    def _work(self, rows: WorkingRows) -> "_Work":
+        return _Work(rows, self.table.sampling.of_step(rows.slots[rows.samples], rows.ends[rows.samples]))
+
+    def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:
+        """Packs what the work reads and sends it with what the edits read, which are carried out.
+
+        Returns what launches the work.
+        """
+        put = self._plan_work(work) if len(work.rows.slots) else None
+        if work.upload.size:
+            work.packed = self._uploads.send(work.upload)
+        for edit in edits:
+            self._device.compute.run(partial(_apply, edit, work.packed))
+
+        def launch() -> LaunchedStep:
+            if put is None:
+                duration_us = (time.perf_counter_ns() - step.watch.began_ns) // 1000
+                return FinishedStep(step.result(Samples(()), (), duration_us, StepParts()))
+            buffer = self._result_buffers.take(work.num_values)  # takes memory: before anything is changed
+            put()
+            return self._follow(step, work, buffer)
+
+        return launch
+
+    def _plan_work(self, work: "_Work") -> Callable[[], None]:
+        """Packs what the work reads, which has rows. Returns what puts it on the compute stream behind the upload."""
+        rows = work.rows
+        is_decode = bool(rows.samples.all()) and bool((rows.num_new_tokens == 1).all())
+        size = self._graphs.size_for(len(rows.slots)) if is_decode else None
+        if size is not None:
+            return self._plan_decode(work, size)
+        inputs = StepInputs.of(rows, self.table.limits.block_size, work.upload)
+        work.chunks = prompt_chunks(self.table, rows, inputs.token_starts)
+        packing = PackedSampling.pack(work.sampling, work.upload, self._device_table.scratch_slot)
+        return partial(self._device.compute.run, partial(self._compute, work, inputs, packing))
+
+    def _plan_decode(self, work: "_Work", size: int) -> Callable[[], None]:
+        """Of rows that decode one token each, by the graphs of that size."""
+        rows, sampling, buffers = work.rows, work.sampling, self._graphs.buffers(size)
+        padded = work.upload.add(self._graphs.padded(rows.slots, rows.ends, size))
+        packing = None
+        if not sampling.takes_tokens_only:
+            packing = PackedSampling.pack(sampling, work.upload, self._device_table.scratch_slot)
+        compute = self._device.compute
+
+        def put() -> None:
+            compute.run(lambda: self._graphs.set_rows(work.packed.tensor[padded]))
+            self._graphs.forward(size)
+            if packing is None:
+                self._graphs.sample(size)
+                compute.run(lambda: work.results.put(flatten_to_int32([buffers.sampled[:, : sampling.num_rows]])))
+            else:
+                compute.run(partial(self._sample, work, buffers.logits[: sampling.num_rows], packing, []))
+
+        return put
+
+    def _follow(self, step: BegunStep, work: "_Work", buffer: PinnedBuffer) -> LaunchedStep:
+        """Have the results copied to the host behind the work."""
+        computed = self._device.compute.record()
+        if work.num_values:
+            self._device.results.wait_for(computed)
+            target = buffer.tensor[: work.num_values]
+            self._device.results.run(lambda: target.copy_(work.results.tensor, non_blocking=True))
+            computed = self._device.results.record()
+        return _StepUnderWay(step, work, buffer, computed, self._result_buffers, self._clock)
+
+    # Operations of the compute stream
+
+    @torch.inference_mode()
+    def _compute(self, work: "_Work", inputs: StepInputs, packing: PackedSampling) -> None:
+        """Any mix of rows."""
+        packed = work.packed.tensor
+        hidden = self._forward(inputs.gather(packed, self._device_table))
+        prompts: list[Tensor] = []
+        for chunk in work.chunks:
+            tokens = self._device_table.token_ids[chunk.tokens]
+            prompts += chunk.compute(hidden, tokens, self._model.compute_logits)
+        if work.sampling.num_rows:
+            logits = self._model.compute_logits(hidden.index_select(0, packed[inputs.sampling_indices]))
+            self._sample(work, logits, packing, prompts)
+        elif prompts:
+            work.results.put(flatten_to_int32(prompts))
+
+    @torch.inference_mode()
+    def _sample(self, work: "_Work", logits: Tensor, packing: PackedSampling, others: list[Tensor]) -> None:
+        """`others` are read behind the samples."""
+        packed, table = work.packed.tensor, self._device_table
+        token_counts = table.token_counts if packing.is_penalized else None
+        columns = packing.columns(packed, table)
+        sampled = self._sampler.sample(logits, columns, token_counts, work.sampling.max_reported)
+        work.results.put(flatten_to_int32([*packing.keep(sampled, packed, table), *others]))
+
+    @torch.inference_mode()
+    def _decode(self, buffers: DecodeBuffers) -> None:
+        """What the first graph of a batch size holds."""
+        hidden = self._forward(buffers.inputs.gather(self._device_table))
+        buffers.logits.copy_(self._model.compute_logits(hidden))
+
+    @torch.inference_mode()
+    def _sample_decoded(self, buffers: DecodeBuffers) -> None:
+        """What the second graph holds: rows that ask for a token and no more."""
+        inputs, table = buffers.inputs, self._device_table
+        columns = table.sampling_columns(inputs.aligned_slots, inputs.seq_lens)
+        sampled = self._sampler.sample(buffers.logits, columns, None, None)
+        table.token_ids[inputs.slots.long(), inputs.seq_lens.long()] = sampled.token_ids.int()
+        buffers.sampled.copy_(torch.stack([sampled.token_ids, sampled.is_nan.long()]))
+
+    def _forward(self, batch: DeviceBatch) -> Tensor:
+        attend = self._backend.prepare(batch.attention, self._layers)
+        return self._model.forward(batch.token_ids, batch.positions, attend)
+
+
+def _apply(edit: Edit, packed: OnDevice) -> None:
+    edit(packed.tensor)
+
+
+@dataclass(slots=True)
+class _Work:
+    """Rows of a step as they are put on the device, and what their operations leave to one another."""
+
+    rows: WorkingRows
+    sampling: StepSampling
+    upload: Upload = field(default_factory=Upload)
+    packed: OnDevice = field(default_factory=OnDevice)  # the upload
+    results: OnDevice = field(default_factory=OnDevice)  # what the host reads: of `sampling`, then of `chunks`
+    chunks: Sequence[PromptChunk] = ()
+
+    @property
+    def num_values(self) -> int:
+        """How many values the host reads."""
+        return self.sampling.num_values + sum(chunk.num_values for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class _StepUnderWay:
+    """See `LaunchedStep`. Holds what the copy to the host reads and writes."""
+
+    step: BegunStep
+    work: _Work
+    buffer: PinnedBuffer
+    done: Event
+    buffers: ResultBuffers
+    clock: "StepClock"
+
+    def is_done(self) -> bool:
+        return self.done.is_done()
+
+    def result(self) -> StepResult:
+        self.done.wait()
+        duration_us = self.clock.duration_us(self.step.watch.began_ns)
+        reading = Reading(self.buffer.array)
+        samples = self.work.sampling.read(reading)
+        prompt_logprobs = tuple(chunk.read(reading) for chunk in self.work.chunks)
+        self.buffers.give_back(self.buffer)
+        return self.step.result(samples, prompt_logprobs, duration_us, StepParts(model_us=duration_us))
+
+
+class StepClock:
+    """Tells how long steps took that follow each other on a device."""
+
+    def __init__(self) -> None:
+        self._last_done_ns = 0
+
+    def duration_us(self, launched_ns: int) -> int:
+        """Of a step that is done now: since it was launched, or the one before was done if that was later."""
+        began_ns, self._last_done_ns = max(launched_ns, self._last_done_ns), time.perf_counter_ns()
+        return (self._last_done_ns - began_ns) // 1000

@@ -1,0 +1,77 @@
+"""Streams, events, pinned memory and graphs of a GPU, by torch. `device/streams.py` says what they mean."""
+
+import torch
+from torch import Tensor
+
+from worker_service.device.streams import Event, Operation, Stream
+
+
+class CudaEvent:
+    """See `Event`. Who waits sleeps, and leaves the core to others."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def is_done(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class CudaStream:
+    """See `Stream`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def run(self, operation: Operation) -> None:
+        with torch.cuda.stream(self.stream):
+            operation()
+
+    def record(self) -> CudaEvent:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.stream)
+        return CudaEvent(event)
+
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+
+class CudaGraph:
+    """See `Graph`."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, compute: Stream) -> None:
+        self._graph = graph
+        self._compute = compute
+
+    def replay(self) -> None:
+        self._compute.run(self._graph.replay)
+
+
+class CudaDevice:
+    """See `Device`. All of its graphs share one pool of memory: only one runs at a time."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._compute = CudaStream(torch_device)
+        self.compute: Stream = self._compute
+        self.results: Stream = CudaStream(torch_device)
+        self.moves: Stream = CudaStream(torch_device)
+        self._graph_pool = torch.cuda.graph_pool_handle()
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def capture(self, operation: Operation) -> CudaGraph:
+        # Carried out once as it is: kernels are compiled and libraries allocate what a capture may not.
+        self.compute.run(operation)
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._compute.stream):
+            operation()
+        return CudaGraph(graph, self.compute)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)

@@ -1,0 +1,138 @@
+"""CUDA graphs of steps in which every row decodes one token: a replay in place of hundreds of launches.
+
+For each batch size there are two graphs, the forward pass and the sampling behind it, so that a step which samples in a
+way of its own still has the first. A step takes the next larger size, and its rows of padding do no harm: they are in
+the scratch slot, keep no keys and attend to nothing. Capturing the largest first lets the others use its memory.
+"""
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_service.device.inputs import DecodeInputs
+from worker_service.device.staging import ALIGNMENT
+from worker_service.device.streams import Device, Graph
+from worker_service.rows import TableLimits
+
+logger = logging.getLogger(__name__)
+
+_FINE_SIZES = (1, 2, 4)
+_SIZE_STEP = 8
+
+
+def graph_sizes(max_graph_batch_size: int, max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, ... up to the largest batch that a graph is wanted for."""
+    largest = min(max_graph_batch_size, max_num_seqs)
+    sizes = [size for size in (*_FINE_SIZES, *range(_SIZE_STEP, largest, _SIZE_STEP)) if size < largest]
+    return (*sizes, largest) if largest else ()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBuffers:
+    """What a graph reads and leaves, at the same place in every step: a batch of `size` rows.
+
+    Attributes:
+        logits: [size, vocab_size] float32, which sampling overwrites.
+        sampled: [2, size] int32: tokens, and whether their logits hold NaN.
+    """
+
+    inputs: DecodeInputs
+    logits: Tensor
+    sampled: Tensor
+
+
+class DecodeGraphs:
+    """Graphs by batch size. Until `capture` there are none."""
+
+    def __init__(self, sizes: Sequence[int], limits: TableLimits, device: Device) -> None:
+        """`sizes`: rising; empty: no graphs at all."""
+        largest = max(sizes, default=0)
+        self._sizes = tuple(sizes)
+        self._limits = limits
+        self._device = device
+        torch_device = device.torch_device
+        self._rows = torch.zeros(2 * _aligned(largest), dtype=torch.int32, device=torch_device)  # slots, lengths
+        self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=torch_device)
+        self._logits = torch.empty((largest, limits.vocab_size), dtype=torch.float32, device=torch_device)
+        self._sampled = torch.zeros(2 * largest, dtype=torch.int32, device=torch_device)
+        self._buffers = {size: self._parts_of(size) for size in self._sizes}
+        self._graphs: dict[int, tuple[Graph, Graph]] = {}
+
+    def capture(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
+        """Capture both operations for every size, over rows of padding."""
+        if not self._sizes:
+            return
+        started = time.perf_counter()
+        logger.info("capturing graphs for %d batch sizes up to %d", len(self._sizes), self._sizes[-1])
+        for size in reversed(self._sizes):
+            buffers = self._padding(size)
+            self._graphs[size] = (
+                self._device.capture(partial(forward, buffers)),
+                self._device.capture(partial(sample, buffers)),
+            )
+            logger.info("captured graphs for batches of %d", size)
+        logger.info("captured %d graphs in %.1f s", 2 * len(self._graphs), time.perf_counter() - started)
+
+    def rehearse(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
+        """Carry both operations out for the largest size and capture nothing. There must be one."""
+        buffers = self._padding(self._sizes[-1])
+        self._device.compute.run(partial(forward, buffers))
+        self._device.compute.run(partial(sample, buffers))
+
+    def _padding(self, size: int) -> DecodeBuffers:
+        """Buffers over rows of padding."""
+        padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
+        self._device.compute.run(partial(self.set_rows, padding))
+        return self.buffers(size)
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest size that holds so many rows; None: there is no graph for them."""
+        place = bisect_left(self._sizes, num_rows)
+        return self._sizes[place] if place < len(self._sizes) and self._graphs else None
+
+    def padded(self, slots: NDArray[np.int64], seq_lens: NDArray[np.int64], size: int) -> NDArray[np.int32]:
+        """The rows as a graph of that size reads them: slots, then lengths, each aligned."""
+        rows = np.zeros((2, _aligned(size)), np.int32)
+        rows[0] = self._limits.max_num_seqs  # the scratch slot
+        rows[0, : len(slots)] = slots
+        rows[1, : len(slots)] = seq_lens
+        return rows.ravel()
+
+    def buffers(self, size: int) -> DecodeBuffers:
+        return self._buffers[size]
+
+    def set_rows(self, rows: Tensor) -> None:
+        """Put a step's `padded` rows where its graphs read them. To be carried out on the compute stream."""
+        self._rows[: len(rows)].copy_(rows)
+
+    def forward(self, size: int) -> None:
+        """Put the forward pass on the compute stream: from the rows to `DecodeBuffers.logits`."""
+        self._graphs[size][0].replay()
+
+    def sample(self, size: int) -> None:
+        """Put plain sampling on the compute stream: tokens go to their rows and to `DecodeBuffers.sampled`."""
+        self._graphs[size][1].replay()
+
+    def _parts_of(self, size: int) -> DecodeBuffers:
+        start = _aligned(size)
+        inputs = DecodeInputs(
+            slots=self._rows[:size],
+            aligned_slots=self._rows[:start],
+            seq_lens=self._rows[start : start + size],
+            query_start_loc=self._query_start_loc[: size + 1],
+            max_seq_len=self._limits.max_model_len,
+            block_size=self._limits.block_size,
+        )
+        return DecodeBuffers(inputs, self._logits[:size], self._sampled[: 2 * size].view(2, size))
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT

@@ -1,0 +1,111 @@
+"""A step's inputs on a device: what the host sends of them, and what is gathered there."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker_service.attention import AttentionBatch, DeviceRows
+from worker_service.device.staging import Upload
+from worker_service.device.table import DeviceTable
+from worker_service.rows import WorkingRows
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """T new tokens of S rows on a device."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    attention: AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Any mix of rows, those with one token each first: where they lie in the step's packed upload."""
+
+    row_slots: slice  # [S]
+    seq_lens: slice  # [S]
+    query_start_loc: slice  # [S + 1]
+    token_slots: slice  # [T]
+    positions: slice  # [T]
+    sampling_indices: slice  # [R], of the last tokens of the rows that sample, in slot order
+    num_decodes: int
+    host_query_start_loc: list[int]
+    host_seq_lens: list[int]
+    token_starts: NDArray[np.int64]  # [S] where each row's tokens lie in the flat batch, in slot order
+    block_size: int
+
+    @staticmethod
+    def of(rows: WorkingRows, block_size: int, upload: Upload) -> "StepInputs":
+        """Of at least one row."""
+        order = np.argsort(rows.num_new_tokens != 1, kind="stable")
+        ordered = rows.take(order)
+        token_slots, positions, query_start_loc = ordered.flatten()
+        token_starts = np.empty_like(rows.slots)
+        token_starts[order] = query_start_loc[:-1]
+        last_tokens = token_starts + rows.num_new_tokens - 1
+        return StepInputs(
+            row_slots=upload.add(ordered.slots),
+            seq_lens=upload.add(ordered.ends),
+            query_start_loc=upload.add(query_start_loc),
+            token_slots=upload.add(token_slots),
+            positions=upload.add(positions),
+            sampling_indices=upload.add(last_tokens[rows.samples]),
+            num_decodes=int((ordered.num_new_tokens == 1).sum()),
+            host_query_start_loc=query_start_loc.tolist(),
+            host_seq_lens=ordered.ends.tolist(),
+            token_starts=token_starts,
+            block_size=block_size,
+        )
+
+    def gather(self, packed: Tensor, table: DeviceTable) -> DeviceBatch:
+        num_blocks = -(-max(self.host_seq_lens) // self.block_size)
+        slots, positions = packed[self.token_slots].long(), packed[self.positions].long()
+        attention = AttentionBatch(
+            query_start_loc=self.host_query_start_loc,
+            seq_lens=self.host_seq_lens,
+            block_tables=table.block_tables[:, :num_blocks].index_select(0, packed[self.row_slots]),
+            slot_mapping=_slot_mapping(table, slots, positions, self.block_size),
+            device_rows=DeviceRows(packed[self.query_start_loc], packed[self.seq_lens], self.num_decodes),
+        )
+        return DeviceBatch(table.token_ids[slots, positions].long(), positions, attention)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeInputs:
+    """A batch of rows that compute one token each, as a graph reads it.
+
+    Attributes:
+        slots: [S] int32; rows of padding have the scratch slot.
+        aligned_slots: the same with the scratch slot behind them up to a multiple of `ALIGNMENT`.
+        seq_lens: [S] int32; 0 for rows of padding.
+        query_start_loc: [S + 1] int32: 0, 1, 2, ...
+        max_seq_len: the most that any step's rows have.
+    """
+
+    slots: Tensor
+    aligned_slots: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    max_seq_len: int
+    block_size: int
+
+    def gather(self, table: DeviceTable) -> DeviceBatch:
+        num_rows = len(self.slots)
+        slots = self.slots.long()
+        positions = (self.seq_lens.long() - 1).clamp(min=0)
+        mapping = _slot_mapping(table, slots, positions, self.block_size)
+        attention = AttentionBatch(
+            query_start_loc=list(range(num_rows + 1)),
+            seq_lens=[self.max_seq_len] * num_rows,
+            block_tables=table.block_tables.index_select(0, slots),
+            slot_mapping=mapping.masked_fill(self.seq_lens == 0, -1),
+            device_rows=DeviceRows(self.query_start_loc, self.seq_lens, num_rows),
+        )
+        return DeviceBatch(table.token_ids[slots, positions].long(), positions, attention)
+
+
+def _slot_mapping(table: DeviceTable, slots: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    return table.block_tables[slots, positions // block_size].long() * block_size + positions % block_size

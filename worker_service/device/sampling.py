@@ -1,0 +1,57 @@
+"""What a step's rows ask of sampling, on the device: where it lies in the step's packed upload."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire.kernels.sampling import SampledTokens, SamplingColumns
+from worker_service.device.staging import Upload, aligned
+from worker_service.device.table import DeviceTable
+from worker_service.rows import StepSampling
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSampling:
+    """The rows of `sampling`, in the upload."""
+
+    sampling: StepSampling
+    slots: slice
+    num_tokens: slice
+    write_slots: slice  # where the tokens go: those of rows that choose none to the scratch slot
+    uncounted: slice  # what the sampler counts for tokens that rows do not take
+    edits: dict[str, slice]  # as `StepSampling` has them
+
+    @staticmethod
+    def pack(sampling: StepSampling, upload: Upload, scratch_slot: int) -> "PackedSampling":
+        return PackedSampling(
+            sampling=sampling,
+            slots=upload.add(sampling.slots),
+            num_tokens=upload.add(sampling.num_tokens),
+            write_slots=upload.add(np.where(sampling.reports_candidates, scratch_slot, sampling.slots)),
+            uncounted=upload.add(2 * (sampling.reports_candidates & sampling.is_penalized)),
+            edits={name: upload.add(column) for name, column in sampling.edits.items()},
+        )
+
+    @property
+    def is_penalized(self) -> bool:
+        return bool(self.sampling.is_penalized.any())
+
+    def columns(self, packed: Tensor, table: DeviceTable) -> SamplingColumns:
+        columns = table.sampling_columns(packed[aligned(self.slots)], packed[self.num_tokens])
+        return replace(columns, **{name: self._edit(name, packed) for name in self.edits})
+
+    def _edit(self, name: str, packed: Tensor) -> Tensor:
+        column = self.sampling.edits[name]
+        bits = packed[self.edits[name]].view(column.shape)
+        return bits.view(torch.float32) if column.dtype == np.float32 else bits
+
+    def keep(self, sampled: SampledTokens, packed: Tensor, table: DeviceTable) -> list[Tensor]:
+        """Append the tokens to their rows. Returns what `StepSampling.read` reads."""
+        positions = packed[self.num_tokens].long()
+        table.token_ids[packed[self.write_slots].long(), positions] = sampled.token_ids.int()
+        if self.is_penalized and table.token_counts is not None:
+            counted = (packed[self.slots].long(), sampled.token_ids)
+            table.token_counts[counted] = table.token_counts[counted] - packed[self.uncounted] * ~sampled.is_nan
+        return self.sampling.results(sampled)

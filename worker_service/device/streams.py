@@ -1,0 +1,62 @@
+"""What a computation asks of its device: streams, events, pinned memory and graphs.
+
+An operation is a callable that reads and writes tensors and never asks the device to wait. A stream carries its
+operations out one behind the other, at any time after they were put on it; streams know nothing of one another but what
+`wait_for` orders. So host memory that an operation reads or writes is the operation's until an event behind it is done.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Operation = Callable[[], object]
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def is_done(self) -> bool:
+        """Whether all that was put on the stream before it has been carried out."""
+
+    def wait(self) -> None:
+        """Return when it is done. May be called on any thread."""
+
+
+class Stream(Protocol):
+    """What is put on it is carried out in this order."""
+
+    def run(self, operation: Operation) -> None:
+        """Put an operation on the stream."""
+
+    def record(self) -> Event:
+        """The place behind all that was put on the stream so far."""
+
+    def wait_for(self, event: Event) -> None:
+        """Whatever is put on this stream from now on is carried out after the event is done."""
+
+
+class Graph(Protocol):
+    """A captured operation."""
+
+    def replay(self) -> None:
+        """Put it on the compute stream again. It reads and writes the tensors that it did when it was captured."""
+
+
+class Device(Protocol):
+    """One accelerator, used by one thread; only events and `synchronize` may be used by another."""
+
+    torch_device: torch.device
+    compute: Stream
+    results: Stream  # copies to the host what steps produced
+    moves: Stream  # copies blocks between device and host
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory that streams copy from and to by themselves. Its content is anything."""
+
+    def capture(self, operation: Operation) -> Graph:
+        """Carry an operation out on the compute stream as it would be, and keep it as a graph."""
+
+    def synchronize(self) -> None:
+        """Return when every stream has carried out everything."""

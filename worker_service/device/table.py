@@ -1,0 +1,165 @@
+"""What the device keeps of the rows, by slot: their tokens, block tables, sampling parameters and counts of tokens.
+
+The counterpart of `SequenceTable`, which checks a plan and knows every count. Only the device knows the tokens that it
+sampled: the next step reads them here, so a plan can be launched before the result of the one before is known. What a
+plan changes is sent as the values that the host's table has after it, and costs nothing where nothing changes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns
+from worker_service.device.sampler import CountTokens
+from worker_service.device.staging import Upload
+from worker_service.rows import SequenceTable, TableLimits, has_penalties
+from worker_service.step import RowOpening, StepPlan
+
+# Changes the table, given the step's packed upload. Carried out on the compute stream.
+Edit = Callable[[Tensor], None]
+
+
+class DeviceTable:
+    """Tensors by slot. Slot `max_num_seqs`, the scratch slot, is nobody's: rows of padding read and write it.
+
+    Attributes:
+        token_ids: [max_num_seqs + 1, max_model_len + 1] int32.
+        block_tables: [max_num_seqs + 1, max_num_blocks] int32; anything beyond a row's blocks.
+        token_counts: [max_num_seqs + 1, vocab_size] int32 as `pagewire.kernels.sampling.sample` takes them, of rows
+            that have penalties. None before the first of them.
+    """
+
+    def __init__(self, limits: TableLimits, device: torch.device, count_tokens: CountTokens) -> None:
+        num_slots = limits.max_num_seqs + 1
+        self.scratch_slot = limits.max_num_seqs
+        self._limits = limits
+        self._count_tokens = count_tokens
+        self.token_ids = torch.zeros((num_slots, limits.max_model_len + 1), dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((num_slots, limits.max_num_blocks), dtype=torch.int32, device=device)
+        self.token_counts: Tensor | None = None
+        self._lines = torch.zeros((len(FLOATS) + len(INTEGERS), num_slots), dtype=torch.int32, device=device)
+        self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
+        """What rows ask for, but for their biases and stop tokens.
+
+        Args:
+            slots: [R] int32, or some more up to a multiple of `ALIGNMENT`, so that each column begins at one.
+            num_tokens: [R] int32.
+        """
+        num_rows = len(num_tokens)
+        lines = self._lines.index_select(1, slots)[:, :num_rows]
+        floats, integers = lines[: len(FLOATS)].view(torch.float32), lines[len(FLOATS) :]
+        return SamplingColumns.of(floats, integers, self._seeds.index_select(0, slots[:num_rows]), num_tokens)
+
+    def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
+        """What a plan changes, in order. `table` is as the plan has left it; what the edits read goes to `upload`."""
+        edits: list[Edit] = []
+        changed = [*(opening.slot for opening in plan.openings), *plan.fork_target_slots]
+        if changed:
+            edits.append(self._set_parameters(np.unique(changed), table, upload))
+        if changed or plan.append_slots or plan.set_block_slots:
+            edits.append(self._set_blocks(plan, changed, table, upload))
+        if plan.openings:
+            edits += self._open(plan.openings, upload)
+        if plan.fork_target_slots:
+            edits.append(self._fork(plan, upload))
+        if plan.append_token_slots:
+            edits.append(self._append_tokens(plan, table, upload))
+        return edits
+
+    def _set_parameters(self, slots: NDArray, table: SequenceTable, upload: Upload) -> Edit:
+        sampling = table.sampling
+        lines = upload.add(sampling.lines[:, slots])
+        seeds = sampling.seeds[slots]
+        seed_low, seed_high = upload.add(seeds & np.uint64(0xFFFFFFFF)), upload.add(seeds >> np.uint64(32))
+        place = upload.add(slots)
+
+        def edit(packed: Tensor) -> None:
+            indexes = packed[place].long()
+            self._lines.index_copy_(1, indexes, packed[lines].view(len(self._lines), -1))
+            high = packed[seed_high].long() << 32
+            self._seeds.index_copy_(0, indexes, high | (packed[seed_low].long() & 0xFFFFFFFF))
+
+        return edit
+
+    def _set_blocks(self, plan: StepPlan, changed: Sequence[int], table: SequenceTable, upload: Upload) -> Edit:
+        """All blocks of rows that changed, and what was appended and set in others. An entry may be named twice."""
+        whole = np.unique(np.array(changed, np.int64))
+        appended, num_appended = np.unique(np.array(plan.append_slots, np.int64), return_counts=True)
+        num_blocks = np.concatenate([table.num_blocks[whole], num_appended])
+        firsts = np.concatenate([np.zeros_like(whole), table.num_blocks[appended] - num_appended])
+        slots = np.concatenate([np.repeat([*whole, *appended], num_blocks), plan.set_block_slots]).astype(np.int64)
+        indexes = np.concatenate([_ranges(firsts, num_blocks), plan.set_block_indexes]).astype(np.int64)
+        where, values = upload.add(np.stack([slots, indexes])), upload.add(table.block_tables[slots, indexes])
+
+        def edit(packed: Tensor) -> None:
+            rows, columns = packed[where].long().view(2, -1)
+            self.block_tables[rows, columns] = packed[values]
+
+        return edit
+
+    def _open(self, openings: Sequence[RowOpening], upload: Upload) -> list[Edit]:
+        lengths = np.array([len(opening.token_ids) for opening in openings])
+        slots = np.repeat([opening.slot for opening in openings], lengths)
+        where = upload.add(np.stack([slots, _ranges(np.zeros_like(lengths), lengths)]))
+        values = upload.add(np.concatenate([np.array(opening.token_ids, np.int64) for opening in openings]))
+
+        def edit(packed: Tensor) -> None:
+            rows, columns = packed[where].long().view(2, -1)
+            self.token_ids[rows, columns] = packed[values]
+
+        penalized = [opening for opening in openings if has_penalties(opening.sampling)]
+        return [edit, self._count(penalized, upload)] if penalized else [edit]
+
+    def _count(self, openings: Sequence[RowOpening], upload: Upload) -> Edit:
+        lengths = [len(opening.token_ids) for opening in openings]
+        slots = upload.add([opening.slot for opening in openings])
+        token_ids = upload.add(np.concatenate([np.array(opening.token_ids, np.int64) for opening in openings]))
+        start_loc = upload.add(np.cumsum([0, *lengths]))
+        num_prompt_tokens = upload.add([opening.num_prompt_tokens for opening in openings])
+
+        def edit(packed: Tensor) -> None:
+            if self.token_counts is None:
+                shape = (len(self.token_ids), self._limits.vocab_size)
+                self.token_counts = torch.zeros(shape, dtype=torch.int32, device=self.token_ids.device)
+            columns = (packed[slots], packed[token_ids], packed[start_loc], packed[num_prompt_tokens])
+            self._count_tokens(self.token_counts, *columns)
+
+        return edit
+
+    def _fork(self, plan: StepPlan, upload: Upload) -> Edit:
+        """Every source is read before a target is written."""
+        sources, targets = upload.add(plan.fork_source_slots), upload.add(plan.fork_target_slots)
+
+        def edit(packed: Tensor) -> None:
+            rows, others = packed[sources].long(), packed[targets].long()
+            self.token_ids.index_copy_(0, others, self.token_ids.index_select(0, rows))
+            if self.token_counts is not None:
+                self.token_counts.index_copy_(0, others, self.token_counts.index_select(0, rows))
+
+        return edit
+
+    def _append_tokens(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> Edit:
+        slots = np.array(plan.append_token_slots, np.int64)
+        where = upload.add(np.stack([slots, table.num_tokens[slots] - 1]))
+        values = upload.add(plan.append_token_ids)
+        increments = upload.add(2 * table.sampling.is_penalized[slots])
+
+        def edit(packed: Tensor) -> None:
+            rows, columns = packed[where].long().view(2, -1)
+            self.token_ids[rows, columns] = packed[values]
+            if self.token_counts is not None:
+                counted = (rows, packed[values].long())
+                self.token_counts[counted] = self.token_counts[counted] + packed[increments]
+
+        return edit
+
+
+def _ranges(firsts: NDArray, lengths: NDArray) -> NDArray:
+    """lengths[i] numbers from firsts[i] on, one range after the other."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(firsts - starts, lengths)

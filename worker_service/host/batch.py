@@ -1,0 +1,39 @@
+"""One step's flat tensors: the working rows' new tokens one row after the other, in slot order."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker_service.attention import AttentionBatch
+from worker_service.rows import SequenceTable, WorkingRows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T new tokens of S rows, R of which sample."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    attention: AttentionBatch
+    sampling_indices: torch.Tensor  # [R] int64: where in the flat batch the sampling rows' last tokens are
+
+
+def build_batch(table: SequenceTable, rows: WorkingRows) -> Batch:
+    """Flatten the working rows. There must be at least one."""
+    block_size = table.limits.block_size
+    slots, positions, query_start_loc = rows.flatten()
+    block_ids = table.block_tables[slots, positions // block_size].astype(np.int64)
+    ends = rows.ends
+    num_blocks = -(-int(ends.max()) // block_size)
+    return Batch(
+        token_ids=torch.from_numpy(table.token_ids[slots, positions].astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        attention=AttentionBatch(
+            query_start_loc=query_start_loc.tolist(),
+            seq_lens=ends.tolist(),
+            block_tables=torch.from_numpy(table.block_tables[rows.slots, :num_blocks]),
+            slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
+        ),
+        sampling_indices=torch.from_numpy(query_start_loc[1:][rows.samples] - 1),
+    )

@@ -1,0 +1,123 @@
+"""Computes rows on the CPU: batch -> attention -> model -> logits -> sampler -> table. Done before it returns."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cpu.sampling import SeenTokens, highest_logits, sample
+from worker_service.attention import AttentionBackend, LayerCache
+from worker_service.engine import FinishedStep
+from worker_service.host.batch import Batch, build_batch
+from worker_service.host.decoder import CpuDecoder
+from worker_service.models.model import Attend, Model
+from worker_service.rows import (
+    BegunStep,
+    Reading,
+    Samples,
+    SequenceTable,
+    StepSampling,
+    StepWatch,
+    WorkingRows,
+    prompt_chunks,
+    row_statuses,
+)
+from worker_service.step import PromptLogprobs
+
+
+class HostComputation:
+    """See `Computation`. There are no graphs."""
+
+    graph_sizes: tuple[int, ...] = ()
+
+    def __init__(
+        self, model: Model, layers: Sequence[LayerCache], backend: AttentionBackend, table: SequenceTable
+    ) -> None:
+        """`layers`: of the KV cache."""
+        self.table = table
+        self._model = model
+        self._layers = layers
+        self._backend = backend
+
+    def capture_graphs(self) -> None:
+        """See `Computation.capture_graphs`."""
+
+    def rehearse_graphs(self) -> None:
+        """See `Computation.rehearse_graphs`."""
+
+    def prepare(self, step: BegunStep, rows: WorkingRows) -> Callable[[], FinishedStep]:
+        """See `Computation.prepare`. There is nothing to take over: what reads the table reads it here."""
+        return partial(self.launch, step, rows)
+
+    def launch(self, step: BegunStep, rows: WorkingRows) -> FinishedStep:
+        """See `Computation.launch`."""
+        samples, prompt_logprobs = self._compute(rows, step.watch) if len(rows.slots) else (Samples(()), ())
+        return FinishedStep(step.result(samples, prompt_logprobs, *step.watch.take()))
+
+    def synchronize(self) -> None:
+        """See `Computation.synchronize`."""
+
+    @torch.inference_mode()
+    def _compute(self, rows: WorkingRows, watch: StepWatch) -> tuple[Samples, tuple[PromptLogprobs, ...]]:
+        batch = build_batch(self.table, rows)
+        attend = self._backend.prepare(batch.attention, self._layers)
+        watch.end("batch")
+        hidden, logits, highest = self._forward(batch, attend, watch)
+        prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        if rows.are_plain:
+            samples = self._take_highest(rows, logits, highest)
+        else:
+            samples, prompt_logprobs = self._sample(rows, hidden, logits, highest)
+        watch.end("sampling")
+        return samples, prompt_logprobs
+
+    def _forward(self, batch: Batch, attend: Attend, watch: StepWatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [T, hidden_size]; logits [R, vocab_size] of the rows that sample; their `highest_logits`, if
+        the model has found them."""
+        model, indices = self._model, batch.sampling_indices
+        if isinstance(model, CpuDecoder):
+            outputs = model.forward_logits(batch.token_ids, batch.positions, attend, indices)
+            watch.end("model", model.times())
+            return outputs
+        hidden = model.forward(batch.token_ids, batch.positions, attend)
+        watch.end("model")
+        if not len(indices):
+            return hidden, torch.empty(0, self.table.limits.vocab_size), None
+        logits = model.compute_logits(hidden if len(indices) == len(hidden) else hidden.index_select(0, indices))
+        watch.end("head")
+        return hidden, logits, None
+
+    def _take_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
+        """Of rows that are plain, without operations of torch, which would take longer than all else of it."""
+        token_ids = (highest_logits(logits) if highest is None else highest).numpy()
+        is_nan = token_ids < 0
+        self.table.put_tokens(rows, np.maximum(token_ids, 0))
+        return Samples(row_statuses(is_nan), tuple(token_ids[~is_nan].tolist()))
+
+    def _sample(
+        self, rows: WorkingRows, hidden: Tensor, logits: Tensor, highest: Tensor | None
+    ) -> tuple[Samples, tuple[PromptLogprobs, ...]]:
+        table, sampling = self.table, self.table.sampling.of_step(rows.slots[rows.samples], rows.ends[rows.samples])
+        columns = table.sampling.columns(sampling)
+        sampled = sample(logits, columns, self._seen_tokens(sampling), sampling.max_reported, highest)
+        chunks = prompt_chunks(table, rows)
+        results = sampling.results(sampled)
+        for chunk in chunks:
+            tokens = torch.from_numpy(table.token_ids[chunk.tokens])
+            results += chunk.compute(hidden, tokens, self._model.compute_logits)
+        reading = Reading.of(results)
+        samples = sampling.read(reading)
+        table.put_tokens(rows, sampled.token_ids.numpy())
+        return samples, tuple(chunk.read(reading) for chunk in chunks)
+
+    def _seen_tokens(self, sampling: StepSampling) -> SeenTokens | None:
+        table, penalized = self.table, np.flatnonzero(sampling.is_penalized)
+        if not len(penalized):
+            return None
+        slots = sampling.slots
+        return SeenTokens.of(
+            (row, table.token_ids[slots[row], : sampling.num_tokens[row]], int(table.num_prompt_tokens[slots[row]]))
+            for row in penalized.tolist()
+        )

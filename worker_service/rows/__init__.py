@@ -1,0 +1,32 @@
+"""The rows of a worker: what the scheduler asks of each, what a step computes of them, and what comes of it.
+
+Nothing here knows where rows are computed.
+"""
+
+from worker_service.rows.parts import StepPart, run_in_parts
+from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
+from worker_service.rows.reading import Reading, flatten_to_int32
+from worker_service.rows.results import BegunStep, StepOutline, join_results
+from worker_service.rows.sampling import Samples, StepSampling, has_penalties, row_statuses
+from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
+from worker_service.rows.watch import StepWatch
+
+__all__ = [
+    "BegunStep",
+    "PromptChunk",
+    "Reading",
+    "Samples",
+    "SequenceTable",
+    "StepOutline",
+    "StepPart",
+    "StepSampling",
+    "StepWatch",
+    "TableLimits",
+    "WorkingRows",
+    "flatten_to_int32",
+    "has_penalties",
+    "join_results",
+    "prompt_chunks",
+    "row_statuses",
+    "run_in_parts",
+]

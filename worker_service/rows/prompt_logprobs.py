@@ -1,0 +1,87 @@
+"""Log-probabilities of prompt tokens, for the chunks of a step that were asked for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagewire.kernels.sampling import logprob_columns
+from worker_service.rows.reading import Reading
+from worker_service.rows.table import SequenceTable, WorkingRows
+from worker_service.step import Logprobs, PromptLogprobs
+
+# Prompt positions whose logits exist at the same time: bounds their memory, 128 x vocab_size float32.
+_MAX_LOGITS_POSITIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Positions of a row that were asked for log-probabilities: position p tells of prompt token p + 1."""
+
+    slot: int
+    first: int  # the prompt token that the first position tells of
+    num: int  # positions
+    num_top: int
+    start: int  # where the first position lies in the flat batch
+
+    @property
+    def tokens(self) -> tuple[int, slice]:
+        """Where the tokens that the positions tell of stand in a table's `token_ids`."""
+        return self.slot, slice(self.first, self.first + self.num)
+
+    def compute(self, hidden: Tensor, tokens: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """The raw log_softmax of the logits, at the tokens that did follow.
+
+        `hidden`: [T, hidden_size]; `tokens`: [num], those tokens. Returns what `read` reads.
+        """
+        chunk = hidden[self.start : self.start + self.num]
+        columns = [
+            logprob_columns(compute_logits(positions), token_ids.long(), self.num_top)
+            for positions, token_ids in zip(
+                chunk.split(_MAX_LOGITS_POSITIONS), tokens.split(_MAX_LOGITS_POSITIONS), strict=True
+            )
+        ]
+        return [torch.cat(parts) for parts in zip(*columns, strict=True)]
+
+    def read(self, reading: Reading) -> PromptLogprobs:
+        num, num_tops = self.num, self.num * self.num_top
+        logprobs = Logprobs(
+            chosen=tuple(reading.floats(num).tolist()),
+            ranks=tuple(reading.integers(num).tolist()),
+            top_token_ids=tuple(reading.integers(num_tops).tolist()),
+            top_logprobs=tuple(reading.floats(num_tops).tolist()),
+        )
+        return PromptLogprobs(self.slot, self.first, logprobs)
+
+    @property
+    def num_values(self) -> int:
+        """How many values `read` reads."""
+        return 2 * self.num * (1 + self.num_top)
+
+
+def prompt_chunks(
+    table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
+) -> list[PromptChunk]:
+    """Of the rows that asked and compute prompt positions, in slot order.
+
+    `token_starts`: [S], where each row's tokens lie in the flat batch; left out, one row lies behind the other.
+    """
+    if rows.are_plain:
+        return []
+    if token_starts is None:
+        token_starts = np.cumsum(rows.num_new_tokens) - rows.num_new_tokens
+    num_asked = table.sampling.num_prompt_logprobs[rows.slots]
+    num_positions = np.minimum(rows.ends, table.num_prompt_tokens[rows.slots] - 1) - rows.starts
+    return [
+        PromptChunk(
+            slot=int(rows.slots[row]),
+            first=int(rows.starts[row]) + 1,
+            num=int(num_positions[row]),
+            num_top=min(int(num_asked[row]), table.limits.vocab_size),
+            start=int(token_starts[row]),
+        )
+        for row in np.flatnonzero((num_asked >= 0) & (num_positions > 0))
+    ]

@@ -1,0 +1,138 @@
+"""A step's result: of a step that was computed in one, and of one whose parts are put together again."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from worker_service.rows.parts import StepPart
+from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
+from worker_service.rows.sampling import Samples
+from worker_service.rows.table import SequenceTable, WorkingRows
+from worker_service.rows.watch import StepWatch
+from worker_service.step import (
+    Candidates,
+    Logprobs,
+    PromptLogprobs,
+    RowStatus,
+    SamplingParams,
+    StepParts,
+    StepPlan,
+    StepResult,
+)
+
+_PART_NAMES = tuple(field.name for field in fields(StepParts))
+
+
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A plan that is being carried out."""
+
+    plan: StepPlan
+    last_moved_step: int  # as it begins
+    watch: StepWatch
+
+    def result(
+        self, samples: Samples, prompt_logprobs: tuple[PromptLogprobs, ...], duration_us: int, parts: StepParts
+    ) -> StepResult:
+        """`duration_us`, `parts`: what the step took."""
+        return StepResult(
+            epoch=self.plan.epoch,
+            step=self.plan.step,
+            statuses=samples.statuses,
+            token_ids=samples.token_ids,
+            logprobs=samples.logprobs,
+            candidates=samples.candidates,
+            prompt_logprobs=prompt_logprobs,
+            duration_us=duration_us,
+            last_moved_step=self.last_moved_step,
+            parts=parts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutline:
+    """What a step's result tells, as it is known before: a table changes until the result is read."""
+
+    sampling: dict[int, SamplingParams]  # of the sampling rows by slot, in order
+    prompt_chunks: tuple[PromptChunk, ...]
+    vocab_size: int
+
+    @staticmethod
+    def of(table: SequenceTable, rows: WorkingRows) -> "StepOutline":
+        sampling = {slot: table.sampling.params[slot] for slot in rows.slots[rows.samples].tolist()}
+        return StepOutline(sampling, tuple(prompt_chunks(table, rows)), table.limits.vocab_size)
+
+
+def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart[StepResult]]) -> StepResult:
+    """The result of a step from those of its parts. Rows that no part finished are out of memory."""
+    samples: dict[int, Samples] = {}
+    chunks: dict[int, list[Logprobs]] = {}
+    for part in parts:
+        samples.update(_samples(outline, part))
+        for chunk in part.result.prompt_logprobs:
+            chunks.setdefault(chunk.slot, []).append(chunk.logprobs)
+    failed = Samples((RowStatus.OUT_OF_MEMORY,))
+    in_order = [samples.get(slot, failed) for slot in outline.sampling]
+    statuses = tuple(status for sample in in_order for status in sample.statuses)
+    joined = Samples(
+        statuses=statuses if set(statuses) - {RowStatus.OK} else (),
+        token_ids=tuple(token_id for sample in in_order for token_id in sample.token_ids),
+        logprobs=_joined([sample.logprobs for sample in in_order]),
+        candidates=Candidates(
+            tuple(token_id for sample in in_order for token_id in sample.candidates.token_ids),
+            tuple(logprob for sample in in_order for logprob in sample.candidates.logprobs),
+        ),
+    )
+    duration_us = sum(part.result.duration_us for part in parts)
+    times = {name: sum(getattr(part.result.parts, name) for part in parts) for name in _PART_NAMES}
+    prompt_logprobs = tuple(_prompt_logprobs(outline, chunks))
+    return step.result(joined, prompt_logprobs, duration_us, StepParts(**times))
+
+
+def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple[int, Samples]]:
+    """Slot and sample of each sampling row of a part: the columns, taken apart."""
+    result, vocab_size = part.result, outline.vocab_size
+    slots = part.rows.slots[part.rows.samples].tolist()
+    num_tokens = num_positions = num_top = num_candidates = 0
+    for slot, status in zip(slots, result.statuses or (RowStatus.OK,) * len(slots), strict=True):
+        sampling = outline.sampling[slot]
+        if status is not RowStatus.OK:
+            yield slot, Samples((status,))
+            continue
+        if sampling.num_candidates is not None:
+            start, num_candidates = num_candidates, num_candidates + min(sampling.num_candidates, vocab_size)
+            ids, values = result.candidates.token_ids, result.candidates.logprobs
+            found = Candidates(ids[start:num_candidates], values[start:num_candidates])
+            yield slot, Samples((status,), candidates=found)
+            continue
+        logprobs = Logprobs()
+        if sampling.num_logprobs is not None:
+            start, num_top = num_top, num_top + min(sampling.num_logprobs, vocab_size)
+            position, num_positions = num_positions, num_positions + 1
+            columns = result.logprobs
+            logprobs = Logprobs(
+                columns.chosen[position:num_positions],
+                columns.ranks[position:num_positions],
+                columns.top_token_ids[start:num_top],
+                columns.top_logprobs[start:num_top],
+            )
+        yield slot, Samples((status,), (result.token_ids[num_tokens],), logprobs)
+        num_tokens += 1
+
+
+def _prompt_logprobs(outline: StepOutline, chunks: dict[int, list[Logprobs]]) -> Iterator[PromptLogprobs]:
+    """One chunk of each row that owes one. Positions that were not computed have NaN, as with logits that are."""
+    for chunk in outline.prompt_chunks:
+        found = _joined(chunks.get(chunk.slot, []))
+        num_missing, nan = chunk.num - len(found.chosen), float("nan")
+        num_tops = num_missing * chunk.num_top
+        missing = Logprobs((nan,) * num_missing, (0,) * num_missing, (0,) * num_tops, (nan,) * num_tops)
+        yield PromptLogprobs(chunk.slot, chunk.first, _joined([found, missing]))
+
+
+def _joined(parts: Sequence[Logprobs]) -> Logprobs:
+    return Logprobs(
+        tuple(value for part in parts for value in part.chosen),
+        tuple(rank for part in parts for rank in part.ranks),
+        tuple(token_id for part in parts for token_id in part.top_token_ids),
+        tuple(value for part in parts for value in part.top_logprobs),
+    )

@@ -1,0 +1,220 @@
+"""How rows sample: what each asks for, what a step's rows ask for together, and what comes of it.
+
+Parameters of one number stand in columns by slot, as `pagewire.kernels.sampling` names them; a device has a copy.
+Biases, and stop tokens as long as they are suppressed, go along with the steps in which their rows sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns
+from worker_service.rows.reading import Reading
+from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
+
+IntArray = NDArray[np.int64]
+
+_MAX_INT32 = (1 << 31) - 1
+_NO_LOGPROBS = Logprobs()
+_NO_CANDIDATES = Candidates()
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What the host knows of a step's samples: the columns of `StepResult`."""
+
+    statuses: tuple[RowStatus, ...]
+    token_ids: tuple[int, ...] = ()
+    logprobs: Logprobs = _NO_LOGPROBS
+    candidates: Candidates = _NO_CANDIDATES
+
+
+class SamplingTable:
+    """By slot, what the row there asks for. Entries of a vacant slot mean nothing.
+
+    Attributes:
+        lines: [len(FLOATS) + len(INTEGERS), num_slots] int32, floats bit by bit.
+        seeds: [num_slots] uint64.
+        params: what the scheduler sent.
+        num_prompt_logprobs: [num_slots], -1: none asked for.
+        reports_candidates: [num_slots], instead of choosing a token.
+        is_plain: [num_slots], the row gives the highest of the model's own logits and tells nothing else.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.lines = np.zeros((len(FLOATS) + len(INTEGERS), num_slots), np.int32)
+        self._floats = dict(zip(FLOATS, self.lines[: len(FLOATS)].view(np.float32), strict=True))
+        self._integers = dict(zip(INTEGERS, self.lines[len(FLOATS) :], strict=True))
+        self.seeds = np.zeros(num_slots, np.uint64)
+        self.params: list[SamplingParams] = [SamplingParams()] * num_slots
+        self.num_prompt_logprobs = np.full(num_slots, -1, np.int64)
+        self.reports_candidates = np.zeros(num_slots, np.bool_)
+        self.is_plain = np.zeros(num_slots, np.bool_)
+        self._is_biased = np.zeros(num_slots, np.bool_)
+        self._min_num_tokens = np.zeros(num_slots, np.int64)  # with fewer, stop tokens are suppressed; 0: never
+
+    @property
+    def is_penalized(self) -> NDArray[np.bool_]:
+        """[num_slots], the row's logits depend on the tokens that it has."""
+        return self._integers["slots"] >= 0
+
+    def open(self, opening: RowOpening) -> None:
+        """A row moves in."""
+        slot, sampling = opening.slot, opening.sampling
+        self.params[slot] = sampling
+        self.seeds[slot] = opening.seed
+        for name, floats in self._floats.items():
+            floats[slot] = getattr(sampling, name)
+        reports_candidates, is_penalized = sampling.num_candidates is not None, has_penalties(sampling)
+        num_reported = sampling.num_candidates if reports_candidates else sampling.num_logprobs
+        if reports_candidates:
+            self._floats["temperature"][slot] = 0.0  # what it would draw is never looked at
+        integers = self._integers
+        integers["top_k"][slot] = min(sampling.top_k, self._vocab_size)
+        integers["sample_indexes"][slot] = np.uint32(opening.sample_index).view(np.int32)
+        integers["slots"][slot] = slot if is_penalized else -1
+        integers["num_logprobs"][slot] = -1 if num_reported is None else min(num_reported, self._vocab_size)
+        num_prompt_logprobs = -1 if sampling.num_prompt_logprobs is None else sampling.num_prompt_logprobs
+        is_biased = bool(sampling.logit_bias_token_ids)
+        is_delayed = bool(sampling.min_tokens and sampling.stop_token_ids)
+        min_num_tokens = min(opening.num_prompt_tokens + sampling.min_tokens, _MAX_INT32)
+        self.num_prompt_logprobs[slot] = num_prompt_logprobs
+        self.reports_candidates[slot] = reports_candidates
+        self._is_biased[slot] = is_biased
+        self._min_num_tokens[slot] = min_num_tokens if is_delayed else 0
+        takes_highest = sampling.temperature == 0.0 and not (is_biased or is_delayed or is_penalized)
+        self.is_plain[slot] = takes_highest and num_reported is None and num_prompt_logprobs < 0
+
+    def copy(self, sources: IntArray, targets: IntArray) -> None:
+        """Rows become copies of others. Every source is read before a target is written."""
+        self.lines[:, targets] = self.lines[:, sources]
+        self._integers["slots"][targets] = np.where(self.is_penalized[targets], targets, -1)
+        for column in (
+            *(self.seeds, self.num_prompt_logprobs, self.reports_candidates, self.is_plain),
+            *(self._is_biased, self._min_num_tokens),
+        ):
+            column[targets] = column[sources]
+        for target, params in zip(targets, [self.params[source] for source in sources], strict=True):
+            self.params[target] = params
+
+    def of_step(self, slots: IntArray, num_tokens: IntArray) -> "StepSampling":
+        """Of the rows of a step that sample, which have so many tokens: [R] each, in slot order."""
+        return StepSampling(
+            slots=slots,
+            num_tokens=num_tokens,
+            reports_candidates=self.reports_candidates[slots],
+            is_penalized=self._integers["slots"][slots] >= 0,
+            num_reported=self._integers["num_logprobs"][slots],
+            edits=self._edits(slots, num_tokens),
+        )
+
+    def columns(self, step: "StepSampling") -> SamplingColumns:
+        """What a step's rows ask for, on a CPU."""
+        lines = self.lines[:, step.slots]
+        columns = SamplingColumns.of(
+            map(torch.from_numpy, lines[: len(FLOATS)].view(np.float32)),
+            map(torch.from_numpy, lines[len(FLOATS) :]),
+            torch.from_numpy(self.seeds[step.slots].view(np.int64)),
+            torch.from_numpy(step.num_tokens.astype(np.int32)),
+        )
+        edits = {name: torch.from_numpy(column) for name, column in step.edits.items()}
+        return replace(columns, **edits) if edits else columns
+
+    def _edits(self, slots: IntArray, num_tokens: IntArray) -> dict[str, NDArray]:
+        edits = {}
+        if self._is_biased[slots].any():
+            rows = [self.params[slot] for slot in slots]
+            edits["bias_token_ids"] = _padded([row.logit_bias_token_ids for row in rows], -1, np.int32)
+            edits["bias_values"] = _padded([row.logit_bias_values for row in rows], 0.0, np.float32)
+        min_num_tokens = self._min_num_tokens[slots]
+        suppresses = num_tokens < min_num_tokens
+        if suppresses.any():
+            stops = [self._stops(slot) if is_in else () for slot, is_in in zip(slots, suppresses, strict=True)]
+            edits["stop_token_ids"] = _padded(stops, -1, np.int32)
+            edits["min_num_tokens"] = min_num_tokens.astype(np.int32)
+        return edits
+
+    def _stops(self, slot: int) -> tuple[int, ...]:
+        """A token outside the vocabulary can never be chosen: nothing to suppress."""
+        return tuple(token_id for token_id in self.params[slot].stop_token_ids if token_id < self._vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSampling:
+    """The R sampling rows of a step, in slot order."""
+
+    slots: IntArray  # [R]
+    num_tokens: IntArray  # [R] before the one that is drawn
+    reports_candidates: NDArray[np.bool_]  # [R]
+    is_penalized: NDArray[np.bool_]  # [R]
+    num_reported: NDArray[np.int32]  # [R], -1: no log-probabilities
+    edits: dict[str, NDArray]  # biases and stop tokens as `SamplingColumns` names them, where any row has some
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def max_reported(self) -> int | None:
+        """None: no row reports log-probabilities."""
+        most = int(self.num_reported.max(initial=-1))
+        return None if most < 0 else most
+
+    @property
+    def takes_tokens_only(self) -> bool:
+        """Every row takes one token by its parameters, and tells nothing else."""
+        return not self.edits and not self.is_penalized.any() and self.max_reported is None
+
+    def results(self, sampled: SampledTokens) -> list[Tensor]:
+        """What `read` reads."""
+        results = [sampled.token_ids, sampled.is_nan]
+        if self.max_reported is not None:
+            results += [sampled.logprobs, sampled.ranks, sampled.top_token_ids, sampled.top_logprobs]
+        return results
+
+    @property
+    def num_values(self) -> int:
+        """How many values `read` reads."""
+        return self.num_rows * (2 if self.max_reported is None else 4 + 2 * self.max_reported)
+
+    def read(self, reading: Reading) -> Samples:
+        num = self.num_rows
+        token_ids, is_nan = reading.integers(num), reading.integers(num) != 0
+        chooses = ~self.reports_candidates
+        logprobs, candidates = _NO_LOGPROBS, _NO_CANDIDATES
+        if self.max_reported is not None:
+            chosen, ranks = reading.floats(num), reading.integers(num)
+            top_ids = reading.integers(num * self.max_reported).reshape(num, self.max_reported)
+            top_logprobs = reading.floats(num * self.max_reported).reshape(num, self.max_reported)
+            is_first = np.arange(self.max_reported) < self.num_reported[:, None]
+            if self.reports_candidates.any():
+                # Where a logit is infinite, there are no log-probabilities.
+                is_nan |= self.reports_candidates & np.isnan(top_logprobs[:, :1]).any(1)
+                reported = is_first & (~is_nan & ~chooses)[:, None]
+                candidates = Candidates(tuple(top_ids[reported].tolist()), tuple(top_logprobs[reported].tolist()))
+            asks = ~is_nan & chooses & (self.num_reported >= 0)
+            top = is_first & asks[:, None]
+            columns = (chosen[asks], ranks[asks], top_ids[top], top_logprobs[top])
+            logprobs = Logprobs(*(tuple(column.tolist()) for column in columns))
+        return Samples(row_statuses(is_nan), tuple(token_ids[~is_nan & chooses].tolist()), logprobs, candidates)
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    """Whether a row's logits depend on the tokens that it has."""
+    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def row_statuses(is_nan: NDArray[np.bool_]) -> tuple[RowStatus, ...]:
+    """As `StepResult` has them: none where every row is good."""
+    return tuple(RowStatus.NAN_LOGITS if bad else RowStatus.OK for bad in is_nan) if is_nan.any() else ()
+
+
+def _padded(lists: Sequence[Sequence[float]], vacant: float, dtype: type) -> NDArray:
+    """[number of lists, the longest]."""
+    width = max((len(values) for values in lists), default=0)
+    return np.array([[*values, *([vacant] * (width - len(values)))] for values in lists], dtype)

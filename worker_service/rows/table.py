@@ -1,0 +1,377 @@
+"""The worker's running sequences, one row per slot, patched by plans and advanced by steps.
+
+The table is the wall between the wire and memory: whatever a plan says, no row that it hands out reads or writes a
+position that its blocks do not hold. A plan that breaks a rule raises ProtocolError; the session ends, and the next one
+starts from an empty table.
+
+Numbers stand in arrays by slot, so that a step costs a few vector operations and not a loop over rows. Tokens are one
+int32 array [max_num_seqs, max_model_len + 1]; the system gives it memory only where rows were written.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from worker_service.rows.sampling import SamplingTable
+from worker_service.session import ProtocolError
+from worker_service.step import RowOpening, SamplingParams, StepPlan
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TableLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_device_blocks: int  # usable ones; ids are 1..num_device_blocks
+    vocab_size: int
+    sliding_window: int = 0  # positions that any layer reads back, the query's own included; 0: all
+
+    @property
+    def max_num_blocks(self) -> int:
+        """Blocks that one row's table may hold."""
+        return -(-self.max_model_len // self.block_size)
+
+    def first_block(self, start: int) -> int:
+        """Index of the first block that a row reads or writes which computes from position `start` on."""
+        return max(0, start - self.sliding_window + 1) // self.block_size if self.sliding_window else 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingRows:
+    """The rows of one step in slot order: row i computes positions [starts[i], starts[i] + num_new_tokens[i])."""
+
+    slots: IntArray  # [S]
+    starts: IntArray  # [S]
+    num_new_tokens: IntArray  # [S], each at least 1
+    samples: NDArray[np.bool_]  # [S], the row reaches its end
+    are_plain: bool = False  # all are (see `SamplingTable.is_plain`) and none has failed; False: look into the columns
+
+    @property
+    def ends(self) -> IntArray:
+        return self.starts + self.num_new_tokens
+
+    def take(self, which: NDArray) -> "WorkingRows":
+        """Some of the rows. `which`: a mask, or indices."""
+        columns = (self.slots[which], self.starts[which], self.num_new_tokens[which], self.samples[which])
+        return WorkingRows(*columns, self.are_plain)
+
+    def flatten(self) -> tuple[IntArray, IntArray, IntArray]:
+        """The T new tokens one row after the other: their slots [T] and positions [T], and where rows begin [S + 1]."""
+        query_start_loc = np.zeros(len(self.slots) + 1, np.int64)
+        np.cumsum(self.num_new_tokens, out=query_start_loc[1:])
+        # Within a row, positions count up from its start as the flat index counts up from the row's first token.
+        shifts = np.repeat(self.starts - query_start_loc[:-1], self.num_new_tokens)
+        return np.repeat(self.slots, self.num_new_tokens), np.arange(len(shifts)) + shifts, query_start_loc
+
+
+class SequenceTable:
+    """Rows by slot. Every column has one entry per slot; those of a vacant slot mean nothing but `work`, which is 0."""
+
+    def __init__(self, limits: TableLimits) -> None:
+        self.limits = limits
+        size = limits.max_num_seqs
+        self.token_ids = np.zeros((size, limits.max_model_len + 1), np.int32)
+        self.block_tables = np.zeros((size, limits.max_num_blocks), np.int32)  # 0 beyond a row's num_blocks
+        self.occupied = np.zeros(size, np.bool_)
+        self.num_tokens = np.zeros(size, np.int64)
+        self.num_prompt_tokens = np.zeros(size, np.int64)
+        self.num_computed_tokens = np.zeros(size, np.int64)
+        self.num_blocks = np.zeros(size, np.int64)
+        self.work = np.zeros(size, np.int64)  # tokens to compute each step; 0 is paused
+        self.has_failed = np.zeros(size, np.bool_)  # was given up: computes nothing until it is released
+        self.sampling = SamplingTable(size, limits.vocab_size)
+
+    def clear(self) -> None:
+        self.occupied[:] = False
+        self.work[:] = 0
+        self.block_tables[:] = 0
+        self.num_blocks[:] = 0
+
+    def apply(self, plan: StepPlan) -> WorkingRows:
+        """Patch the table and return the step's work. Raises ProtocolError."""
+        for slot in plan.released_slots:
+            self._release(slot)
+        for opening in plan.openings:
+            self._open(opening)
+        if plan.fork_source_slots or plan.fork_target_slots:
+            self._fork(plan)
+        if plan.append_slots or plan.append_block_ids:
+            self._append_blocks(plan)
+        if plan.set_block_slots or plan.set_block_indexes or plan.set_block_ids:
+            self._set_blocks(plan)
+        if plan.append_token_slots or plan.append_token_ids:
+            self._append_tokens(plan)
+        if plan.work_slots or plan.work_num_tokens:
+            self._patch_work(plan)
+        return self._working_rows()
+
+    def advance(self, rows: WorkingRows) -> None:
+        """The step is launched: its positions count as computed, and sampling rows have a token more.
+
+        Rows that report candidates are paused instead. The tokens themselves are written by who computes: here by
+        `put_tokens`, or on a device alone, and then `token_ids` means nothing from there on.
+        """
+        self.num_computed_tokens[rows.slots] = rows.ends
+        slots = rows.slots[rows.samples]
+        if not rows.are_plain:
+            reports_candidates = self.sampling.reports_candidates[slots]
+            self.work[slots[reports_candidates]] = 0
+            slots = slots[~reports_candidates]
+        self.num_tokens[slots] += 1
+        self.work[slots] = 1
+
+    def put_tokens(self, rows: WorkingRows, token_ids: IntArray) -> None:
+        """Write each sampling row's token behind those it has. What stands there for rows that choose none is lost."""
+        slots = rows.slots[rows.samples]
+        self.token_ids[slots, self.num_tokens[slots]] = token_ids
+
+    def _check_slot(self, slot: int, *, occupied: bool) -> None:
+        if not 0 <= slot < self.limits.max_num_seqs:
+            raise ProtocolError(f"slot {slot} is out of range: there are {self.limits.max_num_seqs}")
+        if self.occupied[slot] != occupied:
+            raise ProtocolError(f"slot {slot} is {'vacant' if occupied else 'occupied'}")
+
+    def _occupied_slots(self, slots: tuple[int, ...]) -> IntArray:
+        """The slots as an array. Raises ProtocolError if one is out of range or vacant."""
+        array = _as_array(slots)
+        self._check_range(array)
+        _refuse_any(~self.occupied[array], lambda i: f"slot {array[i]} is vacant")
+        return array
+
+    def _check_range(self, slots: IntArray) -> None:
+        num_slots = self.limits.max_num_seqs
+        is_beyond = (slots < 0) | (slots >= num_slots)
+        _refuse_any(is_beyond, lambda i: f"slot {slots[i]} is out of range: there are {num_slots}")
+
+    def _check_block_ids(self, slots: ArrayLike, block_ids: IntArray) -> None:
+        """`slots`: one for each block, or one for all."""
+        last = self.limits.num_device_blocks
+        owners = np.broadcast_to(slots, block_ids.shape)
+        is_beyond = (block_ids < 1) | (block_ids > last)
+        _refuse_any(is_beyond, lambda i: f"slot {owners[i]} gets block {block_ids[i]}; ids are 1 to {last}")
+
+    def _check_opened_blocks(self, slot: int, block_ids: IntArray, num_computed_tokens: int) -> None:
+        """Blocks that have fallen out of the window may be holes: they are neither read nor written any more."""
+        first = self.limits.first_block(num_computed_tokens)
+        before = block_ids[:first]
+        self._check_block_ids(slot, before[before != 0])
+        self._check_block_ids(slot, block_ids[first:])
+
+    def _release(self, slot: int) -> None:
+        self._check_slot(slot, occupied=True)
+        self.occupied[slot] = False
+        self.work[slot] = 0
+        self.block_tables[slot, : self.num_blocks[slot]] = 0
+        self.num_blocks[slot] = 0
+
+    def _open(self, opening: RowOpening) -> None:
+        slot = opening.slot
+        self._check_slot(slot, occupied=False)
+        token_ids = _as_array(opening.token_ids)
+        block_ids = _as_array(opening.block_ids)
+        _check_opening(opening, token_ids, self.limits)
+        self._check_opened_blocks(slot, block_ids, opening.num_computed_tokens)
+        _check_sampling(slot, opening.sampling, self.limits.vocab_size)
+        self.occupied[slot] = True
+        self.token_ids[slot, : len(token_ids)] = token_ids
+        self.block_tables[slot, : len(block_ids)] = block_ids
+        self.num_tokens[slot] = len(token_ids)
+        self.num_prompt_tokens[slot] = opening.num_prompt_tokens
+        self.num_computed_tokens[slot] = opening.num_computed_tokens
+        self.num_blocks[slot] = len(block_ids)
+        self.has_failed[slot] = False
+        self.sampling.open(opening)
+
+    def _fork(self, plan: StepPlan) -> None:
+        _check_lengths("forks", plan.fork_source_slots, plan.fork_target_slots)
+        sources = self._occupied_slots(plan.fork_source_slots)
+        targets = _as_array(plan.fork_target_slots)
+        self._check_range(targets)
+        _check_distinct("forks have the same target", plan.fork_target_slots)
+        # An array that is indexed by an array is copied: every source is read before a target is written.
+        num_tokens = self.num_tokens[sources].max()
+        self.token_ids[targets, :num_tokens] = self.token_ids[sources, :num_tokens]
+        num_blocks = max(self.num_blocks[sources].max(), self.num_blocks[targets].max())
+        self.block_tables[targets, :num_blocks] = self.block_tables[sources, :num_blocks]
+        for column in self._row_columns:
+            column[targets] = column[sources]
+        self.sampling.copy(sources, targets)
+        self.work[targets] = 0
+
+    def _append_blocks(self, plan: StepPlan) -> None:
+        _check_lengths("appended blocks", plan.append_slots, plan.append_block_ids)
+        slots, block_ids = self._occupied_slots(plan.append_slots), _as_array(plan.append_block_ids)
+        self._check_block_ids(slots, block_ids)
+        indexes = self.num_blocks[slots]
+        if len(set(plan.append_slots)) < len(slots):
+            indexes += _earlier_equals(slots)
+        _refuse_any(
+            indexes >= self.limits.max_num_blocks,
+            lambda i: f"slot {slots[i]} has {indexes[i]} blocks already, enough for max_model_len",
+        )
+        self.block_tables[slots, indexes] = block_ids
+        np.maximum.at(self.num_blocks, slots, indexes + 1)
+
+    def _set_blocks(self, plan: StepPlan) -> None:
+        _check_lengths("set blocks", plan.set_block_slots, plan.set_block_indexes, plan.set_block_ids)
+        slots, indexes = self._occupied_slots(plan.set_block_slots), _as_array(plan.set_block_indexes)
+        block_ids = _as_array(plan.set_block_ids)
+        self._check_block_ids(slots, block_ids)
+        num_blocks = self.num_blocks[slots]
+        is_beyond = (indexes < 0) | (indexes >= num_blocks)
+        _refuse_any(is_beyond, lambda i: f"slot {slots[i]} gets block {indexes[i]} set; it has {num_blocks[i]}")
+        self.block_tables[slots, indexes] = block_ids
+
+    def _append_tokens(self, plan: StepPlan) -> None:
+        _check_lengths("appended tokens", plan.append_token_slots, plan.append_token_ids)
+        slots, token_ids = self._occupied_slots(plan.append_token_slots), _as_array(plan.append_token_ids)
+        _check_distinct("tokens are appended to the same slot", plan.append_token_slots)
+        num_tokens, vocab_size = self.num_tokens[slots], self.limits.vocab_size
+        is_beyond = (token_ids < 0) | (token_ids >= vocab_size)
+        _refuse_any(is_beyond, lambda i: f"slot {slots[i]} gets token {token_ids[i]}; ids are below {vocab_size}")
+        _refuse_any(
+            num_tokens >= self.limits.max_model_len,
+            lambda i: f"slot {slots[i]} gets a token and has {num_tokens[i]}, as many as max_model_len allows",
+        )
+        self.token_ids[slots, num_tokens] = token_ids
+        self.num_tokens[slots] = num_tokens + 1
+
+    def _patch_work(self, plan: StepPlan) -> None:
+        _check_lengths("patches of work", plan.work_slots, plan.work_num_tokens)
+        slots, num_tokens = self._occupied_slots(plan.work_slots), _as_array(plan.work_num_tokens)
+        _check_distinct("patches of work name the same slot", plan.work_slots)
+        most = self.limits.max_num_batched_tokens
+        _refuse_any(
+            (num_tokens < 0) | (num_tokens > most),
+            lambda i: f"slot {slots[i]} is to compute {num_tokens[i]} tokens; a step computes at most {most}",
+        )
+        self.work[slots] = num_tokens
+
+    @property
+    def _row_columns(self) -> tuple[NDArray, ...]:
+        """Every column that holds one value of a row, `work` apart."""
+        return (
+            self.occupied,
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            self.num_blocks,
+            self.has_failed,
+        )
+
+    def _working_rows(self) -> WorkingRows:
+        limits = self.limits
+        slots = np.flatnonzero(self.work)
+        starts = self.num_computed_tokens[slots]
+        num_new_tokens = self.work[slots]
+        ends = starts + num_new_tokens
+        num_tokens = self.num_tokens[slots]
+        num_step_tokens = int(num_new_tokens.sum())
+        if num_step_tokens > limits.max_num_batched_tokens:
+            raise ProtocolError(
+                f"a step is to compute {num_step_tokens} tokens; it computes at most {limits.max_num_batched_tokens}"
+            )
+        num_positions = self.num_blocks[slots] * limits.block_size
+        if not (ends <= np.minimum(np.minimum(num_tokens, num_positions), limits.max_model_len)).all():
+            _check_ends(slots, ends, num_tokens, "tokens")
+            _check_ends(slots, ends, num_positions, "positions in its blocks")
+            _check_ends(slots, ends, np.full_like(ends, limits.max_model_len), "positions by max_model_len")
+        are_plain = bool((self.sampling.is_plain[slots] & ~self.has_failed[slots]).all())
+        return WorkingRows(slots, starts, num_new_tokens, ends == num_tokens, are_plain)
+
+
+def _as_array(values: tuple[int, ...]) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def _refuse_any(is_bad: NDArray[np.bool_], describe: Callable[[int], str]) -> None:
+    """Raises ProtocolError for the first entry that is bad."""
+    if is_bad.any():
+        raise ProtocolError(describe(int(is_bad.argmax())))
+
+
+def _check_lengths(what: str, *columns: tuple[int, ...]) -> None:
+    if len({len(column) for column in columns}) > 1:
+        raise ProtocolError(f"{what}: the columns have {', '.join(str(len(column)) for column in columns)} entries")
+
+
+def _check_distinct(what: str, values: tuple[int, ...]) -> None:
+    if len(set(values)) != len(values):
+        raise ProtocolError(f"two {what}")
+
+
+def _earlier_equals(values: IntArray) -> IntArray:
+    """How many equal values stand before each: [0, 0, 1] for [7, 3, 7]."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    places = np.arange(len(values))
+    is_first = np.ones(len(values), np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    counts = np.empty(len(values), np.int64)
+    counts[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    return counts
+
+
+def _check_ends(slots: IntArray, ends: IntArray, limits: IntArray, what: str) -> None:
+    _refuse_any(
+        ends > limits, lambda i: f"slot {slots[i]} is to compute up to position {ends[i]}; it has {limits[i]} {what}"
+    )
+
+
+def _check_opening(opening: RowOpening, token_ids: IntArray, limits: TableLimits) -> None:
+    slot, num_tokens = opening.slot, len(token_ids)
+    if not 1 <= num_tokens <= limits.max_model_len:
+        raise ProtocolError(f"slot {slot} opens with {num_tokens} tokens; a row has 1 to {limits.max_model_len}")
+    if not (token_ids.min() >= 0 and token_ids.max() < limits.vocab_size):
+        raise ProtocolError(
+            f"slot {slot} opens with tokens {token_ids.min()} to {token_ids.max()}; ids are below {limits.vocab_size}"
+        )
+    if not 1 <= opening.num_prompt_tokens <= num_tokens:
+        raise ProtocolError(f"slot {slot} opens with {num_tokens} tokens, {opening.num_prompt_tokens} of them prompt")
+    if not 0 <= opening.num_computed_tokens < num_tokens:
+        raise ProtocolError(
+            f"slot {slot} opens with {opening.num_computed_tokens} of {num_tokens} tokens computed; one must be left"
+        )
+    if len(opening.block_ids) > limits.max_num_blocks:
+        raise ProtocolError(
+            f"slot {slot} opens with {len(opening.block_ids)} blocks; max_model_len takes {limits.max_num_blocks}"
+        )
+    if opening.num_computed_tokens > len(opening.block_ids) * limits.block_size:
+        raise ProtocolError(
+            f"slot {slot} opens with {opening.num_computed_tokens} computed tokens in {len(opening.block_ids)} blocks "
+            f"of {limits.block_size}"
+        )
+    if not 0 <= opening.seed < 1 << 64 or not 0 <= opening.sample_index < 1 << 32:
+        raise ProtocolError(f"slot {slot} opens with seed {opening.seed}, sample_index {opening.sample_index}")
+
+
+def _check_sampling(slot: int, sampling: SamplingParams, vocab_size: int) -> None:
+    ranges = (
+        ("temperature", 0.0 <= sampling.temperature < math.inf),
+        ("top_k", sampling.top_k >= 0),
+        ("top_p", 0.0 < sampling.top_p <= 1.0),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0),
+        ("repetition_penalty", 0.0 < sampling.repetition_penalty < math.inf),
+        ("presence_penalty", math.isfinite(sampling.presence_penalty)),
+        ("frequency_penalty", math.isfinite(sampling.frequency_penalty)),
+        ("logit_bias_token_ids", all(0 <= token_id < vocab_size for token_id in sampling.logit_bias_token_ids)),
+        ("logit_bias_values", not any(math.isnan(value) for value in sampling.logit_bias_values)),
+        ("min_tokens", sampling.min_tokens >= 0),
+        ("num_logprobs", sampling.num_logprobs is None or sampling.num_logprobs >= 0),
+        ("num_prompt_logprobs", sampling.num_prompt_logprobs is None or sampling.num_prompt_logprobs >= 0),
+        ("num_candidates", sampling.num_candidates is None or sampling.num_candidates >= 1),
+    )
+    for name, is_valid in ranges:
+        if not is_valid:
+            raise ProtocolError(f"slot {slot} opens with {name} {getattr(sampling, name)}, which is out of range")
+    if len(sampling.logit_bias_token_ids) != len(sampling.logit_bias_values):
+        raise ProtocolError(
+            f"slot {slot} opens with {len(sampling.logit_bias_values)} biases for "
+            f"{len(sampling.logit_bias_token_ids)} tokens"
+        )

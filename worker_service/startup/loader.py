@@ -1,0 +1,353 @@
+"""From a configuration to a worker that can compute: device, dtype, weights, KV cache, model runner."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from worker_service.attention import AttentionBackend, AttentionShape, create_backend
+from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
+from worker_service.config import WorkerConfig
+from worker_service.device import (
+    CudaDevice,
+    DeviceComputation,
+    create_device_operations,
+    create_sampler,
+    is_out_of_memory,
+)
+from worker_service.engine import LoadedWorker
+from worker_service.host import HostComputation, create_host_operations, fused
+from worker_service.models.checkpoint_files import model_digest
+from worker_service.models.communicator import Communicator, SingleRank
+from worker_service.models.config import ModelConfig
+from worker_service.models.loading import UnloadedModel, prepare_model
+from worker_service.models.model import Model
+from worker_service.models.shard import Shard
+from worker_service.rank_group import RankGroup
+from worker_service.rows import SequenceTable, TableLimits
+from worker_service.runner import Computation, ModelRunner
+from worker_service.startup.device_memory import (
+    GIB,
+    DeviceMemory,
+    StepSize,
+    check_cpu_weights,
+    weights_refusal,
+)
+from worker_service.startup.host_memory import available_bytes
+from worker_service.startup.memory_profile import CudaMeter, measure_memory
+from worker_service.startup.pool_size import PoolSize, default_swap_bytes
+from worker_service.startup.preflight import choose_max_model_len
+from worker_service.step import Ready
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
+
+
+def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int], None] | None = None) -> LoadedWorker:
+    """Load everything on the calling thread, which must be the one that will call the runner.
+
+    `report(done, total)` is called as the checkpoint's tensors load. Raises ValueError and CheckpointError with a text
+    for people.
+    """
+    config.validate()
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    path = Path(config.model)
+    device = choose_device(config.device, config.tensor_parallel_rank)
+    communicator = _communicator(config, device)
+    model_config = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size).config
+    dtype = choose_dtype(config.dtype, model_config.dtype, device)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
+    max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
+    is_gpu = device.type == "cuda"
+    operations = create_device_operations(model_config) if is_gpu else create_host_operations()
+    backend = create_backend(
+        config.attention_backend, device, attention_shape(model_config, config.block_size, dtype, cache_dtype)
+    )
+    unloaded = prepare_model(
+        path,
+        dtype=dtype,
+        device=device,
+        operations=operations,
+        is_dummy=config.load_format == "dummy",
+        communicator=communicator,
+    )
+    shape = CacheShape(
+        num_layers=model_config.num_layers,
+        block_size=config.block_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=cache_dtype,
+        is_head_major=backend.is_head_major,
+    )
+    sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // config.block_size))
+    check_memory(unloaded, sizes)
+    model = fused(_load_weights(unloaded, report), dtype, backend)
+    streams = CudaDevice(device) if is_gpu else None
+    assembly = _Assembly(
+        config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams
+    )
+    num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
+    log_size(shape, num_device_blocks, max_model_len)
+    runner, cache = _allocate(assembly, num_device_blocks, num_host_blocks)
+    swap_bandwidth = cache.measure_bandwidth()
+    if num_host_blocks:
+        log_host_size(shape, num_host_blocks, swap_bandwidth)
+    _capture_graphs(runner.computation, config)
+    return LoadedWorker(runner, assembly.ready(worker_id, cache, swap_bandwidth))
+
+
+def attention_shape(
+    model_config: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> AttentionShape:
+    """What attention has to compute for a model."""
+    return AttentionShape(
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        windows=model_config.windows,
+    )
+
+
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """Ranks of one machine take its GPUs in turn. Raises ValueError if there is no such device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch finds no GPU; use --device cpu")
+    if name != "cuda":
+        return torch.device(name)
+    if rank:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
+    """Raises OSError if the ranks cannot meet where they shall."""
+    if config.tensor_parallel_size == 1:
+        return SingleRank()
+    assert config.tensor_parallel_address is not None
+    return RankGroup(
+        config.tensor_parallel_rank, config.tensor_parallel_size, config.tensor_parallel_address, config.host, device
+    )
+
+
+def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """The named dtype; for "auto" the checkpoint's, or float32 where the CPU would only emulate that."""
+    if name != "auto":
+        return _DTYPES[name]
+    dtype = _DTYPES[checkpoint_dtype]
+    if device.type == "cpu" and not _is_native_on_cpu(dtype):
+        logger.info("this CPU does not compute %s natively: computing in float32", checkpoint_dtype)
+        return torch.float32
+    return dtype
+
+
+def _is_native_on_cpu(dtype: torch.dtype) -> bool:
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Assembly:
+    """The parts of a runner before it is known how many blocks it gets."""
+
+    config: WorkerConfig
+    model: Model
+    model_config: ModelConfig
+    dtype: torch.dtype
+    backend: AttentionBackend
+    shape: CacheShape
+    device: torch.device
+    max_model_len: int
+    communicator: Communicator
+    streams: CudaDevice | None  # on a GPU
+
+    def runner(
+        self, num_device_blocks: int, num_host_blocks: int = 0, *, splits_steps: bool = True
+    ) -> tuple[ModelRunner, CacheEngine]:
+        """`splits_steps`: where memory does not suffice for one. Ranks cannot: all would have to do so alike."""
+        splits_steps = splits_steps and self.communicator.size == 1
+        cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks, self.streams)
+        computation = self._computation(cache, self._limits(num_device_blocks))
+        return ModelRunner(computation, cache, self.communicator, splits_steps), cache
+
+    def _computation(self, cache: CacheEngine, limits: TableLimits) -> Computation:
+        table = SequenceTable(limits)
+        if self.streams is None:
+            return HostComputation(self.model, cache.layers, self.backend, table)
+        # A graph would hold what ranks exchange by the connections of one epoch.
+        max_graph_batch_size = self.config.max_graph_batch_size if self.communicator.size == 1 else 0
+        sampler = create_sampler(limits.vocab_size)
+        return DeviceComputation(
+            self.model, cache.layers, self.backend, sampler, table, self.streams, max_graph_batch_size
+        )
+
+    def _limits(self, num_device_blocks: int) -> TableLimits:
+        return TableLimits(
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            num_device_blocks=num_device_blocks,
+            vocab_size=self.model_config.vocab_size,
+            sliding_window=self.model_config.sliding_window,
+        )
+
+    def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float) -> Ready:
+        """What the worker says of itself once it has its cache."""
+        return Ready(
+            worker_id=worker_id,
+            model_digest=model_digest(Path(self.config.model)),
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            num_device_blocks=cache.num_device_blocks,
+            block_bytes=self.shape.block_bytes,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            device=self.device.type,
+            dtype=str(self.dtype).removeprefix("torch."),
+            attention_backend=self.backend.name,
+            num_host_blocks=cache.num_host_blocks,
+            swap_bandwidth=swap_bandwidth,
+            sliding_window=self.model_config.sliding_window,
+            tensor_parallel_rank=self.communicator.rank,
+            tensor_parallel_size=self.communicator.size,
+        )
+
+    def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:
+        """Device blocks and host blocks: as told, else as many as the memory holds and all rows together could use."""
+        available = available_bytes()
+        if self.device.type == "cpu":
+            return sizes.num_blocks_of_cpu(available)
+        num_local_ranks = min(self.communicator.size, torch.cuda.device_count())
+        num_host_blocks = sizes.num_host_blocks(
+            available, default_swap_bytes(self.device.type, available, num_local_ranks)
+        )
+        return sizes.num_gpu_blocks(self._measure_memory(num_host_blocks), self._largest_step), num_host_blocks
+
+    @property
+    def _largest_step(self) -> StepSize:
+        return largest_step_size(self.config)
+
+    def _measure_memory(self, num_host_blocks: int) -> DeviceMemory:
+        """Runs the largest steps on a runner of their own."""
+        block_bytes = self.shape.block_bytes
+        memory = measure_memory(
+            CudaMeter(self.device),
+            lambda num_blocks: self.runner(num_blocks, splits_steps=False)[0],
+            step=self._largest_step,
+            max_model_len=self.max_model_len,
+            block_size=self.config.block_size,
+            block_bytes=block_bytes,
+            staging_bytes=num_staging_blocks(num_host_blocks, block_bytes) * block_bytes,
+        )
+        logger.info("%s", memory.describe())
+        return memory
+
+
+def largest_step_size(config: WorkerConfig) -> StepSize:
+    return StepSize(config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens))
+
+
+def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
+    """Raises ValueError if it is plain before a weight is loaded that the memory does not hold the weights or a pool.
+
+    What steps take of a GPU is not known yet; it is measured once the weights are there.
+    """
+    footprint, device = unloaded.footprint(), unloaded.device
+    if device.type == "cpu":
+        available = available_bytes()
+        dtype = str(unloaded.dtype).removeprefix("torch.")
+        check_cpu_weights(available=available, held=footprint.held, peak=footprint.peak, dtype=dtype)
+        sizes.num_blocks_of_cpu(available - footprint.held)
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if footprint.held > free:
+        raise weights_refusal(total=total, free=free, needed=footprint.held)
+    sizes.num_host_blocks(available_bytes())
+    least = DeviceMemory(total=total, others=total - free, weights=footprint.held, step=0, graphs=0, staging=0)
+    sizes.num_gpu_blocks(least, largest_step_size(sizes.config))
+
+
+def _load_weights(unloaded: UnloadedModel, report: Callable[[int, int], None] | None) -> Model:
+    """Raises ValueError if the memory does not hold them after all."""
+    needed, device = unloaded.footprint().held, unloaded.device
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (available_bytes(), 0)
+    try:
+        return unloaded.load(report)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if device.type == "cuda":
+            raise weights_refusal(total=total, free=free, needed=needed) from error
+        raise ValueError(
+            f"the weights, {needed / GIB:.2f} GiB, cannot be allocated: this process may have less"
+        ) from error
+
+
+def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int) -> tuple[ModelRunner, CacheEngine]:
+    """Raises ValueError if the pools cannot be allocated though there seemed to be room for them."""
+    try:
+        return assembly.runner(num_device_blocks, num_host_blocks)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        block_gib = assembly.shape.block_bytes / GIB
+        raise ValueError(
+            f"the KV cache cannot be allocated: {num_device_blocks} device blocks, {num_device_blocks * block_gib:.2f} "
+            f"GiB, and {num_host_blocks} host blocks, {num_host_blocks * block_gib:.2f} GiB: lower --num-device-blocks "
+            "or --kv-cache-memory, and --swap-space"
+        ) from error
+
+
+def _capture_graphs(computation: Computation, config: WorkerConfig) -> None:
+    """Raises ValueError if they take more memory than was reserved for them, and that is not there."""
+    try:
+        computation.capture_graphs()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"CUDA graphs do not fit beside the KV cache: lower --max-graph-batch-size, which is "
+            f"{config.max_graph_batch_size}, or --gpu-memory-utilization, which is {config.gpu_memory_utilization}"
+        ) from error
+
+
+def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int) -> None:
+    num_positions = num_device_blocks * shape.block_size
+    logger.info(
+        "KV cache: %d blocks, %d tokens, %.2f x max_model_len (%d), %.3f GiB",
+        num_device_blocks,
+        num_positions,
+        num_positions / max_model_len,
+        max_model_len,
+        (num_device_blocks + 1) * shape.block_bytes / GIB,
+    )
+    if num_positions < max_model_len:
+        logger.warning(
+            "the KV cache holds %d tokens, less than one sequence of max_model_len %d: longer requests are refused; "
+            "raise the memory or lower --max-model-len",
+            num_positions,
+            max_model_len,
+        )
+
+
+def log_host_size(shape: CacheShape, num_host_blocks: int, bandwidth: float) -> None:
+    """`bandwidth` in bytes per second."""
+    logger.info(
+        "swap space: %d blocks, %d tokens, %.3f GiB; blocks move at %.2f GiB/s",
+        num_host_blocks,
+        num_host_blocks * shape.block_size,
+        (num_host_blocks + 1) * shape.block_bytes / GIB,
+        bandwidth / GIB,
+    )

@@ -1,0 +1,122 @@
+"""Measures what a GPU's memory is taken by, beside the pool of blocks, by running the largest steps there can be."""
+
+import gc
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from worker_service.device import is_out_of_memory
+from worker_service.runner import ModelRunner
+from worker_service.startup.device_memory import DeviceMemory, StepSize, graph_bytes, step_refusal
+from worker_service.step import RowOpening, SamplingParams, StepPlan
+
+
+class MemoryMeter(Protocol):
+    """All in bytes."""
+
+    def total_and_free(self) -> tuple[int, int]:
+        """Of the device, for all processes."""
+
+    def allocated(self) -> int:
+        """What this process's tensors hold."""
+
+    def peak_of(self, operation: Callable[[], object]) -> int:
+        """The most that they held at any time until all that the operation started was done."""
+
+    def release(self) -> None:
+        """Give back to the device what no tensor holds."""
+
+
+class CudaMeter:
+    """See `MemoryMeter`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total_and_free(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total, free
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak_of(self, operation: Callable[[], object]) -> int:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        operation()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def release(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure_memory(
+    meter: MemoryMeter,
+    make_runner: Callable[[int], ModelRunner],
+    *,
+    step: StepSize,
+    max_model_len: int,
+    block_size: int,
+    block_bytes: int,
+    staging_bytes: int,
+) -> DeviceMemory:
+    """`make_runner` makes one with so many usable blocks, which splits no step.
+
+    Nothing but the weights is allocated before and after.
+
+    Raises ValueError if the largest step does not fit.
+    """
+    meter.release()
+    weights = meter.allocated()
+    plan, num_blocks = largest_step(step, max_model_len, block_size)
+    made: list[ModelRunner] = []
+    try:
+        made.append(make_runner(num_blocks))
+        peak = meter.peak_of(lambda: made[0].execute(plan))
+        sizes = made[0].computation.graph_sizes
+        largest = 0
+        if sizes:
+            kept = meter.allocated()
+            largest = meter.peak_of(lambda: made[0].computation.rehearse_graphs()) - kept
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        total, free = meter.total_and_free()
+        raise step_refusal(total=total, free=free, weights=weights, step=step) from error
+    made.clear()
+    meter.release()
+    total, free = meter.total_and_free()
+    return DeviceMemory(
+        total=total,
+        others=total - free - meter.allocated(),
+        weights=weights,
+        step=peak - weights - (num_blocks + 1) * block_bytes,
+        graphs=graph_bytes(largest_bytes=largest, num_graphs=2 * len(sizes)),
+        staging=staging_bytes,
+    )
+
+
+def largest_step(step: StepSize, max_model_len: int, block_size: int) -> tuple[StepPlan, int]:
+    """A plan with as many rows and samples as `step` says, as many tokens as these can hold, and its blocks."""
+    num_tokens = min(step.num_tokens // step.num_rows, max_model_len)
+    num_row_blocks = -(-num_tokens // block_size)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    openings = tuple(
+        RowOpening(
+            slot=slot,
+            sequence_id=slot,
+            token_ids=(0,) * num_tokens,
+            num_prompt_tokens=num_tokens,
+            num_computed_tokens=0,
+            block_ids=tuple(range(1 + slot * num_row_blocks, 1 + (slot + 1) * num_row_blocks)),
+            sampling=sampling,
+            seed=0,
+            sample_index=0,
+        )
+        for slot in range(step.num_rows)
+    )
+    slots = tuple(range(step.num_rows))
+    plan = StepPlan(epoch=0, step=1, openings=openings, work_slots=slots, work_num_tokens=(num_tokens,) * step.num_rows)
+    return plan, step.num_rows * num_row_blocks

@@ -1,0 +1,128 @@
+"""How many blocks each pool gets: as told, or what is sensible. Pure arithmetic on bytes."""
+
+from dataclasses import dataclass
+
+from worker_service.config import WorkerConfig, parse_memory
+from worker_service.startup.device_memory import GIB, DeviceMemory, StepSize, check_cpu_pool, check_pool, size_pool
+
+_MAX_DEFAULT_CPU_BYTES = 4 * GIB
+_DEFAULT_CPU_SHARE = 0.3
+_MAX_DEFAULT_SWAP_BYTES = 4 * GIB
+_DEFAULT_SWAP_SHARE = 10  # a tenth
+
+
+def cpu_cache_bytes(available_bytes: int) -> int:
+    """What the KV cache may take of a CPU's memory when nobody says: a modest part, it is shared with all else."""
+    return min(_MAX_DEFAULT_CPU_BYTES, int(available_bytes * _DEFAULT_CPU_SHARE))
+
+
+def default_swap_bytes(device: str, available_bytes: int, num_local_ranks: int) -> int:
+    """Host memory to swap to when nobody says. `num_local_ranks`: those that share this machine.
+
+    A GPU's host has memory that is of no other use to the KV cache. On a CPU it is the device's own: a block there
+    holds as much as one of the device, and can be computed with, which a host block cannot.
+    """
+    if device == "cpu":
+        return 0
+    return min(_MAX_DEFAULT_SWAP_BYTES, available_bytes // _DEFAULT_SWAP_SHARE // num_local_ranks)
+
+
+def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, remedy: str) -> int:
+    """Usable blocks that fit in `cache_bytes`, block 0 taken off, at most `max_num_blocks`.
+
+    Raises ValueError with what would have been needed and the remedy if there is room for none.
+    """
+    num_blocks = min(cache_bytes // block_bytes - 1, max_num_blocks)
+    if num_blocks < 1:
+        raise ValueError(
+            f"the KV cache may take {max(cache_bytes, 0) / GIB:.3f} GiB, two blocks take "
+            f"{2 * block_bytes / GIB:.3f} GiB; {remedy}"
+        )
+    return num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """What was asked for. `max_num_blocks`: as many device blocks as all rows together could use."""
+
+    config: WorkerConfig
+    block_bytes: int
+    max_num_blocks: int
+
+    def num_host_blocks(self, available_bytes: int, default_bytes: int = 0) -> int:
+        """Blocks to swap to. Raises ValueError if the memory does not hold those that are asked for."""
+        config, block_bytes = self.config, self.block_bytes
+        if config.swap_space is not None:
+            flag, asked = "--swap-space", config.swap_space
+            pool_bytes = parse_memory("--swap-space", config.swap_space, least=0)
+            if pool_bytes == 0:
+                return 0
+            num_blocks = pool_bytes // block_bytes - 1  # block 0 is never used
+            if num_blocks < 1:
+                raise ValueError(f"--swap-space is {asked}; two blocks take {2 * block_bytes} bytes: raise it, or 0")
+        elif config.num_host_blocks is not None:
+            flag, asked, num_blocks = "--num-host-blocks", str(config.num_host_blocks), config.num_host_blocks
+            pool_bytes = (num_blocks + 1) * block_bytes if num_blocks else 0
+        else:
+            return max(0, default_bytes // block_bytes - 1)
+        if pool_bytes > available_bytes:
+            raise ValueError(
+                f"{flag} is {asked}, which takes {pool_bytes / GIB:.3f} GiB; {max(0, available_bytes) / GIB:.3f} GiB "
+                "of memory are available: lower it"
+            )
+        return num_blocks
+
+    def num_cpu_blocks(self, available_bytes: int) -> int:
+        """Device blocks of a CPU. Raises ValueError if its memory does not hold them."""
+        flag, asked, num_asked = self._asked()
+        if num_asked is None:
+            return count_blocks(
+                cache_bytes=cpu_cache_bytes(available_bytes),
+                block_bytes=self.block_bytes,
+                max_num_blocks=self.max_num_blocks,
+                remedy="free memory, set --kv-cache-memory or lower --block-size",
+            )
+        check_cpu_pool(
+            available=max(0, available_bytes),
+            flag=flag,
+            asked=asked,
+            num_blocks=num_asked,
+            block_bytes=self.block_bytes,
+        )
+        return num_asked
+
+    def num_blocks_of_cpu(self, available_bytes: int) -> tuple[int, int]:
+        """Device and host blocks of a CPU, whose memory holds both. Raises ValueError if it does not."""
+        self.num_host_blocks(available_bytes)
+        num_device_blocks = self.num_cpu_blocks(available_bytes)
+        left = available_bytes - (num_device_blocks + 1) * self.block_bytes
+        return num_device_blocks, self.num_host_blocks(left)
+
+    def num_gpu_blocks(self, memory: DeviceMemory, step: StepSize) -> int:
+        """Device blocks of a GPU. Raises ValueError if its memory does not hold them."""
+        flag, asked, num_asked = self._asked()
+        if num_asked is None:
+            return size_pool(
+                memory,
+                utilization=self.config.gpu_memory_utilization,
+                block_bytes=self.block_bytes,
+                max_num_blocks=self.max_num_blocks,
+                step=step,
+            )
+        check_pool(memory, flag=flag, asked=asked, num_blocks=num_asked, block_bytes=self.block_bytes)
+        return num_asked
+
+    def _asked(self) -> tuple[str, str, int | None]:
+        """The flag by which somebody sized the pool, its value, and usable blocks; these are None if nobody did."""
+        config = self.config
+        if config.num_device_blocks is not None:
+            return "--num-device-blocks", str(config.num_device_blocks), config.num_device_blocks
+        if config.kv_cache_memory is None:
+            return "", "", None
+        num_blocks = count_blocks(
+            cache_bytes=parse_memory("--kv-cache-memory", config.kv_cache_memory),
+            block_bytes=self.block_bytes,
+            max_num_blocks=self.max_num_blocks,
+            remedy="raise --kv-cache-memory or lower --block-size",
+        )
+        return "--kv-cache-memory", config.kv_cache_memory, num_blocks
