@@ -37,8 +37,8 @@ from tests.system.services import running
 TOKENIZER = Path("models/storyteller/tokenizer.json")
 # Ids that the tokenizer knows, past single bytes.
 TOKEN_IDS = range(300, 1000)
-KEYS = {"polite": "key-of-the-polite", "hostile": "key-of-the-hostile"}
-QUOTA = {"max_requests": 8, "max_queued_tokens": 8000, "max_blocks": 400}
+KEYS = {"polite": "key-of-the-polite", "hostile": "key-of-the-hostile", "watcher": "key-of-the-watcher"}
+QUOTA = {"max_requests": 8, "max_sequences": 4, "max_queued_tokens": 8000, "max_blocks": 400}
 NUM_STREAMS, INPUT_LEN, OUTPUT_LEN = 4, 100, 400
 MAX_DECODE_SLOWDOWN = 1.5
 GOAL = 2.0
@@ -196,11 +196,21 @@ def checkpoint(directory: Path) -> Path:
 
 def tenants(directory: Path) -> Path:
     """The file of tenants; JSON is YAML."""
-    digests = {name: [f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"] for name, key in KEYS.items()}
-    entries = {"polite": {"api_keys": digests["polite"]}, "hostile": {"api_keys": digests["hostile"], **QUOTA}}
+    further = {"polite": {}, "hostile": QUOTA, "watcher": {"operator": True}}
+    entries = {
+        name: {"api_keys": [f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"], **further[name]}
+        for name, key in KEYS.items()
+    }
     path = directory / "tenants.yaml"
     path.write_text(json.dumps({"tenants": entries}))
     return path
+
+
+async def until_idle(url: str) -> None:
+    """What attackers have submitted goes on without them."""
+    async with Client(url, api_key=KEYS["watcher"]) as client:
+        while (loads := await client.loads()).num_running or loads.num_waiting:  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.1)
 
 
 async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_up_s: float) -> dict[str, float]:
@@ -222,6 +232,7 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[dic
     await run_round(url, (), rng, 0.0)  # warms up
     for _ in range(arguments.rounds):
         for arm, names in ARMS.items():
+            await until_idle(url)
             rounds[arm].append(await run_round(url, names, rng, arguments.warm_up))
             p99, longest = (rounds[arm][-1][key] * 1000 for key in ("p99", "max"))
             print(f"  {arm:16} p99 {p99:6.1f} ms, longest {longest:6.1f} ms", flush=True)

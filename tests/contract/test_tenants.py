@@ -310,9 +310,31 @@ async def test_blocks_and_queued_tokens_have_quotas(checkpoint: Path, tenants: P
         assert len((await generate(stack, request(PROMPT, max_tokens=2), "globex")).token_ids[0]) == 2
 
 
+async def test_samples_and_beams_have_a_quota(checkpoint: Path, tenants: Path) -> None:
+    write_tenants(tenants, acme={"max_sequences": 4})
+    async with slow_stack(checkpoint, tenants) as stack:
+        running = asyncio.create_task(generate(stack, request(PROMPT, max_tokens=100, n=3), "acme"))
+        await until_requests(stack, 3)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await generate(stack, request(PROMPT, max_tokens=2, beam_width=2, temperature=0), "acme")
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "uses 3 sequences, the request needs 2 more, and the quota is 4" in error.value.details()
+        assert len((await generate(stack, request(PROMPT, max_tokens=2), "acme")).token_ids[0]) == 2
+        running.cancel()
+        for message, what in (
+            (request(PROMPT, max_tokens=2, n=5), "5 samples"),
+            (request(PROMPT, max_tokens=2, beam_width=5, temperature=0), "5 beams"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await generate(stack, message, "acme")
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"has {what}, this tenant may have 4" in error.value.details()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_every_claim_is_given_back(checkpoint: Path, tenants: Path) -> None:
-    """A quota of exactly one request: whatever became of the one before, the next is taken."""
-    write_tenants(tenants, acme={"max_requests": 1, "max_queued_tokens": 40, "max_blocks": 100})
+    """A quota of exactly one request of three samples: whatever became of the one before, the next is taken."""
+    write_tenants(tenants, acme={"max_requests": 1, "max_sequences": 3, "max_queued_tokens": 40, "max_blocks": 100})
     async with slow_stack(checkpoint, tenants) as stack:
         for message in (
             request(PROMPT, max_tokens=3, n=3),

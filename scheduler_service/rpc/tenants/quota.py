@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -17,6 +18,7 @@ from scheduler_service.serving.token_stream import Delta
 class _Usage:
     num_pending: int = 0  # calls whose request is being tokenized
     num_requests: int = 0
+    num_sequences: int = 0
     num_queued_tokens: int = 0
     num_blocks: int = 0
 
@@ -54,10 +56,17 @@ class Quotas:
         block_size = capacity.block_size
         limits = self._limits_of(request.tenant)
         num_tokens, num_blocks = len(request.prompt_token_ids), num_blocks_at_most(request, block_size)
+        num_sequences = _num_sequences(request)
         if limits.max_queued_tokens is not None and num_tokens > limits.max_queued_tokens:
             raise invalid(
                 "prompt",
                 f"the prompt has {num_tokens} tokens, this tenant may queue {limits.max_queued_tokens}; shorten it",
+            )
+        if limits.max_sequences is not None and num_sequences > limits.max_sequences:
+            what, field = ("samples", "sampling.n") if request.beam is None else ("beams", "sampling.beam_width")
+            raise invalid(
+                field,
+                f"the request has {num_sequences} {what}, this tenant may have {limits.max_sequences}; ask for fewer",
             )
         if limits.max_blocks is not None and num_blocks > limits.max_blocks:
             raise invalid(
@@ -68,6 +77,7 @@ class Quotas:
         usage = self._usages.setdefault(request.tenant, _Usage())
         for what, used, more, limit in (
             ("requests", usage.num_requests, 1, limits.max_requests),
+            ("sequences", usage.num_sequences, num_sequences, limits.max_sequences),
             ("queued prompt tokens", usage.num_queued_tokens, num_tokens, limits.max_queued_tokens),
             ("blocks", usage.num_blocks, num_blocks, limits.max_blocks),
         ):
@@ -75,9 +85,11 @@ class Quotas:
                 self._forget_if_unused(request.tenant)
                 raise _exhausted(what, used, more, limit)
         usage.num_requests += 1
+        usage.num_sequences += num_sequences
         usage.num_queued_tokens += num_tokens
         usage.num_blocks += num_blocks
-        return Claim(usage, num_tokens, num_blocks, request.n, lambda: self._forget_if_unused(request.tenant))
+        on_released = partial(self._forget_if_unused, request.tenant)
+        return Claim(usage, num_sequences, num_tokens, num_blocks, request.n, on_released)
 
     def _forget_if_unused(self, tenant: str) -> None:
         """Names are the clients' to choose where an operator acts for others."""
@@ -91,6 +103,7 @@ class Claim:
     """What one request uses, until all its samples have ended."""
 
     usage: _Usage
+    num_sequences: int
     num_queued_tokens: int
     num_blocks: int
     num_open: int  # samples
@@ -107,6 +120,7 @@ class Claim:
     def release(self) -> None:
         self._begin()
         self.usage.num_requests -= 1
+        self.usage.num_sequences -= self.num_sequences
         self.usage.num_blocks -= self.num_blocks
         self.on_released()
 
@@ -118,8 +132,12 @@ class Claim:
 
 def num_blocks_at_most(request: Request, block_size: int) -> int:
     """Device blocks that the rows of a request hold if each comes to its last token and none shares any."""
-    num_rows = request.n if request.beam is None else request.beam.beam_width
-    return num_rows * -(-(len(request.prompt_token_ids) + request.max_tokens) // block_size)
+    return _num_sequences(request) * -(-(len(request.prompt_token_ids) + request.max_tokens) // block_size)
+
+
+def _num_sequences(request: Request) -> int:
+    """Rows that it can come to take in a step: samples, or beams."""
+    return request.n if request.beam is None else request.beam.beam_width
 
 
 def _exhausted(what: str, used: int, more: int, limit: int) -> RpcError:

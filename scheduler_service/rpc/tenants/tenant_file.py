@@ -5,6 +5,7 @@
         api_keys: ["sha256:9f86d0..."]      # the keys' SHA-256, so that the file is no list of keys
         certificates: ["acme.example"]      # DNS names that a client's certificate bears
         max_requests: 64                    # at the same time, waiting and running
+        max_sequences: 128                  # samples and beams of these
         max_queued_tokens: 100000           # prompt tokens of requests that have no token yet
         max_blocks: 2000                    # that its requests can come to hold, max_tokens included
       dashboard:
@@ -38,6 +39,7 @@ class Quota:
     """What a tenant may use at the same time; None: no limit."""
 
     max_requests: int | None = None
+    max_sequences: int | None = None
     max_queued_tokens: int | None = None
     max_blocks: int | None = None
 
