@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
+from pagewire.transport.draining import cancel
 from pagewire.transport.link_secret import LinkSecret
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
@@ -116,9 +117,7 @@ class WorkerLink:
             end = ended.result()
             return end if len(holds) == 1 else end._replace(reason=f"rank {rank}: {end.reason}")
         finally:
-            for hold in holds:
-                hold.cancel()
-            await asyncio.gather(*holds, return_exceptions=True)
+            await cancel(holds)
 
     async def _hold(self, rank: int, session: Session) -> "_Ended":
         """One session, to its end and why it ended. Raises FencedError."""

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
+from pagewire.transport.draining import cancel
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import ProtocolError
 from scheduler_service.rpc.worker import wire
@@ -80,9 +81,7 @@ class Session:
                 raise SessionEnded(self._closed.result())
             raise done.pop().exception() or AssertionError("the parts of a session end by raising only")
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
 
     async def _receive(self, call: grpc.aio.StreamStreamCall) -> NoReturn:
         while True:
