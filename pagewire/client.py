@@ -29,6 +29,8 @@ UNARY_TIMEOUT_S = 10.0
 # Requests in flight, the new one included, from which on new ones share a call: fewer messages, for the server and for
 # this process. A message that a request has to itself costs as much as a message for all.
 MIN_SHARED = 2
+# Of a request that shares a call. A server refuses a message that is too large together with the call that brought it.
+MAX_SHARED_BYTES = 1 << 20
 # Of one message of Tokenize and of Detokenize, far below what a server accepts.
 MAX_TOKENIZED_CHARS = 500_000
 MAX_DETOKENIZED_TOKENS = 200_000
@@ -664,8 +666,9 @@ class Client:
         """Of one request, on a call of its own, or with others in flight on the one that they share."""
         connection = self._channels.of_loop
         connection.num_in_flight += 1
+        may_share = connection.num_in_flight >= MIN_SHARED and request.ByteSize() <= MAX_SHARED_BYTES
         try:
-            if connection.shared is not None and connection.num_in_flight >= MIN_SHARED:
+            if connection.shared is not None and may_share:
                 try:
                     async with contextlib.aclosing(connection.shared.responses(request, timeout)) as responses:
                         async for response in responses:

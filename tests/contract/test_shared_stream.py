@@ -143,6 +143,16 @@ async def test_many_at_once(checkpoint: Path, seed: int, monkeypatch: pytest.Mon
         await stack.until_idle()
 
 
+async def test_a_request_too_large_for_the_server_fails_alone(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        fine = asyncio.create_task(complete(client, {"request_id": None, "sampling": {"max_tokens": 200}}))
+        await stack.until(lambda loads: loads.num_running == 1)
+        too_large = {"prompt": "x" * (5 << 20), "prompt_token_ids": None, "request_id": "large"}
+        with pytest.raises(pagewire.ResourceExhausted, match="larger than max"):
+            await complete(client, too_large)
+        assert (await fine).outputs[0].token_ids == tuple(expected_tokens(PROMPT, 200, seed=3))
+
+
 async def test_a_server_that_goes_is_unavailable_and_its_successor_is_used(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
         port = int(stack.url.rpartition(":")[2])
