@@ -166,6 +166,10 @@ async def test_metrics(checkpoint: Path) -> None:
     assert value("vllm:request_generation_tokens_sum") == 47
     assert value("vllm:iteration_tokens_total_sum") >= 47
     assert value("pagewire:epochs_total") == 1
+    num_steps = value("vllm:iteration_tokens_total_count")
+    assert value("pagewire:step_duration_seconds_count") == num_steps > 0
+    # A fake worker says of each that it took a millisecond.
+    assert value("pagewire:step_duration_seconds_sum") == pytest.approx(num_steps * 0.001)
     assert value("pagewire:plan_bytes_count") > 0
     assert value("vllm:cache_config_info", block_size="4", num_gpu_blocks="400", num_cpu_blocks="7") == 1
     assert value("vllm:num_requests_swapped") == 0
@@ -178,6 +182,20 @@ async def test_metrics(checkpoint: Path) -> None:
     assert 0 < value("pagewire:kv_events_total", kind="stored") <= value("pagewire:cached_device_blocks")
     assert value("pagewire:kv_events_total", kind="removed") == 0
     assert value("pagewire:invariant_failures_total") == 0
+
+
+async def test_metrics_of_a_worker_that_is_lost(checkpoint: Path) -> None:
+    port = free_port("127.0.0.1")
+    async with serve(checkpoint, metrics_port=port) as stack:
+        for num_losses in range(2):
+            text = await asyncio.to_thread(_scrape, f"http://127.0.0.1:{port}/metrics")
+            samples = {
+                sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples
+            }
+            assert samples["pagewire:worker_losses_total"].value == num_losses
+            assert samples["pagewire:device_blocks"].value == (0 if num_losses else 400)
+            await stack.worker.kill()
+            await stack.until(lambda loads: not loads.worker_connected)
 
 
 async def test_metrics_of_a_full_cache(checkpoint: Path) -> None:
