@@ -25,10 +25,10 @@ import grpc.aio
 
 from bench.front_end import MODEL, Child
 from bench.record import RESULTS, machine, verdict, write
-from pagewire.command import GRPC_EXPERIMENTS
+from pagewire.cli import GRPC_EXPERIMENTS
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from pagewire.supervisor import free_port
 
 BLOCK_SIZE, PROMPT_BLOCKS = 16, 127
 NUM_RUNNING = 64

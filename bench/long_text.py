@@ -21,7 +21,7 @@ import grpc.aio
 
 from bench.front_end import MODEL, Child
 from bench.record import RESULTS, machine, verdict, write
-from pagewire.command import GRPC_EXPERIMENTS
+from pagewire.cli import GRPC_EXPERIMENTS
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from bench.peer_environment import Environments
-from pagewire import Client, SamplingParams, local_server
+from pagewire import Client, SamplingParams
 from pagewire.bench.progress import NoProgress
 from pagewire.bench.run import run
 from pagewire.bench.target import new_cache_salt
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
+from pagewire.hosting import local_server
 
 PROGRAMS = Path(__file__).parent / "peer_programs"
 ANSWER = "peer: "

@@ -24,7 +24,7 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 
 from bench.record import RESULTS, machine, write
-from pagewire.command import GRPC_EXPERIMENTS
+from pagewire.cli import GRPC_EXPERIMENTS
 
 ARMS = ("one process", "two processes", "two processes and clients")
 VOCAB_SIZE = 32000

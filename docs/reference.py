@@ -21,7 +21,7 @@ from google.protobuf.descriptor_pb2 import (
 from prometheus_client.metrics_core import Metric
 
 from pagewire.compatibility import LLM_OPTIONS, SAMPLING_FIELDS, Foreign
-from pagewire.llm_options import MAPPED
+from pagewire.llm.options import MAPPED
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
         StartError,
         Unavailable,
     )
-    from pagewire.llm import LLM, TextPrompt, TokensPrompt
-    from pagewire.request_output import Logprob, RequestOutput, SampleOutput
+    from pagewire.llm import LLM, Logprob, RequestOutput, SampleOutput, TextPrompt, TokensPrompt
     from pagewire.sampling import SamplingParams
     from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
 
@@ -64,7 +63,7 @@ __all__ = [
 ]
 
 # Where each name is. Looking for one in a module loads it, so the lightest ones come first.
-_MODULES = ("errors", "sampling", "server", "completion", "client", "request_output", "llm")
+_MODULES = ("errors", "sampling", "server", "completion", "client", "llm")
 
 
 def _load(name: str) -> Any:

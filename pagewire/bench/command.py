@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from pagewire.command import SUCCESS, USAGE
+from pagewire.cli import SUCCESS, USAGE
 from pagewire.options import suggestion
 
 # What a verb does, and the module whose `main` does it.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pagewire import local_server
 from pagewire.bench import chart, flags, result, server_times, target
 from pagewire.bench.load import exit_code, progress_line
 from pagewire.bench.profile import Profile, profile, report
@@ -15,9 +14,10 @@ from pagewire.bench.server_times import ServerTimes
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
 from pagewire.client import Client
+from pagewire.hosting import local_server
+from pagewire.hosting.supervisor import free_port
 from pagewire.options import Parser
 from pagewire.server import ServerInfo
-from pagewire.supervisor import free_port
 
 PERCENTS = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 

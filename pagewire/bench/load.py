@@ -8,8 +8,8 @@ from pagewire.bench import target
 from pagewire.bench.progress import NoProgress, ProgressLine
 from pagewire.bench.run import Run, Server, run
 from pagewire.bench.workload import PlannedRequest, Workload
+from pagewire.cli import FAILURE, INTERRUPTED, SUCCESS
 from pagewire.client import Client
-from pagewire.command import FAILURE, INTERRUPTED, SUCCESS
 from pagewire.sampling import SamplingParams
 from pagewire.server import ServerInfo
 

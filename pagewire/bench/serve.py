@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pagewire import connection
 from pagewire.bench import chart, flags, result, serving_target
 from pagewire.bench.load import Load, exit_code
 from pagewire.bench.result import Measured
@@ -15,6 +14,7 @@ from pagewire.bench.run import Run
 from pagewire.bench.statistics import ServingMetrics, measure
 from pagewire.bench.table import serving_table
 from pagewire.bench.workload import Workload
+from pagewire.cli import connection
 from pagewire.options import Parser
 
 DEFAULT_LATENCIES = ["ttft", "tpot", "itl"]

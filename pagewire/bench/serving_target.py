@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pagewire import connection
 from pagewire.bench import dataset
 from pagewire.bench.dataset import TextPrompt
 from pagewire.bench.flags import count, count_or_zero
@@ -18,6 +17,7 @@ from pagewire.bench.result import Measured
 from pagewire.bench.run import Run
 from pagewire.bench.text_tokenizer import TextTokenizer
 from pagewire.bench.workload import PlannedRequest
+from pagewire.cli import connection
 from pagewire.errors import CommandError
 from pagewire.options import Parser
 
@@ -158,7 +158,7 @@ def _tokenizer_name(parsed: argparse.Namespace) -> str:
 
 def _formatter(template: str | None) -> Callable[[str], str]:
     """What a chat template makes of a message; without one, the message."""
-    from pagewire.chat import Conversation
+    from pagewire.cli.chat import Conversation
 
     return Conversation(template, None).ask
 

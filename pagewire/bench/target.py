@@ -5,10 +5,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pagewire import connection, local_server
 from pagewire.bench.workload import Workload
+from pagewire.cli import connection
 from pagewire.client import Client
 from pagewire.errors import CommandError
+from pagewire.hosting import local_server
 from pagewire.options import Parser
 from pagewire.server import ServerInfo
 

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from pagewire.errors import CommandError
-from pagewire.model_source import locate
+from pagewire.hosting.model_source import locate
 
 MAX_ADJUSTMENTS = 10
 

@@ -5,12 +5,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from pagewire import local_server
 from pagewire.bench import chart, flags, result, target
 from pagewire.bench.load import Load, exit_code, put
 from pagewire.bench.run import Run
 from pagewire.bench.statistics import ServingMetrics, measure
 from pagewire.bench.workload import Workload
+from pagewire.hosting import local_server
 from pagewire.options import Parser
 from pagewire.server import ServerInfo
 

@@ -27,10 +27,10 @@ from pagewire.bench.server_times import ServerTimes, Total
 from pagewire.bench.statistics import measure, peak_concurrency, percentile, summarize, tokens_by_second
 from pagewire.bench.table import serving_table
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload, arrival_times
-from pagewire.command import main
+from pagewire.cli.command import main
 from pagewire.errors import CommandError, ResourceExhausted
+from pagewire.hosting.supervisor import free_port
 from pagewire.sampling import SamplingParams
-from pagewire.supervisor import free_port
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import Stack, serve
@@ -534,7 +534,7 @@ def test_help_loads_nothing_heavy(verb: str) -> None:
     heavy = ["torch", "numpy", "tokenizers", "transformers", "matplotlib", "scheduler_service", "worker_service"]
     program = f"""
 import contextlib, io, sys
-from pagewire.command import main
+from pagewire.cli.command import main
 with contextlib.redirect_stdout(io.StringIO()) as out:
     assert main(["bench", {verb!r}, "--help"]) == 0
 assert "usage: pagewire bench {verb} " in out.getvalue()

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from pagewire.bench import dataset
 from pagewire.bench.run import Delta, counted
 from pagewire.bench.text_tokenizer import TextTokenizer
-from pagewire.command import main
+from pagewire.cli.command import main
 from pagewire.errors import CommandError
 from tests.contract import openai_stub
 from tests.contract.openai_stub import OpenAIStub

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from pagewire.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.rpc.public import shared_call
 from scheduler_service.serving.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pagewire.chat import Conversation
-from pagewire.command import VERBS, main
+from pagewire.cli.chat import Conversation
+from pagewire.cli.command import VERBS, main
 from pagewire.errors import CommandError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from tests.contract import scripted_scheduler
@@ -244,7 +244,7 @@ def test_help_loads_nothing_heavy(verb: str) -> None:
         heavy += ["scheduler_service", "worker_service"]
     program = f"""
 import contextlib, io, sys
-from pagewire.command import main
+from pagewire.cli.command import main
 with contextlib.redirect_stdout(io.StringIO()):
     main([{verb!r}, "--help"])
 print([name for name in {heavy} if name in sys.modules])

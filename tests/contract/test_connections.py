@@ -14,10 +14,10 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from pagewire import command
+from pagewire.cli import command
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
-from pagewire.supervisor import free_port
 from pagewire.transport import listening
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker

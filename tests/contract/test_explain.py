@@ -18,7 +18,7 @@ import pytest
 
 import pagewire
 from pagewire import Client, SamplingParams
-from pagewire.block_view import BlockView
+from pagewire.cli.block_view import BlockView
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.server import CACHED, FREE, HELD, MOVING, SHARED, BlockMap
 from scheduler_service.core.request import BlockUse

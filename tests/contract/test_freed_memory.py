@@ -15,7 +15,7 @@ def resident_mb():
 """
 # The first is freed before the second is taken: from then on, glibc would by itself keep what is as large.
 LARGE_BLOCKS = """
-from pagewire import freed_memory
+from pagewire.hosting import freed_memory
 freed_memory.give_back_large()
 before = resident_mb()
 for _ in range(3):

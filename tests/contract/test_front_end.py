@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire import Client, SamplingParams, Unavailable
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from pagewire.supervisor import free_port
 from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.rpc.front_end.request_encoding import encode_request

@@ -55,7 +55,7 @@ def test_survivors_are_hidden_from_the_next_collection() -> None:
     """A process that keeps a million objects: no collection looks at more than those made since the last full one."""
     program = """
 import gc
-from pagewire import garbage_collection
+from pagewire.hosting import garbage_collection
 garbage_collection.keep_short()
 most = 0
 def count(phase, info):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.command import main
-from pagewire.gateway import GatewayConfig, gateway_command, level_of
-from pagewire.supervisor import free_port
+from pagewire.cli.command import main
+from pagewire.hosting.gateway import GatewayConfig, gateway_command, level_of
+from pagewire.hosting.supervisor import free_port
 from tests.contract.scheduler_stack import make_checkpoint
 
 SERVE = ["serve", "models/storyteller", "--gateway"]
@@ -76,7 +76,7 @@ def test_it_ends_with_its_parent() -> None:
     port, metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
     flags = [f"--port={port}", "--worker-urls=grpc://127.0.0.1:1", f"--prometheus-port={metrics_port}"]
     flags += ["--prometheus-host=127.0.0.1", "--log-level=error"]
-    child = [sys.executable, "-m", "pagewire.gateway_process", f"http://127.0.0.1:{port}", *flags]
+    child = [sys.executable, "-m", "pagewire.hosting.gateway_process", f"http://127.0.0.1:{port}", *flags]
     program = f"""
 import os, subprocess, time
 environ = os.environ | {{"PAGEWIRE_EXIT_WITH_PARENT": str(os.getpid())}}

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from pagewire import LLM, SamplingParams, compatibility, llm_options, services
-from pagewire.llm_options import serve_flags
+from pagewire import LLM, SamplingParams, compatibility
+from pagewire.cli import services
+from pagewire.llm import options
+from pagewire.llm.options import serve_flags
 
 MODEL = "/models/some"
 # What vLLM 0.11's LLM takes by name, and nano-vllm's Config.
@@ -29,7 +31,7 @@ NANO_VLLM = (
 
 @pytest.mark.parametrize("name", sorted({*VLLM, *NANO_VLLM}))
 def test_every_option_of_theirs_is_known(name: str) -> None:
-    kinds = [llm_options.MAPPED, compatibility.LLM_OPTIONS, services.serve_options(), {"seed"}]
+    kinds = [options.MAPPED, compatibility.LLM_OPTIONS, services.serve_options(), {"seed"}]
     assert any(name in kind for kind in kinds)
 
 
@@ -37,9 +39,9 @@ def test_the_tables_do_not_overlap() -> None:
     own = set(services.serve_options())
     assert not own & {*compatibility.LLM_OPTIONS}
     # The one option that both have, with values of different kinds.
-    assert own & set(llm_options.MAPPED) == {"swap_space"}
-    assert not set(llm_options.MAPPED) & set(compatibility.LLM_OPTIONS)
-    assert set(llm_options.CONVERTED) <= own
+    assert own & set(options.MAPPED) == {"swap_space"}
+    assert not set(options.MAPPED) & set(compatibility.LLM_OPTIONS)
+    assert set(options.CONVERTED) <= own
     assert not {field.name for field in fields(SamplingParams)} & set(compatibility.SAMPLING_FIELDS)
 
 
@@ -81,7 +83,7 @@ def test_options_become_flags(given: dict[str, Any], flags: list[str]) -> None:
 def test_serve_takes_every_flag() -> None:
     """Of whatever an option of theirs becomes."""
     examples = {"kv_cache_memory_bytes": 1 << 30, "scheduling_policy": "fcfs", "preemption_mode": "swap"}
-    given = {name: examples.get(name, 1) for name in llm_options.MAPPED}
+    given = {name: examples.get(name, 1) for name in options.MAPPED}
     flags = {option.flag for option in services.serve_options().values()}
     made = {flag.partition("=")[0].replace("--no-", "--") for flag in serve_flags(MODEL, given)}
     assert made

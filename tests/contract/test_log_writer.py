@@ -15,11 +15,11 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from pagewire import log_writer
-from pagewire.log_writer import LogWriter
+from pagewire.hosting import log_writer
+from pagewire.hosting.log_writer import LogWriter
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc
-from pagewire.supervisor import free_port
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.certificates import Authority
 from tests.contract.fake_worker import FakeWorker

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pagewire import logs
+from pagewire.hosting import logs
 from tests.contract.scheduler_stack import request, serve
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.model_source import ModelSourceError, locate
+from pagewire.hosting.model_source import ModelSourceError, locate
 from tests.contract import hub
 from tests.contract.hub import COMMIT, Hub, Repository
 
@@ -47,7 +47,7 @@ REPOSITORIES = {
 PROGRAM = """
 import json, logging, sys
 logging.basicConfig(level="INFO", format="%(message)s")
-from pagewire.model_source import ModelSourceError, locate
+from pagewire.hosting.model_source import ModelSourceError, locate
 model, revision, with_weights = json.loads(sys.argv[1])
 try:
     found = locate(model, revision, with_weights=with_weights)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from pagewire import options
-from pagewire.gateway import GatewayConfig
-from pagewire.logs import LogConfig
-from pagewire.model_source import ModelSourceConfig
-from pagewire.option_groups import GROUPS, MOST_USED
+from pagewire.cli.option_groups import GROUPS, MOST_USED
+from pagewire.cli.services import LINK_OPTIONS
+from pagewire.hosting.gateway import GatewayConfig
+from pagewire.hosting.logs import LogConfig
+from pagewire.hosting.model_source import ModelSourceConfig
 from pagewire.options import OptionError, Parser, Resolved
-from pagewire.services import LINK_OPTIONS
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from worker_service.config import WorkerConfig
 

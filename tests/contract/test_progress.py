@@ -3,7 +3,7 @@
 import io
 from typing import Any
 
-from pagewire.progress import ForeignProgress, Progress
+from pagewire.llm.progress import ForeignProgress, Progress
 
 
 class Terminal(io.StringIO):

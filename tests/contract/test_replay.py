@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.replay import main
+from pagewire.cli.replay import main
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from tests.contract.scheduler_stack import make_checkpoint, request, serve

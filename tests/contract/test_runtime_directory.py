@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.runtime_directory import RuntimeDirectory
+from pagewire.hosting.runtime_directory import RuntimeDirectory
 
 HOLDER = """
 import sys
-from pagewire.runtime_directory import RuntimeDirectory
+from pagewire.hosting.runtime_directory import RuntimeDirectory
 with RuntimeDirectory({"XDG_RUNTIME_DIR": sys.argv[1]}) as path:
     (path / "rank-0").touch()
     print(path, flush=True)

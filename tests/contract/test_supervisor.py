@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.supervisor import (
+from pagewire.hosting.supervisor import (
     Exit,
     GivenUp,
     RestartPolicy,
@@ -116,9 +116,9 @@ class ReadyLines(logging.Handler):
 def ready(caplog: pytest.LogCaptureFixture) -> Iterator[ReadyLines]:
     caplog.set_level(logging.DEBUG)
     handler = ReadyLines()
-    logging.getLogger("pagewire.supervisor").addHandler(handler)
+    logging.getLogger("pagewire.hosting.supervisor").addHandler(handler)
     yield handler
-    logging.getLogger("pagewire.supervisor").removeHandler(handler)
+    logging.getLogger("pagewire.hosting.supervisor").removeHandler(handler)
 
 
 def alive(pid: int) -> bool:
@@ -211,7 +211,7 @@ class Warnings(logging.Handler):
 async def test_a_child_that_cannot_be_started_is_started_later(tmp_path: Path, ready: ReadyLines) -> None:
     child = Child(tmp_path, READY_FOREVER)
     warnings = Warnings()
-    logging.getLogger("pagewire.supervisor").addHandler(warnings)
+    logging.getLogger("pagewire.hosting.supervisor").addHandler(warnings)
     try:
         async with supervised(child) as task:
             await ready.next()
@@ -223,7 +223,7 @@ async def test_a_child_that_cannot_be_started_is_started_later(tmp_path: Path, r
             await ready.next()
             assert not task.done()
     finally:
-        logging.getLogger("pagewire.supervisor").removeHandler(warnings)
+        logging.getLogger("pagewire.hosting.supervisor").removeHandler(warnings)
 
 
 async def test_a_child_that_can_never_be_started_is_given_up(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_a_free_port_is_free() -> None:
 
 def test_supervising_loads_no_torch() -> None:
     program = (
-        "import sys, pagewire.services, scheduler_service.config, worker_service.config\n"
+        "import sys, pagewire.cli.services, scheduler_service.config, worker_service.config\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

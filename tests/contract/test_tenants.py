@@ -16,7 +16,8 @@ import pytest
 import yaml
 from cryptography import x509
 
-from pagewire import Client, SamplingParams, command
+from pagewire import Client, SamplingParams
+from pagewire.cli import command
 from pagewire.errors import PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import server

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from pagewire.supervisor import free_port
+from pagewire.hosting.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.rpc.vllm.generate_request import translate_request

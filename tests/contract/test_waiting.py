@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pagewire.supervisor import free_port
+from pagewire.hosting.supervisor import free_port
 from scheduler_service import front_end, server
 from scheduler_service.config import FrontEndConfig, SchedulerConfig
 from scheduler_service.rpc.waiting import Waiting

@@ -11,10 +11,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
+from pagewire.cli.replay import main as replay
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from pagewire.replay import main as replay
-from pagewire.supervisor import free_port
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
 from scheduler_service.serving.model_info import read_model_info

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.replay import main
+from pagewire.cli.replay import main
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler import Scheduler

@@ -416,7 +416,7 @@ def test_every_flag_is_a_setting_of_the_program(overlay: Path) -> None:
 
 @components
 def test_help_of_the_command_knows_every_flag(component: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = importlib.import_module("pagewire.command")
+    command = importlib.import_module("pagewire.cli.command")
     assert command.main([component, "--help"]) == 0
     known = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
     assert {f"--{flag}" for flag in flags_of(pod_of(component))} <= known

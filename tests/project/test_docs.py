@@ -17,7 +17,7 @@ import pytest
 from docs.reference import FOLDER, PAGES
 from pagewire import options
 from pagewire.bench.command import VERBS as BENCH_VERBS
-from pagewire.command import VERBS
+from pagewire.cli.command import VERBS
 from tests.project.test_monitoring import NAME as METRIC
 from tests.project.test_monitoring import exported
 
@@ -212,8 +212,8 @@ def sources() -> str:
 
 @cache
 def our_variables() -> set[str]:
-    from pagewire.gateway import GatewayConfig
-    from pagewire.logs import LogConfig
+    from pagewire.hosting.gateway import GatewayConfig
+    from pagewire.hosting.logs import LogConfig
     from scheduler_service.config import FrontEndConfig, SchedulerConfig
     from worker_service.config import WorkerConfig
 

@@ -257,7 +257,7 @@ def test_scheduler_starts_in_the_image_without_torch(image_python: Path, tmp_pat
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     program = (
-        "import sys, importlib.util; from pagewire.command import main\n"
+        "import sys, importlib.util; from pagewire.cli.command import main\n"
         "assert not any(map(importlib.util.find_spec, ('torch', 'numpy', 'transformers')))\n"
         "sys.exit(main(sys.argv[1:]))"
     )

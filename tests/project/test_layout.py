@@ -191,9 +191,9 @@ def test_boundaries_are_noticed_when_they_break() -> None:
     assert forbidden_imports("scheduler_service.rpc.status", ["scheduler_service.rpc.public.intake"])
     assert forbidden_imports("scheduler_service.core.scheduler", ["pagewire.transport.addresses"])
     assert forbidden_imports("scheduler_service.metrics", ["worker_service.step"])
-    assert forbidden_imports("scheduler_service.server", ["pagewire.supervisor"])
-    assert forbidden_imports("worker_service.server", ["pagewire.logs"])
-    assert forbidden_imports("pagewire.transport.health", ["pagewire.supervisor"])
+    assert forbidden_imports("scheduler_service.server", ["pagewire.hosting.supervisor"])
+    assert forbidden_imports("worker_service.server", ["pagewire.hosting.logs"])
+    assert forbidden_imports("pagewire.transport.health", ["pagewire.hosting.supervisor"])
     assert forbidden_imports("pagewire.transport.health", ["worker_service.step"])
     assert forbidden_imports("pagewire.transport.health", ["pagewire.protos.gen.pagewire.worker.v1.worker_pb2"])
     assert forbidden_imports("worker_service.profile", ["worker_service.rpc.wire"])
@@ -347,7 +347,7 @@ def test_the_client_loads_no_service() -> None:
 
 
 def test_the_gateways_process_loads_no_service() -> None:
-    assert not loaded_after("import pagewire.gateway_process") & {*HEAVY, "scheduler_service", "worker_service"}
+    assert not loaded_after("import pagewire.hosting.gateway_process") & {*HEAVY, "scheduler_service", "worker_service"}
 
 
 def test_no_module_is_there_twice() -> None:
@@ -359,5 +359,5 @@ def test_no_module_is_there_twice() -> None:
 
 @pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler", "frontend"])
 def test_help_is_quick_to_load(verb: str) -> None:
-    code = f"import pagewire.command\nassert pagewire.command.main(['{verb}', '--help']) == 0"
+    code = f"import pagewire.cli.command\nassert pagewire.cli.command.main(['{verb}', '--help']) == 0"
     assert not loaded_after(code) & HEAVY

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.supervisor import free_port
+from pagewire.hosting.supervisor import free_port
 from tests.project.manifests import (
     DEPLOY,
     WORKERS_RESOLVE_IN,

@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 import pagewire
-from pagewire.command import main
+from pagewire.cli.command import main
 
 
 def test_every_name_is_there_and_listed() -> None:

@@ -13,8 +13,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pagewire import logs, options
-from pagewire.gateway import GatewayConfig
+from pagewire import options
+from pagewire.hosting import logs
+from pagewire.hosting.gateway import GatewayConfig
 from scheduler_service.config import SchedulerConfig
 from tests.project.manifests import (
     DEPLOY,

@@ -19,7 +19,7 @@ from tests.system import services
 from tests.system.services import Process, System
 
 # Imported once, by the process that forks. None of them starts a thread: torch does so when it first computes.
-PRELOADED = ["torch", "pagewire.services", "worker_service.server", "worker_service.startup.loader", __name__]
+PRELOADED = ["torch", "pagewire.cli.services", "worker_service.server", "worker_service.startup.loader", __name__]
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(PRELOADED)
 
@@ -64,7 +64,7 @@ def running(model: Path, **flags: Sequence[object]) -> AbstractContextManager[Sy
 
 
 def _run(arguments: Sequence[str], output: Connection) -> None:
-    from pagewire.command import main
+    from pagewire.cli.command import main
 
     os.dup2(output.fileno(), sys.stdout.fileno())
     # What was there may have been a file, which can be sought; a pipe cannot.

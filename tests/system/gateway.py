@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.supervisor import free_port
+from pagewire.hosting.supervisor import free_port
 from tests.system.services import ENVIRON, HOST
 
 
@@ -37,7 +37,7 @@ class Gateway:
         """`replicas` are HOST:PORT."""
         self.port = free_port(HOST)
         self._num_replicas = len(replicas)
-        command = [sys.executable, "-m", "pagewire.gateway_process", f"http://127.0.0.1:{self.port}"]
+        command = [sys.executable, "-m", "pagewire.hosting.gateway_process", f"http://127.0.0.1:{self.port}"]
         command += [f"--port={self.port}", "--host=127.0.0.1", "--log-level=error"]
         command += ["--prometheus-host=127.0.0.1", f"--prometheus-port={free_port(HOST)}"]
         command += ["--worker-urls", *(f"grpc://{replica}" for replica in replicas)]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from pagewire.supervisor import free_port
+from pagewire.hosting.supervisor import free_port
 
 HOST = "127.0.0.1"
 READY_PREFIX = "ready on grpc://"

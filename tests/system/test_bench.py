@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.demo import BUNDLED_MODEL
+from pagewire.cli.demo import BUNDLED_MODEL
 from tests.compiler import skip_without_compiler
 from tests.system.services import children_of, free_port
 from tests.worker.checkpoints import make_checkpoint

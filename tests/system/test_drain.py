@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire import Client
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from pagewire.supervisor import free_port
 from tests.system.forked import running
 from tests.system.services import HOST, Service
 from tests.system.streams import Progress, requests_of, run_streams

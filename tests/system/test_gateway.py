@@ -17,8 +17,8 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from pagewire import Client, SamplingParams
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from pagewire.supervisor import free_port
 from tests.system.gateway import Gateway, ask, post, send, wait_until
 from tests.system.services import HOST, Service, children_of
 

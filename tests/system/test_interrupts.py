@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.supervisor import free_port
+from pagewire.hosting.supervisor import free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")
@@ -42,7 +42,7 @@ def interrupted(command: Sequence[str], part: str, *python_flags: str, times: in
 
 
 @pytest.mark.parametrize("verb", ["serve", "worker", "status"])
-@pytest.mark.parametrize("module", ["pagewire.command", "grpc._cython"])
+@pytest.mark.parametrize("module", ["pagewire.cli.command", "grpc._cython"])
 def test_while_it_imports(verb: str, module: str) -> None:
     code, err = interrupted(VERBS[verb], f" {module}\n", "-X", "importtime")
     assert "Traceback" not in err, err[-3000:]

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from pagewire import Client, SamplingParams
-from pagewire.supervisor import free_port
+from pagewire.hosting.supervisor import free_port
 from tests.system import grpcurl
 from tests.system.gateway import Gateway, wait_until
 from tests.system.openai_api.chat_completions import MESSAGES

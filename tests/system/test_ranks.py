@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pagewire import Client, SamplingParams
-from pagewire.supervisor import free_port
+from pagewire.hosting.supervisor import free_port
 from tests.system import oracle, services
 from tests.system.forked import running
 from tests.system.parity import assert_logprobs, generate_all, tokens_of

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
+from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from pagewire.supervisor import free_port
 from tests.system.forked import start_forked
 from tests.system.gateway import Gateway
 from tests.system.services import HOST, System

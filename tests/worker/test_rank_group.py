@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagewire.supervisor import free_port
+from pagewire.hosting.supervisor import free_port
 from worker_service import rank_group
 from worker_service.rank_group import RankGroup
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pagewire.worker_ranks import rank_configs
+from pagewire.hosting.worker_ranks import rank_configs
 from worker_service.config import WorkerConfig
 
 

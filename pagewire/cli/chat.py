@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from pagewire import complete, connection, sampling_flags
-from pagewire.chat_terminal import ChatTerminal, history_path
+from pagewire.cli import complete, connection, sampling_flags
+from pagewire.cli.chat_terminal import ChatTerminal, history_path
 from pagewire.client import Client
 from pagewire.completion import Completion, CompletionBuilder
 from pagewire.errors import CommandError, InvalidRequest, PagewireError

@@ -23,21 +23,23 @@ class Verb:
     help: str
 
 
-_SERVICES = "pagewire.services"
+_SERVICES = "pagewire.cli.services"
 VERBS = {
     "serve": Verb(_SERVICES, "serve", "serve a model: a scheduler and its worker on this machine"),
     "worker": Verb(_SERVICES, "worker", "run only a worker, for a scheduler elsewhere"),
     "scheduler": Verb(_SERVICES, "scheduler", "run only a scheduler, for a worker elsewhere"),
     "frontend": Verb(_SERVICES, "frontend", "run only a front end (tokenizing, streaming), for a scheduler elsewhere"),
-    "complete": Verb("pagewire.complete", "main", "complete a text"),
-    "chat": Verb("pagewire.chat", "main", "chat with the model"),
-    "submit": Verb("pagewire.detached", "submit", "queue a request that runs without a connection, and print its id"),
-    "attach": Verb("pagewire.detached", "attach", "stream the output of a submitted request, from any token on"),
-    "result": Verb("pagewire.detached", "result", "show the output of a submitted request so far"),
-    "status": Verb("pagewire.status", "main", "show what a server is doing"),
+    "complete": Verb("pagewire.cli.complete", "main", "complete a text"),
+    "chat": Verb("pagewire.cli.chat", "main", "chat with the model"),
+    "submit": Verb(
+        "pagewire.cli.detached", "submit", "queue a request that runs without a connection, and print its id"
+    ),
+    "attach": Verb("pagewire.cli.detached", "attach", "stream the output of a submitted request, from any token on"),
+    "result": Verb("pagewire.cli.detached", "result", "show the output of a submitted request so far"),
+    "status": Verb("pagewire.cli.status", "main", "show what a server is doing"),
     "bench": Verb("pagewire.bench.command", "main", "measure throughput, latency or a running server"),
-    "replay": Verb("pagewire.replay", "main", "run a recording of a scheduler again and check it"),
-    "demo": Verb("pagewire.demo", "main", "serve the bundled model, stream one completion, and end"),
+    "replay": Verb("pagewire.cli.replay", "main", "run a recording of a scheduler again and check it"),
+    "demo": Verb("pagewire.cli.demo", "main", "serve the bundled model, stream one completion, and end"),
 }
 SUCCESS, FAILURE, USAGE, INTERRUPTED = 0, 1, 2, 130
 # Of gRPC 1.85: reads and writes by the thread that polls, not by a pool of threads that hand every message on.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from pagewire.log_writer import LogWriter
+from pagewire.hosting.log_writer import LogWriter
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")

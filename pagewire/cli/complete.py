@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from pagewire import connection, sampling_flags
+from pagewire.cli import connection, sampling_flags
 from pagewire.client import Client
 from pagewire.completion import Completion, CompletionBuilder, CompletionOutput, Output
 from pagewire.options import Parser

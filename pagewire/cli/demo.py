@@ -5,14 +5,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagewire import complete, local_server
+from pagewire.cli import complete
 from pagewire.client import Client
+from pagewire.hosting import local_server
 from pagewire.options import Parser
 from pagewire.sampling import SamplingParams
 
 PROMPT = "Once upon a time"
 # A link to models/storyteller of the source tree; an installed package has the files themselves.
-BUNDLED_MODEL = Path(__file__).parent / "storyteller"
+BUNDLED_MODEL = Path(__file__).parents[1] / "storyteller"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pagewire import complete, connection
+from pagewire.cli import complete, connection
 from pagewire.client import Client
 from pagewire.completion import Output, Result
 from pagewire.options import Parser

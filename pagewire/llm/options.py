@@ -45,7 +45,7 @@ def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
 
     Raises TypeError for a name that nobody knows, ValueError for what cannot be.
     """
-    from pagewire.services import serve_options
+    from pagewire.cli.services import serve_options
 
     known = serve_options().keys() - {"model"}
     wanted: dict[str, Any] = {}

@@ -92,4 +92,4 @@ def gateway_command(
         "log-level": _LOG_LEVELS[log_level],
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "pagewire.gateway_process", config.url, *flags]
+    return [sys.executable, "-m", "pagewire.hosting.gateway_process", config.url, *flags]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagewire.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
+from pagewire.hosting.supervisor import Exit, RestartPolicy, Restarts, Supervisor, child_environ, free_port
 from pagewire.transport.addresses import join
 from pagewire.transport.process import announce_ready, exit_with_parent
 from pagewire.transport.signals import stop_at_signals

@@ -14,12 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pagewire import freed_memory, garbage_collection, installation, logs, options
-from pagewire.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
-from pagewire.model_source import MISSING, DownloadError, LocatedModel, ModelSourceConfig, ModelSourceError, locate
-from pagewire.option_groups import GROUPS
-from pagewire.runtime_directory import RuntimeDirectory
-from pagewire.supervisor import GivenUp, Supervisor, child_environ, free_port
+from pagewire import installation, options
+from pagewire.cli.option_groups import GROUPS
+from pagewire.hosting import freed_memory, garbage_collection, logs
+from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
+from pagewire.hosting.model_source import (
+    MISSING,
+    DownloadError,
+    LocatedModel,
+    ModelSourceConfig,
+    ModelSourceError,
+    locate,
+)
+from pagewire.hosting.runtime_directory import RuntimeDirectory
+from pagewire.hosting.supervisor import GivenUp, Supervisor, child_environ, free_port
 from pagewire.transport.process import EXIT_REFUSED, REFUSAL_PREFIX, announce_ready, exit_with_parent, is_child
 from pagewire.transport.signals import stops
 
@@ -160,7 +168,7 @@ def worker(arguments: Sequence[str]) -> int:
     description = "Run a worker: it holds weights and KV cache, and computes what a scheduler that dials it plans."
     config = _service_config("worker", description, WorkerConfig, arguments, with_weights=True)
     if config.tensor_parallel_size > 1 and config.tensor_parallel_address is None:
-        from pagewire import worker_ranks
+        from pagewire.hosting import worker_ranks
 
         return worker_ranks.serve(config, arguments, _refuse)
     from worker_service import server

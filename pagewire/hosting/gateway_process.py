@@ -1,4 +1,4 @@
-"""The gateway's process: `python -m pagewire.gateway_process URL FLAGS_OF_SMG...`. It ends with its parent."""
+"""The gateway's process: `python -m pagewire.hosting.gateway_process URL FLAGS_OF_SMG...`. It ends with its parent."""
 
 import http.client
 import json
@@ -9,7 +9,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from pagewire.gateway import ADMIN_KEY_VARIABLE
+from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE
 from pagewire.transport.process import announce_ready, exit_with_parent
 
 _POLL_INTERVAL = 0.1  # seconds

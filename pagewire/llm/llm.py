@@ -14,10 +14,10 @@ from pagewire.client import Client, one_each
 from pagewire.completion import Completion
 from pagewire.conversation import Message
 from pagewire.errors import StartError, Unavailable
-from pagewire.llm_options import serve_flags
-from pagewire.local_server import LocalServer
-from pagewire.progress import ForeignProgress, Progress
-from pagewire.request_output import RequestOutput, request_output, token_ids_of
+from pagewire.hosting.local_server import LocalServer
+from pagewire.llm.options import serve_flags
+from pagewire.llm.progress import ForeignProgress, Progress
+from pagewire.llm.request_output import RequestOutput, request_output, token_ids_of
 from pagewire.retry import Attempts
 from pagewire.sampling import UNSET, SamplingParams
 
@@ -53,7 +53,7 @@ class LLM:
 
     `model` is what `pagewire serve` takes. `options` are those of `pagewire serve` under the names of its YAML keys,
     such as `max_model_len=4096`, and those of vLLM and nano-vllm: what means the same becomes ours, what makes no
-    difference is ignored with a warning, anything else is refused with ValueError (`pagewire.llm_options` and
+    difference is ignored with a warning, anything else is refused with ValueError (`pagewire.llm.options` and
     `pagewire.compatibility` list them). With `seed`, equal programs give equal outputs.
 
     StartError if the services do not come up, with their reason; ImportError, in one line, without torch. Any thread

@@ -12,8 +12,8 @@ from datetime import datetime
 
 import grpc
 
-from pagewire import connection
-from pagewire.block_view import BlockView
+from pagewire.cli import connection
+from pagewire.cli.block_view import BlockView
 from pagewire.client import Client
 from pagewire.errors import PagewireError, Unavailable
 from pagewire.options import Parser

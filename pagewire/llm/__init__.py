@@ -1,0 +1,6 @@
+"""`LLM`: a model for a program on the same machine, with both services in the background, in the style of vLLM."""
+
+from pagewire.llm.llm import LLM, TextPrompt, TokensPrompt
+from pagewire.llm.request_output import Logprob, RequestOutput, SampleOutput
+
+__all__ = ["LLM", "Logprob", "RequestOutput", "SampleOutput", "TextPrompt", "TokensPrompt"]
