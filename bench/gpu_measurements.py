@@ -22,7 +22,7 @@ from bench.part import Case, UnavailableError
 from bench.peer_arms import PROGRAMS, Batch, child_environ, conversation
 from bench.step_trace import step_times
 from pagewire import Client, SamplingParams
-from pagewire.bench.progress import NoProgress
+from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
 from pagewire.bench.target import new_cache_salt
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
@@ -198,7 +198,9 @@ async def _serve_rounds(url: str, sizes: Sizes) -> list[float]:
     async with Client(url) as client:
         for index in range(sizes.num_rounds + 1):
             requests = _requests(sizes, seed=index)
-            ran = await run(client, requests, SAMPLED, NoProgress(), cache_salt=new_cache_salt())
+            ran = await run(
+                client, requests, SAMPLED, ProgressLine("", len(requests), None), cache_salt=new_cache_salt()
+            )
             for request, record in zip(requests, ran.records, strict=True):
                 assert record.num_output_tokens == request.num_output_tokens, record.error
             if index:  # the first warms up
@@ -259,7 +261,7 @@ async def _decode_together(url: str, sizes: Sizes) -> None:
     load = Workload(sizes.idle_batch, LengthRange(prompt_len, prompt_len), LengthRange(num_tokens, num_tokens))
     requests = load.requests(GPU_SHAPES[sizes.small]["vocab_size"])
     async with Client(url) as client:
-        ran = await run(client, requests, SAMPLED, NoProgress())
+        ran = await run(client, requests, SAMPLED, ProgressLine("", len(requests), None))
     assert all(record.num_output_tokens == num_tokens for record in ran.records)
 
 

@@ -21,7 +21,7 @@ from typing import Protocol, TextIO
 
 from bench.peer_environment import Environments
 from pagewire import Client, SamplingParams
-from pagewire.bench.progress import NoProgress
+from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
 from pagewire.bench.target import new_cache_salt
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
@@ -170,7 +170,7 @@ async def _seconds(client: Client, batch: Batch) -> float:
         PlannedRequest(tuple(prompt), length, 0.0, seed=0)
         for prompt, length in zip(batch.prompts, batch.output_lens, strict=True)
     ]
-    ran = await run(client, planned, GREEDY, NoProgress(), cache_salt=new_cache_salt())
+    ran = await run(client, planned, GREEDY, ProgressLine("", len(planned), None), cache_salt=new_cache_salt())
     if ran.was_interrupted:
         raise KeyboardInterrupt
     for record, length in zip(ran.records, batch.output_lens, strict=True):

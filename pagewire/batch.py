@@ -19,7 +19,7 @@ from pagewire.retry import Attempts
 MAX_IN_FLIGHT = 1024
 
 
-class Batch:
+class RequestBatch:
     """Some requests of one caller.
 
     A server whose queue is full gets fewer at a time. A request that the server refuses otherwise, with an error that

@@ -13,7 +13,7 @@ import grpc.aio
 
 from pagewire import blocking_call, conversation, wire
 from pagewire.attachment import Attachment
-from pagewire.batch import Batch
+from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
 from pagewire.completion import Completion, CompletionBuilder, Output, Result
 from pagewire.conversation import Message
@@ -600,7 +600,7 @@ class Client:
         self, requests: pb.GenerateRequest | list[pb.GenerateRequest], attempts: Attempts
     ) -> Completion | list[Completion]:
         if isinstance(requests, list):
-            return Batch(requests, self._channels.stub, self.url, attempts).run()
+            return RequestBatch(requests, self._channels.stub, self.url, attempts).run()
         builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
         for output in self._stream(requests, attempts):
             builder.add(output, time.monotonic())
@@ -610,7 +610,7 @@ class Client:
         self, requests: pb.GenerateRequest | list[pb.GenerateRequest], attempts: Attempts
     ) -> Completion | list[Completion]:
         if isinstance(requests, list):
-            return await self._run_in_thread(Batch(requests, self._channels.stub, self.url, attempts))
+            return await self._run_in_thread(RequestBatch(requests, self._channels.stub, self.url, attempts))
         builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
         async with contextlib.aclosing(self._generate(requests, attempts)) as outputs:
             async for output in outputs:
@@ -687,7 +687,7 @@ class Client:
         finally:
             connection.num_in_flight -= 1
 
-    async def _run_in_thread(self, batch: Batch) -> list[Completion]:
+    async def _run_in_thread(self, batch: RequestBatch) -> list[Completion]:
         running = asyncio.ensure_future(asyncio.to_thread(batch.run))
         try:
             return await asyncio.shield(running)

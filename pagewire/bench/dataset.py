@@ -14,15 +14,15 @@ POEM_REQUEST = "Pick as many lines as you can from these poem lines:\n"
 
 
 @dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """`num_tokens` is 0 where only the server knows."""
+class DatasetPrompt:
+    """A text that a data set holds or makes. `num_tokens` is 0 where only the server can count them."""
 
     text: str
     num_output_tokens: int
     num_tokens: int = 0
 
 
-def plan(workload: Workload, prompts: Sequence[TextPrompt]) -> list[PlannedRequest]:
+def plan(workload: Workload, prompts: Sequence[DatasetPrompt]) -> list[PlannedRequest]:
     """The requests for these prompts, at the times of the workload."""
     times = workload.times()
     return [
@@ -31,13 +31,13 @@ def plan(workload: Workload, prompts: Sequence[TextPrompt]) -> list[PlannedReque
     ]
 
 
-def random_prompts(workload: Workload, tokenizer: TextTokenizer) -> list[TextPrompt]:
+def random_prompts(workload: Workload, tokenizer: TextTokenizer) -> list[DatasetPrompt]:
     """Texts of random tokens, about as long as the workload says."""
     rng = random.Random(f"{workload.seed} texts")
     prompts = []
     for request in workload.requests(tokenizer.vocab_size):
         text = tokenizer.text_of(list(request.prompt_token_ids), rng)
-        prompts.append(TextPrompt(text, request.num_output_tokens, tokenizer.count(text)))
+        prompts.append(DatasetPrompt(text, request.num_output_tokens, tokenizer.count(text)))
     return prompts
 
 
@@ -55,7 +55,7 @@ class Sonnet:
 
     def prompts(
         self, num_prompts: int, tokenizer: TextTokenizer, formatted: Callable[[str], str], seed: int
-    ) -> list[TextPrompt]:
+    ) -> list[DatasetPrompt]:
         """CommandError if no line fits into the prompt."""
         rng = random.Random(f"{seed} lines")
         line_len = sum(map(tokenizer.count, self.lines)) / len(self.lines)
@@ -76,13 +76,13 @@ class Sonnet:
         tokenizer: TextTokenizer,
         formatted: Callable[[str], str],
         rng: random.Random,
-    ) -> TextPrompt:
+    ) -> DatasetPrompt:
         drawn = rng.choices(self.lines, k=num_lines - num_shared)
         while True:
             text = POEM_REQUEST + "".join([*self.lines[:num_shared], *drawn])
             num_tokens = tokenizer.count(formatted(text))
             if num_tokens <= self.input_len:
-                return TextPrompt(text, self.output_len, num_tokens)
+                return DatasetPrompt(text, self.output_len, num_tokens)
             if not drawn:
                 raise CommandError(
                     f"--sonnet-prefix-len {self.prefix_len} takes {num_tokens} tokens, more than --sonnet-input-len "
@@ -101,7 +101,7 @@ def read_poem(path: str) -> list[str]:
 
 def custom_prompts(
     path: str, num_prompts: int, output_len: int, seed: int, *, shuffles: bool, repeats: bool
-) -> list[TextPrompt]:
+) -> list[DatasetPrompt]:
     """Of a file with a JSON object {"prompt": TEXT} on each line. CommandError for any other.
 
     `repeats` uses prompts more than once where there are too few.
@@ -125,7 +125,7 @@ def custom_prompts(
     if len(texts) < num_prompts and not repeats:
         raise CommandError(f"--dataset-path {path} has {len(texts)} prompts, but {num_prompts} are to be sent")
     chosen = [texts[index % len(texts)] for index in range(num_prompts)]
-    return [TextPrompt(text, output_len) for text in chosen]
+    return [DatasetPrompt(text, output_len) for text in chosen]
 
 
 def _read(path: str) -> str:

@@ -2,14 +2,16 @@
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pagewire.bench import chart, flags, result, server_times, target
-from pagewire.bench.load import exit_code, progress_line
+from pagewire.bench.load import exit_code
 from pagewire.bench.profile import Profile, profile, report
-from pagewire.bench.run import Progress, RequestRecord, Run, run
+from pagewire.bench.progress import ProgressLine
+from pagewire.bench.run import RequestRecord, Run, run
 from pagewire.bench.server_times import ServerTimes
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
@@ -88,7 +90,7 @@ class _Bench:
 
     async def _batches(self, name: str, info: ServerInfo, num_iters: int) -> Iterations:
         """One batch after the other."""
-        line = progress_line(name, num_iters * self._workload.num_prompts, not self._parsed.disable_tqdm)
+        line = self._progress(name, num_iters * self._workload.num_prompts)
         runs: list[Run] = []
         while len(runs) < num_iters and not (runs and runs[-1].was_interrupted):
             runs.append(await self._batch(info, self._workload, line))
@@ -98,7 +100,7 @@ class _Bench:
     async def _profiled(self, info: ServerInfo) -> Iterations:
         """In turns with requests of one token, so that both see the same machine."""
         num_iters, one_token = self._parsed.num_iters, replace(self._workload, output_len=LengthRange(1, 1))
-        line = progress_line("latency", 2 * num_iters, not self._parsed.disable_tqdm)
+        line = self._progress("latency", 2 * num_iters)
         runs: list[Run] = []
         times = (ServerTimes(), ServerTimes())  # for one token, and for all
         before = await self._read()
@@ -123,11 +125,14 @@ class _Bench:
             return measured
         return replace(measured, profile=profile(*times, measured.records))
 
+    def _progress(self, name: str, num_requests: int) -> ProgressLine:
+        return ProgressLine(name, num_requests, None if self._parsed.disable_tqdm else sys.stderr)
+
     async def _read(self) -> ServerTimes:
         assert self._metrics_url is not None, "--profile was checked to have one"
         return await asyncio.to_thread(server_times.read, self._metrics_url)
 
-    async def _batch(self, info: ServerInfo, workload: Workload, line: Progress) -> Run:
+    async def _batch(self, info: ServerInfo, workload: Workload, line: ProgressLine) -> Run:
         """A batch of prompts that no other has had."""
         seed = self._parsed.seed + self._num_batches * workload.num_prompts
         self._num_batches += 1

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pagewire.bench import target
-from pagewire.bench.progress import NoProgress, ProgressLine
+from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import Run, Server, run
 from pagewire.bench.workload import PlannedRequest, Workload
 from pagewire.cli import FAILURE, INTERRUPTED, SUCCESS
@@ -17,7 +17,7 @@ MAX_SHOWN_ERRORS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadTest:
     """A workload and how it is sent. `num_warmups` requests of it go first, unmeasured."""
 
     name: str
@@ -29,7 +29,7 @@ class Load:
     shows_progress: bool = True
 
 
-async def put(load: Load, client: Client) -> tuple[ServerInfo, Run]:
+async def put(load: LoadTest, client: Client) -> tuple[ServerInfo, Run]:
     """The server and what was measured. CommandError if a request cannot fit the server."""
     async with client:
         info = await client.server_info()
@@ -40,23 +40,18 @@ async def put(load: Load, client: Client) -> tuple[ServerInfo, Run]:
 
 
 async def send(
-    load: Load, server: Server, requests: Sequence[PlannedRequest], warm_ups: Sequence[PlannedRequest]
+    load: LoadTest, server: Server, requests: Sequence[PlannedRequest], warm_ups: Sequence[PlannedRequest]
 ) -> Run:
     """Sends the warm-up requests, and then those that are measured."""
     if warm_ups:
-        line = progress_line(f"{load.name} (warming up)", len(warm_ups), load.shows_progress)
-        warmed = await run(
-            server,
-            warm_ups,
-            load.sampling,
-            line,
-            cache_salt=target.new_cache_salt(),
-            max_concurrency=load.max_concurrency,
-        )
-        line.close()
+        warmed = await _send(replace(load, name=f"{load.name} (warming up)", request_id_prefix=None), server, warm_ups)
         if warmed.was_interrupted:
             return Run((), 0.0, was_interrupted=True)
-    line = progress_line(load.name, len(requests), load.shows_progress)
+    return await _send(load, server, requests)
+
+
+async def _send(load: LoadTest, server: Server, requests: Sequence[PlannedRequest]) -> Run:
+    line = ProgressLine(load.name, len(requests), sys.stderr if load.shows_progress else None)
     measured = await run(
         server,
         requests,
@@ -70,10 +65,6 @@ async def send(
     return measured
 
 
-def progress_line(name: str, num_requests: int, is_shown: bool) -> ProgressLine | NoProgress:
-    return ProgressLine(name, num_requests, sys.stderr) if is_shown else NoProgress()
-
-
 def exit_code(measured: Run) -> int:
     """Says on standard error what failed. A run in which nothing finished is a failure, unless it was interrupted."""
     errors = [record.error for record in measured.records if record.error is not None]
@@ -82,7 +73,7 @@ def exit_code(measured: Run) -> int:
     if len(errors) > MAX_SHOWN_ERRORS:
         print(f"and {len(errors) - MAX_SHOWN_ERRORS} more failed", file=sys.stderr)
     if measured.was_interrupted:
-        has_measured = any(record.deltas for record in measured.records)
+        has_measured = any(record.arrivals for record in measured.records)
         text = "the figures are those of what was measured until then" if has_measured else "nothing was measured yet"
         print(f"interrupted: {text}", file=sys.stderr)
         return INTERRUPTED

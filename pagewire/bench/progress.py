@@ -9,14 +9,17 @@ LOG_INTERVAL_S = 10.0
 
 
 class ProgressLine:
-    """Counts requests and tokens of a run. On no terminal it says nothing in the first ten seconds."""
+    """Counts requests and tokens of a run. Where the file is no terminal it says nothing in the first ten seconds."""
 
-    def __init__(self, name: str, num_requests: int, file: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, num_requests: int, file: TextIO | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Without a file, nothing is shown."""
         self._name = name
         self._num_requests = num_requests
         self._file = file
         self._clock = clock
-        self._is_terminal = file.isatty()
+        self._is_terminal = file is not None and file.isatty()
         self._interval = TERMINAL_INTERVAL_S if self._is_terminal else LOG_INTERVAL_S
         self._started_at = self._written_at = clock()
         self._num_ended = 0
@@ -32,13 +35,13 @@ class ProgressLine:
 
     def close(self) -> None:
         """Leaves the terminal's line empty for what follows."""
-        if self._is_terminal:
+        if self._file is not None and self._is_terminal:
             self._file.write("\r\033[K")
             self._file.flush()
 
     def _write_now_and_then(self) -> None:
         now = self._clock()
-        if now - self._written_at < self._interval:
+        if self._file is None or now - self._written_at < self._interval:
             return
         self._written_at = now
         seconds = now - self._started_at
@@ -46,16 +49,3 @@ class ProgressLine:
         text = f"{self._name}: {self._num_ended} of {self._num_requests} requests, {rate:.1f} tok/s, {seconds:.0f} s"
         self._file.write(f"\r\033[K{text}" if self._is_terminal else f"{text}\n")
         self._file.flush()
-
-
-class NoProgress:
-    """For those who want none."""
-
-    def tokens_came(self, num_tokens: int) -> None:
-        pass
-
-    def request_ended(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

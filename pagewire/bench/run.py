@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from pagewire.bench.progress import ProgressLine
 from pagewire.bench.workload import PlannedRequest
 from pagewire.completion import Output, Usage
 from pagewire.errors import PagewireError
@@ -28,16 +29,8 @@ class Server(Protocol):
     ) -> Any: ...
 
 
-class Progress(Protocol):
-    """Who is told of what comes in."""
-
-    def tokens_came(self, num_tokens: int) -> None: ...
-
-    def request_ended(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Delta:
+class Arrival:
     """Tokens that came in one message."""
 
     at: float
@@ -60,23 +53,23 @@ class RequestRecord:
     planned_at: float
     sent_at: float
     ended_at: float
-    deltas: tuple[Delta, ...]
+    arrivals: tuple[Arrival, ...]
     is_finished: bool
     error: str | None = None
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(delta.num_tokens for delta in self.deltas)
+        return sum(arrival.num_tokens for arrival in self.arrivals)
 
     @property
     def ttft(self) -> float | None:
         """Time to the first token; None without one."""
-        return self.deltas[0].at - self.sent_at if self.deltas else None
+        return self.arrivals[0].at - self.sent_at if self.arrivals else None
 
     @property
     def itls(self) -> list[float]:
         """The times between two messages, each of one token or more."""
-        return [after.at - before.at for before, after in itertools.pairwise(self.deltas)]
+        return [after.at - before.at for before, after in itertools.pairwise(self.arrivals)]
 
     @property
     def latency(self) -> float:
@@ -104,7 +97,7 @@ async def run(
     server: Server,
     requests: Sequence[PlannedRequest],
     sampling: SamplingParams,
-    progress: Progress,
+    progress: ProgressLine,
     *,
     cache_salt: str = "",
     request_id_prefix: str | None = None,
@@ -132,19 +125,19 @@ async def run(
     return Run(records, duration, was_interrupted)
 
 
-def counted(deltas: Sequence[Delta], num_tokens: int, ended_at: float) -> list[Delta]:
-    """The deltas with that many tokens in all, shared out evenly where a message was taken for one token.
+def counted(arrivals: Sequence[Arrival], num_tokens: int, ended_at: float) -> list[Arrival]:
+    """The arrivals with that many tokens in all, shared out evenly where a message was taken for one token.
 
-    Tokens without any text are known by the end.
+    Where no message had any text, all tokens arrive with the end.
     """
-    if sum(delta.num_tokens for delta in deltas) == num_tokens:
-        return list(deltas)
-    if not deltas:
-        return [Delta(ended_at, num_tokens)]
-    shares = [num_tokens * index // len(deltas) for index in range(len(deltas) + 1)]
+    if sum(arrival.num_tokens for arrival in arrivals) == num_tokens:
+        return list(arrivals)
+    if not arrivals:
+        return [Arrival(ended_at, num_tokens)]
+    shares = [num_tokens * index // len(arrivals) for index in range(len(arrivals) + 1)]
     return [
-        Delta(delta.at, after - before)
-        for delta, (before, after) in zip(deltas, itertools.pairwise(shares), strict=True)
+        Arrival(arrival.at, after - before)
+        for arrival, (before, after) in zip(arrivals, itertools.pairwise(shares), strict=True)
     ]
 
 
@@ -153,7 +146,7 @@ class _Sender:
         self,
         server: Server,
         sampling: SamplingParams,
-        progress: Progress,
+        progress: ProgressLine,
         cache_salt: str,
         request_id_prefix: str | None,
         max_concurrency: int | None,
@@ -175,7 +168,7 @@ class _Sender:
     async def send(self, index: int, request: PlannedRequest) -> None:
         async with self._slots:
             sent_at = self.now()
-            deltas: list[Delta] = []
+            arrivals: list[Arrival] = []
             record = RequestRecord(request.num_prompt_tokens, request.send_at, sent_at, sent_at, (), False)
             usage: Usage | None = None
             try:
@@ -183,7 +176,7 @@ class _Sender:
                     usage = output.usage or usage
                     num_tokens = int(output.has_text) if isinstance(output, Chunk) else len(output.token_ids)
                     if num_tokens:
-                        deltas.append(Delta(self.now(), num_tokens))
+                        arrivals.append(Arrival(self.now(), num_tokens))
                         self._progress.tokens_came(num_tokens)
                 record = replace(record, is_finished=True)
             except PagewireError as error:
@@ -192,8 +185,8 @@ class _Sender:
                 ended_at = self.now()
                 if usage is not None and request.text is not None:
                     record = replace(record, num_prompt_tokens=usage.prompt_tokens)
-                    deltas = counted(deltas, usage.completion_tokens, ended_at)
-                self.records[index] = replace(record, ended_at=ended_at, deltas=tuple(deltas))
+                    arrivals = counted(arrivals, usage.completion_tokens, ended_at)
+                self.records[index] = replace(record, ended_at=ended_at, arrivals=tuple(arrivals))
                 self._progress.request_ended()
 
     async def _outputs(self, index: int, request: PlannedRequest) -> AsyncIterator[Output | Chunk]:

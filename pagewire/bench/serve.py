@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pagewire.bench import chart, flags, result, serving_target
-from pagewire.bench.load import Load, exit_code
+from pagewire.bench.load import LoadTest, exit_code
 from pagewire.bench.result import Measured
 from pagewire.bench.run import Run
 from pagewire.bench.statistics import ServingMetrics, measure
@@ -82,7 +82,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _load(parsed: argparse.Namespace) -> Load:
+def _load(parsed: argparse.Namespace) -> LoadTest:
     input_len, output_len = flags.length_ranges(parsed)
     workload = Workload(
         num_prompts=parsed.num_prompts,
@@ -93,7 +93,7 @@ def _load(parsed: argparse.Namespace) -> Load:
         burstiness=parsed.burstiness,
         seed=parsed.seed,
     )
-    return Load(
+    return LoadTest(
         name="serve",
         workload=workload,
         sampling=replace(flags.sampling(parsed), ignore_eos=parsed.ignore_eos or parsed.dataset_name == "random"),

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from pagewire.bench import dataset
-from pagewire.bench.dataset import TextPrompt
+from pagewire.bench.dataset import DatasetPrompt
 from pagewire.bench.flags import count, count_or_zero
-from pagewire.bench.load import Load, put, send
+from pagewire.bench.load import LoadTest, put, send
 from pagewire.bench.openai_server import CHAT_COMPLETIONS, COMPLETIONS, OpenAIServer
 from pagewire.bench.result import Measured
 from pagewire.bench.run import Run
@@ -91,7 +91,7 @@ def check(parser: Parser, parsed: argparse.Namespace) -> None:
         parser.error("--dataset-name sonnet needs --tokenizer, to count the tokens of its lines")
 
 
-async def measure(parser: Parser, parsed: argparse.Namespace, load: Load) -> tuple[Measured, Run]:
+async def measure(parser: Parser, parsed: argparse.Namespace, load: LoadTest) -> tuple[Measured, Run]:
     """Whose figures these are, and what was measured."""
     if parsed.backend != "grpc":
         return await _measure_openai(parser, parsed, load)
@@ -111,7 +111,7 @@ async def measure(parser: Parser, parsed: argparse.Namespace, load: Load) -> tup
         return Measured.pagewire(info), await send(load, client, requests, warm_ups)
 
 
-async def _measure_openai(parser: Parser, parsed: argparse.Namespace, load: Load) -> tuple[Measured, Run]:
+async def _measure_openai(parser: Parser, parsed: argparse.Namespace, load: LoadTest) -> tuple[Measured, Run]:
     is_chat = parsed.backend == "openai-chat" or (parsed.endpoint or "").rstrip("/").endswith("chat/completions")
     url = parsed.base_url or f"http://{parsed.host or DEFAULT_HOST}:{parsed.port or DEFAULT_PORT}"
     try:
@@ -165,7 +165,7 @@ def _formatter(template: str | None) -> Callable[[str], str]:
 
 def _texts(
     parsed: argparse.Namespace,
-    load: Load,
+    load: LoadTest,
     tokenizer: TextTokenizer | None,
     formatted: Callable[[str], str],
     *,
@@ -184,10 +184,10 @@ def _texts(
 def _prompts(
     parsed: argparse.Namespace,
     num_prompts: int,
-    load: Load,
+    load: LoadTest,
     tokenizer: TextTokenizer | None,
     formatted: Callable[[str], str],
-) -> list[TextPrompt]:
+) -> list[DatasetPrompt]:
     if parsed.dataset_name == "custom":
         flags: dict[str, Any] = {"shuffles": not parsed.disable_shuffle, "repeats": not parsed.no_oversample}
         output_len = parsed.custom_output_len

@@ -74,7 +74,7 @@ def measure(run: Run, percents: Sequence[float], objectives: Mapping[str, float]
     """The figures of a run. `objectives` are times in seconds by their names in OBJECTIVES; none: no goodput."""
     served = [record for record in run.records if record.error is None]
     finished = [record for record in served if record.is_finished]
-    num_input = sum(record.num_prompt_tokens for record in served if record.deltas)
+    num_input = sum(record.num_prompt_tokens for record in served if record.arrivals)
     num_output = sum(record.num_output_tokens for record in served)
     num_good = sum(is_good(record, objectives) for record in finished)
     duration = run.duration
@@ -110,13 +110,13 @@ def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
 
 def tokens_by_second(records: Sequence[RequestRecord]) -> list[int]:
     """The tokens that came in each second from the first request that was sent."""
-    if not any(record.deltas for record in records):
+    if not any(record.arrivals for record in records):
         return []
     start = min(record.sent_at for record in records)
     counts: Counter[int] = Counter()
     for record in records:
-        for delta in record.deltas:
-            counts[math.floor(delta.at - start)] += delta.num_tokens
+        for arrival in record.arrivals:
+            counts[math.floor(arrival.at - start)] += arrival.num_tokens
     return [counts[second] for second in range(max(counts) + 1)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagewire.bench import chart, flags, result, target
-from pagewire.bench.load import Load, exit_code, put
+from pagewire.bench.load import LoadTest, exit_code, put
 from pagewire.bench.run import Run
 from pagewire.bench.statistics import ServingMetrics, measure
 from pagewire.bench.workload import Workload
@@ -64,9 +64,9 @@ def _parser() -> Parser:
     return parser
 
 
-def _load(parsed: argparse.Namespace) -> Load:
+def _load(parsed: argparse.Namespace) -> LoadTest:
     input_len, output_len = flags.length_ranges(parsed)
-    return Load(
+    return LoadTest(
         name="throughput",
         workload=Workload(parsed.num_prompts, input_len, output_len, parsed.random_prefix_len, seed=parsed.seed),
         sampling=flags.sampling(parsed),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 from pagewire import conversation, installation, wire
-from pagewire.batch import Batch
+from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
 from pagewire.client import Client, one_each
 from pagewire.completion import Completion
@@ -206,7 +206,7 @@ class LLM:
                 progress.add(completion.usage.completion_tokens)
 
         try:
-            return Batch(requests, self._channels.stub, self.url, Attempts(0.0), on_done).run()
+            return RequestBatch(requests, self._channels.stub, self.url, Attempts(0.0), on_done).run()
         finally:
             if progress is not None:
                 progress.close()

@@ -22,7 +22,7 @@ import pytest
 from pagewire.bench import server_times
 from pagewire.bench.profile import profile, report
 from pagewire.bench.progress import ProgressLine
-from pagewire.bench.run import Delta, RequestRecord, Run, run
+from pagewire.bench.run import Arrival, RequestRecord, Run, run
 from pagewire.bench.server_times import ServerTimes, Total
 from pagewire.bench.statistics import measure, peak_concurrency, percentile, summarize, tokens_by_second
 from pagewire.bench.table import serving_table
@@ -39,10 +39,10 @@ from tests.core.simulated_worker import SimulatedWorker
 # Sent at 0, 1, 2 and 3 s. The first gets tokens at 0.5, 1.0, 2.0 (two) s, the second one at 1.5 s, the third fails and
 # the fourth is cut off.
 RECORDS = (
-    RequestRecord(10, 0.0, 0.0, 2.0, (Delta(0.5, 1), Delta(1.0, 1), Delta(2.0, 2)), is_finished=True),
-    RequestRecord(20, 1.0, 1.0, 2.5, (Delta(1.5, 1),), is_finished=True),
+    RequestRecord(10, 0.0, 0.0, 2.0, (Arrival(0.5, 1), Arrival(1.0, 1), Arrival(2.0, 2)), is_finished=True),
+    RequestRecord(20, 1.0, 1.0, 2.5, (Arrival(1.5, 1),), is_finished=True),
     RequestRecord(30, 2.0, 2.0, 2.25, (), is_finished=False, error="INTERNAL: no"),
-    RequestRecord(40, 2.5, 3.0, 4.0, (Delta(3.75, 1),), is_finished=False),
+    RequestRecord(40, 2.5, 3.0, 4.0, (Arrival(3.75, 1),), is_finished=False),
 )
 
 
@@ -175,8 +175,8 @@ def test_profile_by_hand() -> None:
     prefill = ServerTimes(Total(0.020, 2), Total(0.030, 2), Total(), Total(60, 2), 2, parts)
     parts = {"products": 0.016, "attention": 0.012, "sampling": 0.0}
     full = ServerTimes(Total(0.028, 6), Total(0.032, 2), Total(0.012, 4), Total(120, 6), 6, parts)
-    deltas = (Delta(0.018, 1), Delta(0.022, 1), Delta(0.026, 1))
-    record = RequestRecord(8, 0.0, 0.0, 0.026, deltas, is_finished=True)
+    arrivals = (Arrival(0.018, 1), Arrival(0.022, 1), Arrival(0.026, 1))
+    record = RequestRecord(8, 0.0, 0.0, 0.026, arrivals, is_finished=True)
     found = profile(prefill, full, [record, record])
     assert found.num_prefill_steps == 1
     assert (found.prefill, found.admission, found.first_delivery) == pytest.approx((0.010, 0.006, 0.002))

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.bench import dataset
-from pagewire.bench.run import Delta, counted
+from pagewire.bench.run import Arrival, counted
 from pagewire.bench.text_tokenizer import TextTokenizer
 from pagewire.cli.command import main
 from pagewire.errors import CommandError
@@ -276,8 +276,8 @@ def test_texts_have_about_the_length_that_was_asked_for() -> None:
 
 
 def test_tokens_are_shared_out_among_messages() -> None:
-    deltas = [Delta(at, 1) for at in (1.0, 2.0, 3.0)]
-    assert counted(deltas, 3, 4.0) == deltas
-    assert counted(deltas, 8, 4.0) == [Delta(1.0, 2), Delta(2.0, 3), Delta(3.0, 3)]
-    assert counted([], 2, 4.0) == [Delta(4.0, 2)]
+    arrivals = [Arrival(at, 1) for at in (1.0, 2.0, 3.0)]
+    assert counted(arrivals, 3, 4.0) == arrivals
+    assert counted(arrivals, 8, 4.0) == [Arrival(1.0, 2), Arrival(2.0, 3), Arrival(3.0, 3)]
+    assert counted([], 2, 4.0) == [Arrival(4.0, 2)]
     assert counted([], 0, 4.0) == []
