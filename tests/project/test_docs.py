@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from importlib import import_module, metadata
@@ -38,11 +38,14 @@ SOURCE_PATH = re.compile(r"^(?:[\w.-]+/)+[\w.-]+\.(?:py|md|h|c|js|sh|json|proto|
 MADE_PATHS = re.compile(r"^bench/results/gpu_")  # by commands that need a GPU
 MODULE_NAME = re.compile(r"^[\w/]+\.py$")
 
-documents = pytest.mark.parametrize("path", DOCUMENTS, ids=str)
-
 
 def read(path: Path) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
+
+
+def offenders(rule: Callable[[Path], Iterable[str]]) -> list[str]:
+    """A line for everything in the documents that breaks a rule."""
+    return [f"{path}: {breach}" for path in DOCUMENTS for breach in rule(path)]
 
 
 def fences(path: Path, *languages: str) -> list[str]:
@@ -72,17 +75,21 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@documents
-def test_relative_links_resolve(path: Path) -> None:
-    for link in LINK.findall(FENCE.sub("", read(path))):
-        if re.match(r"[a-z]+:", link):
-            continue
-        name, _, anchor = link.partition("#")
-        target = (ROOT / path.parent / name).resolve() if name else ROOT / path
-        assert target.exists(), f"{path} links to {link}"
-        assert target.is_relative_to(ROOT), f"{path} links out of the repository: {link}"
-        if anchor:
-            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path} links to {link}"
+def leads_somewhere(path: Path, link: str) -> bool:
+    """Whether a link of a document leads to a file of the repository, and to a heading of it if it names one."""
+    name, _, anchor = link.partition("#")
+    target = (ROOT / path.parent / name).resolve() if name else ROOT / path
+    if not target.exists() or not target.is_relative_to(ROOT):
+        return False
+    return not anchor or anchor in anchors(target.read_text(encoding="utf-8"))
+
+
+def test_relative_links_resolve() -> None:
+    def broken(path: Path) -> list[str]:
+        links = [link for link in LINK.findall(FENCE.sub("", read(path))) if not re.match(r"[a-z]+:", link)]
+        return [link for link in links if not leads_somewhere(path, link)]
+
+    assert offenders(broken) == []
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
@@ -121,7 +128,7 @@ def command_lines(path: Path) -> Iterator[list[str]]:
 
 
 def understand(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parses a command as the program does. SystemExit if it is refused."""
+    """Parses a command as the program does. LookupError for an unknown verb, SystemExit if it is refused."""
     parse, resolve = options.Parser.parse_args, options.resolve
 
     def parse_only(self: options.Parser, args: Any = None, namespace: Any = None) -> Any:
@@ -134,22 +141,23 @@ def understand(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Non
         resolve(*positional, **named)
         raise ParsedError
 
-    monkeypatch.setattr(options.Parser, "parse_args", parse_only)
-    monkeypatch.setattr(options, "resolve", resolve_only)
     verb = VERBS[arguments[0]]
-    with pytest.raises(ParsedError):
-        getattr(import_module(verb.module), verb.function)(list(arguments[1:]))
+    with monkeypatch.context() as patch:
+        patch.setattr(options.Parser, "parse_args", parse_only)
+        patch.setattr(options, "resolve", resolve_only)
+        with pytest.raises(ParsedError):
+            getattr(import_module(verb.module), verb.function)(list(arguments[1:]))
 
 
-COMMANDS = [(path, arguments) for path in DOCUMENTS for arguments in command_lines(path)]
+def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> Iterator[str]:
+        for arguments in command_lines(path):
+            try:
+                understand(arguments, monkeypatch)
+            except (LookupError, SystemExit):
+                yield f"pagewire {shlex.join(arguments)}"
 
-
-@pytest.mark.parametrize(
-    ("path", "arguments"), COMMANDS, ids=[f"{path}: {shlex.join(command)[:60]}" for path, command in COMMANDS]
-)
-def test_command_parses(path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert arguments[0] in VERBS, f"{path}: pagewire {arguments[0]}"
-    understand(arguments, monkeypatch)
+    assert offenders(refused) == []
 
 
 @pytest.mark.parametrize("command", ["serve models/storyteller --max-seqs 3", "complete --temprature 0 x"])
@@ -158,13 +166,15 @@ def test_an_unknown_flag_would_be_noticed(command: str, monkeypatch: pytest.Monk
         understand(shlex.split(command), monkeypatch)
 
 
-@documents
-def test_verbs_in_the_text_exist(path: Path) -> None:
-    for span in spans(path):
-        if match := re.match(r"pagewire ([a-z]+)(?: ([a-z]+))?", span):
-            assert match[1] in VERBS, f"{path}: {span}"
-            if match[1] == "bench" and match[2]:
-                assert match[2] in BENCH_VERBS, f"{path}: {span}"
+def test_verbs_in_the_text_exist() -> None:
+    def unknown(path: Path) -> Iterator[str]:
+        for span in spans(path):
+            if match := re.match(r"pagewire ([a-z]+)(?: ([a-z]+))?", span):
+                is_of_bench = match[1] == "bench" and match[2]
+                if match[1] not in VERBS or (is_of_bench and match[2] not in BENCH_VERBS):
+                    yield span
+
+    assert offenders(unknown) == []
 
 
 # What is named
@@ -189,19 +199,30 @@ FOREIGN_FLAGS = {
 }
 
 
-@documents
-def test_flags_exist(path: Path) -> None:
-    if path.name in ("CHANGELOG.md", "migrating.md"):
-        pytest.skip("it names flags of other programs, or that have gone")
-    named = {flag for span in spans(path) for flag in FLAG.findall(span)}
-    assert named <= our_flags() | FOREIGN_FLAGS, f"{path}: {sorted(named - our_flags() - FOREIGN_FLAGS)}"
+# These name flags of other programs, or flags that have gone.
+WITH_OTHER_FLAGS = ("CHANGELOG.md", "migrating.md")
 
 
-@documents
-def test_metrics_exist(path: Path) -> None:
+def test_flags_exist() -> None:
+    def unknown(path: Path) -> set[str]:
+        named = {flag for span in spans(path) for flag in FLAG.findall(span)}
+        return set() if path.name in WITH_OTHER_FLAGS else named - our_flags() - FOREIGN_FLAGS
+
+    assert offenders(unknown) == []
+
+
+def test_metrics_exist() -> None:
     histograms = {name.removesuffix("_bucket") for name in exported() if name.endswith("_bucket")}
-    named = {name.rstrip(":") for name in METRIC.findall(read(path))} - {"vllm", "pagewire"}
-    assert named <= {*exported(), *histograms}
+
+    def unknown(path: Path) -> set[str]:
+        return {name.rstrip(":") for name in METRIC.findall(read(path))} - {
+            "vllm",
+            "pagewire",
+            *exported(),
+            *histograms,
+        }
+
+    assert offenders(unknown) == []
 
 
 @cache
@@ -221,28 +242,37 @@ def our_variables() -> set[str]:
     return {f"PAGEWIRE_{field.name.upper()}" for config in configs for field in fields(config)}
 
 
-@documents
-def test_variables_exist(path: Path) -> None:
-    for name in set(VARIABLE.findall(read(path))) - our_variables():
-        assert f'"{name}"' in sources() or f"${name}" in sources() or f"{name}=" in sources(), f"{path}: {name}"
+def test_variables_exist() -> None:
+    def unknown(path: Path) -> list[str]:
+        named = set(VARIABLE.findall(read(path))) - our_variables()
+        return [name for name in named if not any(use in sources() for use in (f'"{name}"', f"${name}", f"{name}="))]
+
+    assert offenders(unknown) == []
 
 
-@documents
-def test_make_targets_exist(path: Path) -> None:
+def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", read(Path("Makefile")), re.MULTILINE))
-    code = [*spans(path), *fences(path, "", "sh", "bash", "console")]
-    assert {name for text in code for name in MAKE_TARGET.findall(text)} <= targets
+
+    def unknown(path: Path) -> set[str]:
+        code = [*spans(path), *fences(path, "", "sh", "bash", "console")]
+        return {name for text in code for name in MAKE_TARGET.findall(text)} - targets
+
+    assert offenders(unknown) == []
 
 
-@documents
-def test_paths_in_the_text_exist(path: Path) -> None:
-    """Either from the root, from the document's folder, or, for a module, from somewhere in the source."""
-    names = [name for name in TRACKED if name]
-    for span in spans(path):
-        if (SOURCE_PATH.match(span) or MODULE_NAME.match(span)) and not MADE_PATHS.match(span):
-            places = (ROOT / span, ROOT / path.parent / span)
-            is_tail = any(f"/{name}".endswith(f"/{span}") or f"/{span}" in f"/{name}" for name in names)
-            assert is_tail or any(place.exists() for place in places), f"{path}: {span}"
+def is_there(path: Path, name: str) -> bool:
+    """Whether a path that a document names is there from the root, from its folder, or as the end of another path."""
+    if (ROOT / name).exists() or (ROOT / path.parent / name).exists():
+        return True
+    return any(f"/{other}".endswith(f"/{name}") or f"/{name}" in f"/{other}" for other in TRACKED if other)
+
+
+def test_paths_in_the_text_exist() -> None:
+    def missing(path: Path) -> list[str]:
+        named = [span for span in spans(path) if SOURCE_PATH.match(span) or MODULE_NAME.match(span)]
+        return [name for name in named if not MADE_PATHS.match(name) and not is_there(path, name)]
+
+    assert offenders(missing) == []
 
 
 # Python. tests/project/test_types.py checks what stands in the documents.

@@ -1,4 +1,4 @@
-"""The boundaries of the code: who may import whom, how long a function may be, what never happens.
+"""The boundaries of the code: who may import whom, and what never happens.
 
 The rules are those of ARCHITECTURE.md. They are checked on the source, so that an import inside a function counts too.
 """
@@ -6,19 +6,19 @@ The rules are those of ARCHITECTURE.md. They are checked on the source, so that 
 import ast
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.project.counts import is_kernel
+from tests.project.sources import PACKAGES, ROOT, imports, module_name, parse, sources
+
 # These are links to folders of the top level, whose names are not ours to install.
 LINKED = ("pagewire.kernels", "pagewire.protos")
-PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire")
 OURS = ("scheduler_service", "worker_service", "pagewire", "bench", "models", "tests")
-MAX_FUNCTION_LINES = 60
-MAX_MODULES = 20  # of a folder
+EVERY_SOURCE = (*PACKAGES, "bench", "models")
 
 # What serves clients may import of ours, whatever the protocol.
 PUBLIC_IMPORTS = (
@@ -112,11 +112,34 @@ ALLOWED_IMPORTS = {
         "worker_service.session",
         "worker_service.step",
     ),
-    "pagewire": ("pagewire", "scheduler_service", "worker_service", "pagewire.protos.gen.pagewire.scheduler"),
+    # The client library is what stands right under `pagewire`. Its `__init__` loads `LLM` when that is first used.
+    "pagewire": (
+        *(f"pagewire.{path.stem}" for path in (ROOT / "pagewire").glob("*.py")),
+        "pagewire.transport",
+        "pagewire.llm",
+        "pagewire.protos.gen.pagewire.scheduler",
+        "scheduler_service.serving.template_sandbox",
+    ),
+    "pagewire.__main__": ("pagewire.cli",),
+    "pagewire.hosting": (
+        "pagewire.hosting",
+        "pagewire.errors",
+        "pagewire.options",
+        "pagewire.transport",
+        "worker_service",
+    ),
+    "pagewire.llm": ("pagewire",),
+    "pagewire.cli": ("pagewire", "scheduler_service", "worker_service"),
+    "pagewire.bench": ("pagewire",),
 }
+# Packages of pagewire that the client library does without.
+BESIDE_THE_CLIENT = ("bench", "cli", "hosting", "kernels", "llm")
 # Packages whose `__init__` names all that others may use, and modules beside it that load what is not always there.
-DOORS = tuple(f"worker_service.{name}" for name in ("attention", "cache", "device", "host", "rows"))
-SIDE_DOORS = ("worker_service.attention.cached_attend",)
+DOORS = (
+    *(f"worker_service.{name}" for name in ("attention", "cache", "device", "host", "rows")),
+    "pagewire.cli",
+)
+SIDE_DOORS = ("worker_service.attention.cached_attend", "pagewire.cli.chat")
 # The only modules of a service that may import its rpc package from outside it.
 COMPOSERS = ("scheduler_service.server", "scheduler_service.front_end", "worker_service.server")
 # The standard library of the core: nothing that does I/O, tells the time, draws at random or runs beside it.
@@ -127,31 +150,8 @@ DENIED_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal
 DENIED_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 
 
-def sources(*folders: str) -> list[Path]:
-    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
-    return sorted(path.relative_to(ROOT) for path in found)
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-
-
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Full names of what is imported: `from a import b` gives `a.b`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"a relative import in line {node.lineno}"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def is_under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
 
 
 def is_allowed(name: str, allowed: tuple[str, ...]) -> bool:
@@ -173,12 +173,16 @@ def forbidden_imports(module: str, imported: list[str]) -> list[str]:
     return forbidden
 
 
-every_source = pytest.mark.parametrize("path", sources(*PACKAGES, "bench", "models"), ids=str)
+def offenders(folders: Sequence[str], rule: Callable[[Path], Iterable[str]]) -> list[str]:
+    """A line for each breach of a rule in the modules of some folders."""
+    return [f"{path}: {breach}" for path in sources(*folders) for breach in rule(path)]
 
 
-@every_source
-def test_imports_keep_to_the_boundaries(path: Path) -> None:
-    assert forbidden_imports(module_name(path), list(imports(parse(path)))) == []
+def test_imports_keep_to_the_boundaries() -> None:
+    def forbidden(path: Path) -> list[str]:
+        return forbidden_imports(module_name(path), list(imports(parse(path))))
+
+    assert offenders(EVERY_SOURCE, forbidden) == []
 
 
 def test_boundaries_are_noticed_when_they_break() -> None:
@@ -218,8 +222,10 @@ def around_doors(module: str, imported: list[str]) -> list[str]:
 
 
 def test_packages_are_entered_by_their_doors() -> None:
-    found = {path: around_doors(module_name(path), list(imports(parse(path)))) for path in sources(*PACKAGES, "bench")}
-    assert not {path: names for path, names in found.items() if names}
+    def around(path: Path) -> list[str]:
+        return around_doors(module_name(path), list(imports(parse(path))))
+
+    assert offenders((*PACKAGES, "bench"), around) == []
     assert around_doors("worker_service.runner", ["worker_service.rows.table.SequenceTable"])
     assert not around_doors("worker_service.runner", ["worker_service.rows.SequenceTable"])
 
@@ -236,91 +242,88 @@ def rooms(service: str) -> dict[str, set[str]]:
     return found
 
 
-def test_the_workers_rooms_stand_on_one_another() -> None:
-    """No two of its packages need each other, and the whole can be read from below."""
-    left = rooms("worker_service")
-    assert len(left) <= 20
+@pytest.mark.parametrize(("package", "most_rooms", "most_levels"), [("worker_service", 20, 8), ("pagewire", 26, 12)])
+def test_rooms_stand_on_one_another(package: str, most_rooms: int, most_levels: int) -> None:
+    """No two rooms need each other, and the whole can be read from below."""
+    left = rooms(package)
+    assert len(left) <= most_rooms
     levels = 0
     while left:
         ground = {room for room, needed in left.items() if not needed & left.keys()}
         assert ground, f"these import one another: {left}"
         left = {room: needed for room, needed in left.items() if room not in ground}
         levels += 1
-    assert levels <= 8
+    assert levels <= most_levels
 
 
-@pytest.mark.parametrize("path", sources(*PACKAGES, "protos/gen", "bench", "models", "tests"), ids=str)
-def test_folders_linked_into_the_package_are_imported_from_there(path: Path) -> None:
+def test_folders_linked_into_the_package_are_imported_from_there() -> None:
     """PyPI has a package `kernels`, which transformers uses."""
-    assert not [name for name in imports(parse(path)) if name.split(".")[0] in {"kernels", "protos"}]
+
+    def by_their_own_names(path: Path) -> list[str]:
+        return [name for name in imports(parse(path)) if name.split(".")[0] in {"kernels", "protos"}]
+
+    assert offenders((*EVERY_SOURCE, "protos/gen", "tests"), by_their_own_names) == []
 
 
-@pytest.mark.parametrize("path", sources("scheduler_service/core"), ids=str)
-def test_core_is_pure(path: Path) -> None:
-    outside = {name.split(".")[0] for name in imports(parse(path))} - {"scheduler_service", "xxhash"}
-    assert outside <= sys.stdlib_module_names
-    assert not outside & CORE_DENIED
+def test_core_is_pure() -> None:
+    def impure(path: Path) -> set[str]:
+        outside = {name.split(".")[0] for name in imports(parse(path))} - {"scheduler_service", "xxhash"}
+        return outside - sys.stdlib_module_names | outside & CORE_DENIED
+
+    assert offenders(["scheduler_service/core"], impure) == []
 
 
-@pytest.mark.parametrize("path", sources("scheduler_service/serving"), ids=str)
-def test_serving_knows_nothing_of_the_wire(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(parse(path))} & TRANSPORT
+def test_serving_knows_nothing_of_the_wire() -> None:
+    def of_the_wire(path: Path) -> set[str]:
+        return {name.split(".")[0] for name in imports(parse(path))} & TRANSPORT
+
+    assert offenders(["scheduler_service/serving"], of_the_wire) == []
 
 
-def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether Triton compiles it."""
-    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+def functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
 
 
-@every_source
-def test_functions_are_short(path: Path) -> None:
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            first_line = node.body[0].lineno if is_kernel(node) else node.lineno  # a kernel has a line per parameter
-            num_lines = node.end_lineno - first_line + 1
-            assert num_lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno}: {node.name} has {num_lines} lines"
+def test_functions_around_kernels_are_typed() -> None:
+    """mypy cannot ask for it there, since kernels have no types."""
+
+    def untyped(path: Path) -> list[str]:
+        return [
+            node.name
+            for node in functions(path)
+            if not is_kernel(node)
+            and any(
+                annotation is None
+                for annotation in (
+                    node.returns,
+                    *(each.annotation for each in (*node.args.args, *node.args.kwonlyargs) if each.arg != "self"),
+                )
+            )
+        ]
+
+    assert offenders(["pagewire/kernels/triton"], untyped) == []
 
 
-@pytest.mark.parametrize("path", sources("pagewire/kernels/triton"), ids=str)
-def test_functions_around_kernels_are_typed(path: Path) -> None:
-    """mypy cannot ask for it here, since kernels have no types."""
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.FunctionDef) and not is_kernel(node):
-            assert node.returns is not None, f"{path}:{node.lineno}: {node.name}"
-            arguments = [argument for argument in (*node.args.args, *node.args.kwonlyargs) if argument.arg != "self"]
-            assert all(argument.annotation is not None for argument in arguments), f"{path}:{node.lineno}: {node.name}"
+def test_nothing_is_tuned_while_the_engine_runs() -> None:
+    def tuned(path: Path) -> list[str]:
+        decorators = [ast.unparse(decorator) for node in functions(path) for decorator in node.decorator_list]
+        return [decorator for decorator in decorators if "autotune" in decorator or "heuristics" in decorator]
+
+    assert offenders(["pagewire/kernels/triton"], tuned) == []
 
 
-@pytest.mark.parametrize("path", sources("pagewire/kernels/triton"), ids=str)
-def test_nothing_is_tuned_while_the_engine_runs(path: Path) -> None:
-    decorators = [
-        ast.unparse(decorator)
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.FunctionDef)
-        for decorator in node.decorator_list
-    ]
-    assert not [decorator for decorator in decorators if "autotune" in decorator or "heuristics" in decorator]
+def test_modules_are_nouns() -> None:
+    nowhere = {"utils", "util", "helpers", "common", "misc"}
+    assert not [path for path in sources(*EVERY_SOURCE) if path.stem in nowhere]
 
 
-def test_folders_are_small() -> None:
-    """Nobody finds their way among many files of one level."""
-    modules = [path for path in sources("scheduler_service", "pagewire/kernels") if path.stem != "__init__"]
-    sizes = Counter(path.parent for path in modules)
-    assert not {folder: size for folder, size in sizes.items() if size > MAX_MODULES}
+def test_nothing_runs_what_it_reads() -> None:
+    def dangerous(path: Path) -> set[str]:
+        tree = parse(path)
+        calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        return {name.split(".")[0] for name in imports(tree)} & DENIED_MODULES | calls & DENIED_CALLS
 
-
-@every_source
-def test_modules_are_nouns(path: Path) -> None:
-    assert path.stem not in {"utils", "util", "helpers", "common", "misc"}
-
-
-@every_source
-def test_nothing_runs_what_it_reads(path: Path) -> None:
-    tree = parse(path)
-    assert not {name.split(".")[0] for name in imports(tree)} & DENIED_MODULES
-    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert not calls & DENIED_CALLS
+    assert offenders(EVERY_SOURCE, dangerous) == []
 
 
 def loaded_after(code: str) -> set[str]:
@@ -342,8 +345,12 @@ def test_the_scheduler_and_the_client_load_neither_torch_nor_numpy() -> None:
     }
 
 
-def test_the_client_loads_no_service() -> None:
-    assert not loaded_after("import pagewire") & {*HEAVY, "scheduler_service", "worker_service", "pagewire.kernels"}
+def test_importing_the_package_loads_the_client_alone() -> None:
+    others = {"scheduler_service", "worker_service", *(f"pagewire.{name}" for name in BESIDE_THE_CLIENT)}
+    assert not loaded_after("import pagewire") & {*HEAVY, *others, "pagewire.client"}
+    loaded = loaded_after("import pagewire; pagewire.Client, pagewire.SamplingParams, pagewire.ServerInfo")
+    assert "pagewire.client" in loaded
+    assert not loaded & {*HEAVY, *others}
 
 
 def test_the_gateways_process_loads_no_service() -> None:
@@ -351,9 +358,9 @@ def test_the_gateways_process_loads_no_service() -> None:
 
 
 def test_no_module_is_there_twice() -> None:
-    places: dict[str, list[Path]] = {}
+    places = defaultdict(list)
     for path in sources(*PACKAGES):
-        places.setdefault((ROOT / path).read_text(encoding="utf-8"), []).append(path)
+        places[(ROOT / path).read_text(encoding="utf-8")].append(path)
     assert not [paths for text, paths in places.items() if text and len(paths) > 1]
 
 

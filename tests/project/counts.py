@@ -1,0 +1,133 @@
+"""Counts what the house consists of: statements, class names, Protocols. `python -m tests.project.counts [DIR]` prints.
+
+DIR is the root of another checkout, to compare with. `test_counts.py` holds each count to the ceilings below, which are
+what the house has: a change that needs more of something says so by raising its ceiling.
+"""
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources
+
+# Statements by ast; docstrings, comments and formatting do not count.
+MAX_STATEMENTS = {"scheduler_service": 8_300, "worker_service": 4_850, "pagewire/kernels": 2_000, "pagewire": 5_390}
+MAX_CLASS_NAMES_TWICE = 25
+MAX_PROTOCOLS = 25
+MAX_FUNCTION_LINES = 60
+MAX_MODULES = 20  # of a folder
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def statements(tree: ast.AST) -> int:
+    nodes = list(ast.walk(tree))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = sum(
+        isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None for node in nodes
+    )
+    return sum(isinstance(node, ast.stmt) for node in nodes) - docstrings
+
+
+def statements_by_package(root: Path = ROOT) -> dict[str, int]:
+    return {package: sum(statements(parse(path, root)) for path in sources(package, root=root)) for package in PACKAGES}
+
+
+def classes(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Every class with the name of its module, also inside functions and other classes."""
+    for path in sources(*folders, root=root):
+        for node in ast.walk(parse(path, root)):
+            if isinstance(node, ast.ClassDef):
+                yield module_name(path), node
+
+
+def class_names_twice(root: Path = ROOT) -> dict[str, list[str]]:
+    """The names that several classes have, each with their modules."""
+    modules = defaultdict(list)
+    for module, node in classes(root):
+        modules[node.name].append(module)
+    return {name: found for name, found in sorted(modules.items()) if len(found) > 1}
+
+
+def protocols(root: Path = ROOT) -> dict[str, ast.ClassDef]:
+    """By module and name, as in `scheduler_service.serving.engine.RequestEngine`."""
+    found = ((f"{module}.{node.name}", node) for module, node in classes(root))
+    return {name: node for name, node in found if _is_protocol(node)}
+
+
+def implementations() -> dict[str, list[str]]:
+    """By Protocol, the classes that have or inherit all of its members, fakes of tests and benchmarks included."""
+    found = list(classes(folders=(*PACKAGES, "bench", "tests")))
+    own: dict[str, set[str]] = defaultdict(set)
+    for _, node in found:
+        own[node.name] |= members(node)
+    concrete = [
+        (f"{module}.{node.name}", own[node.name] | _inherited(node, own))
+        for module, node in found
+        if not _is_protocol(node)
+    ]
+    return {
+        protocol: [name for name, found in concrete if members(node) <= found] for protocol, node in protocols().items()
+    }
+
+
+def _is_protocol(node: ast.ClassDef) -> bool:
+    return any("Protocol" in ast.unparse(base) for base in node.bases)
+
+
+def _inherited(node: ast.ClassDef, own: Mapping[str, set[str]]) -> set[str]:
+    """Of base classes, which are known by their names."""
+    bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+    return set().union(*(own[base] for base in bases if base in own))
+
+
+def members(node: ast.ClassDef) -> set[str]:
+    """The names that a class gives its instances: methods, attributes of the class, and `self.NAME = ...`."""
+    found = {child.name for child in node.body if isinstance(child, Function)}
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
+            found.add(child.attr)
+    for child in node.body:
+        targets = (
+            child.targets
+            if isinstance(child, ast.Assign)
+            else [child.target]
+            if isinstance(child, ast.AnnAssign)
+            else []
+        )
+        found.update(target.id for target in targets if isinstance(target, ast.Name))
+    return found
+
+
+def long_functions() -> list[str]:
+    """Functions with more lines than are allowed. A kernel's parameters have a line each, and do not count."""
+    found = []
+    for path in sources(*PACKAGES, "bench", "models"):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, Function) and node.end_lineno is not None:
+                first_line = node.body[0].lineno if is_kernel(node) else node.lineno
+                num_lines = node.end_lineno - first_line + 1
+                if num_lines > MAX_FUNCTION_LINES:
+                    found.append(f"{path}:{node.lineno}: {node.name} has {num_lines} lines")
+    return found
+
+
+def is_kernel(node: Function) -> bool:
+    """Whether Triton compiles the function."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def main(root: Path) -> None:
+    by_package = statements_by_package(root)
+    for package, number in by_package.items():
+        print(f"{number:7} statements in {package}")
+    print(f"{sum(by_package.values()):7} statements in all")
+    twice = class_names_twice(root)
+    print(f"{len(twice):7} class names defined twice: {', '.join(twice)}")
+    print(f"{len(protocols(root)):7} Protocols: {', '.join(name.rpartition('.')[2] for name in protocols(root))}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT)

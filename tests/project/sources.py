@@ -1,0 +1,35 @@
+"""Reads the Python source of the repository for the tests of the project."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What is installed, and counted. Links of `pagewire` to folders of the top level are not followed.
+PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire")
+
+
+def sources(*folders: str, root: Path = ROOT) -> list[Path]:
+    """The modules in these folders and below, relative to the root."""
+    found = [path for folder in folders for path in (root / folder).rglob("*.py") if "__pycache__" not in path.parts]
+    return sorted(path.relative_to(root) for path in found)
+
+
+@cache
+def parse(path: Path, root: Path = ROOT) -> ast.Module:
+    return ast.parse((root / path).read_text(encoding="utf-8"), filename=str(path))
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The full names of what is imported: `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"a relative import in line {node.lineno}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
