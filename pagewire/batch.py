@@ -107,15 +107,13 @@ class RequestBatch:
 
     def _wait(self, failure: PagewireError, prefix: str = "") -> None:
         """Until the next attempt. Raises the failure if there is none."""
-        delay_s = self._attempts.delay_after(failure)
-        if delay_s is None:
-            raise type(failure)(
-                f"{prefix}{failure}",
-                code=failure.code,
-                field_violations=failure.field_violations,
-                retry_delay=failure.retry_delay,
-            )
-        self._cancelled.wait(delay_s)
+        named = type(failure)(
+            f"{prefix}{failure}",
+            code=failure.code,
+            field_violations=failure.field_violations,
+            retry_delay=failure.retry_delay,
+        )
+        self._cancelled.wait(self._attempts.next_delay(named))
 
 
 class _Running:

@@ -311,19 +311,9 @@ class Client:
         Everything else is as in `complete`. InvalidRequest for a model without a template, and a template that fails.
         """
         prompts_of = partial(conversation.prompts_of, self.info(), chat_template, add_generation_prompt)
-        is_one = conversation.is_one(messages)
-        texts = prompts_of([messages] if is_one else messages, template_variables)
-        prompts = self.tokenize(texts, add_special_tokens=False)
-        requests = self._requests(
-            None if is_one else prompts,
-            sampling,
-            fields,
-            prompts[0] if is_one else None,
-            request_id,
-            priority,
-            cache_salt,
-            tenant,
-        )
+        prompts = self.tokenize(prompts_of(messages, template_variables), add_special_tokens=False)
+        several, one = (None, prompts[0]) if conversation.is_one(messages) else (prompts, None)
+        requests = self._requests(several, sampling, fields, one, request_id, priority, cache_salt, tenant)
         return self._complete(requests, Attempts(self._retry_s, timeout))
 
     @overload
@@ -377,19 +367,9 @@ class Client:
     ) -> Completion | list[Completion]:
         """The asynchronous twin of `chat`."""
         prompts_of = partial(conversation.prompts_of, await self.server_info(), chat_template, add_generation_prompt)
-        is_one = conversation.is_one(messages)
-        texts = prompts_of([messages] if is_one else messages, template_variables)
-        prompts = await self.atokenize(texts, add_special_tokens=False)
-        requests = self._requests(
-            None if is_one else prompts,
-            sampling,
-            fields,
-            prompts[0] if is_one else None,
-            request_id,
-            priority,
-            cache_salt,
-            tenant,
-        )
+        prompts = await self.atokenize(prompts_of(messages, template_variables), add_special_tokens=False)
+        several, one = (None, prompts[0]) if conversation.is_one(messages) else (prompts, None)
+        requests = self._requests(several, sampling, fields, one, request_id, priority, cache_salt, tenant)
         return await self._acomplete(requests, Attempts(self._retry_s, timeout))
 
     @overload
@@ -619,12 +599,11 @@ class Client:
 
     def _stream(self, request: pb.GenerateRequest, attempts: Attempts) -> Generator[Output, None, None]:
         builder = CompletionBuilder(_num_samples(request), attempts.started_at)
-        has_begun = False
         while True:
             call = self._channels.stub.Generate(request, timeout=attempts.timeout_s)
             try:
                 for response in blocking_call.responses(call):
-                    has_begun = True
+                    attempts.end()
                     output = wire.decode_output(response)
                     builder.add(output, time.monotonic())
                     yield output
@@ -632,31 +611,25 @@ class Client:
                 return
             except grpc.RpcError as error:
                 failure = wire.decode_error(error, self.url)
-                delay_s = None if has_begun else attempts.delay_after(failure)
-                if delay_s is None:
-                    raise failure from None
             finally:
                 call.cancel()
-            time.sleep(delay_s)
+            time.sleep(attempts.next_delay(failure))
 
     async def _generate(self, request: pb.GenerateRequest, attempts: Attempts) -> AsyncGenerator[Output, None]:
         builder = CompletionBuilder(_num_samples(request), attempts.started_at)
-        has_begun = False
         while True:
             try:
                 async with contextlib.aclosing(self._responses(request, attempts.timeout_s)) as responses:
                     async for response in responses:
-                        has_begun = True
+                        attempts.end()
                         output = wire.decode_output(response)
                         builder.add(output, time.monotonic())
                         yield output
                 builder.finish(time.monotonic())
                 return
-            except PagewireError as failure:
-                delay_s = None if has_begun else attempts.delay_after(failure)
-                if delay_s is None:
-                    raise
-            await asyncio.sleep(delay_s)
+            except PagewireError as error:
+                failure = error
+            await asyncio.sleep(attempts.next_delay(failure))
 
     async def _responses(
         self,
@@ -703,10 +676,7 @@ class Client:
                 return await method(request, timeout=timeout)
             except grpc.RpcError as error:
                 failure = wire.decode_error(error, self.url)
-            delay_s = attempts.delay_after(failure)
-            if delay_s is None:
-                raise failure
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(attempts.next_delay(failure))
 
     def _call_synchronously(self, method: Any, request: Any) -> Any:
         attempts = Attempts(self._retry_s)
@@ -715,10 +685,7 @@ class Client:
                 return method(request, timeout=UNARY_TIMEOUT_S)
             except grpc.RpcError as error:
                 failure = wire.decode_error(error, self.url)
-            delay_s = attempts.delay_after(failure)
-            if delay_s is None:
-                raise failure
-            time.sleep(delay_s)
+            time.sleep(attempts.next_delay(failure))
 
 
 def _merged(sampling: SamplingParams | None, fields: SamplingFields) -> SamplingParams | None:

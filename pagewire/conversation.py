@@ -21,16 +21,19 @@ def prompts_of(
     info: ServerInfo,
     template: str | None,
     add_generation_prompt: bool,
-    conversations: Sequence[Any],
+    messages: Sequence[Any],
     variables: Mapping[str, Any] | None,
 ) -> list[str]:
-    """The prompts that continue some conversations, special tokens included, made by the served model's template or by
-    another. `variables` are passed to it. Raises InvalidRequest."""
+    """The prompts that continue a conversation, or each conversation of a list, special tokens included.
+
+    They are made by the given template, or by the served model's, which gets `variables` too. Raises InvalidRequest.
+    """
     from pagewire import chat_template  # with Jinja2, which nobody else needs
 
     template = info.chat_template if template is None else template
     if template is None:
         raise _invalid(f"{info.served_model_name} has no chat template: give chat_template, or a prompt to complete")
+    conversations = [messages] if is_one(messages) else messages
     if not all(conversations):
         raise _invalid("a conversation has no messages")
     try:

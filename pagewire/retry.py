@@ -23,7 +23,7 @@ class Attempts:
 
     @property
     def timeout_s(self) -> float | None:
-        """What is left for the next attempt."""
+        """The seconds that are left for the next attempt, or None where there is no limit."""
         return None if self._timeout_at is None else max(0.0, self._timeout_at - time.monotonic())
 
     def delay_after(self, failure: PagewireError) -> float | None:
@@ -36,3 +36,14 @@ class Attempts:
             delay_s = DELAYS_S[min(self._num_failures, len(DELAYS_S) - 1)]
         self._num_failures += 1
         return min(delay_s * random.uniform(1 - JITTER, 1 + JITTER), remaining_s)
+
+    def next_delay(self, failure: PagewireError) -> float:
+        """Seconds to wait before the next attempt. Raises the failure if there is none."""
+        delay_s = self.delay_after(failure)
+        if delay_s is None:
+            raise failure
+        return delay_s
+
+    def end(self) -> None:
+        """Makes this attempt the last one: what has begun is never begun again."""
+        self._retry_until = self.started_at

@@ -1,16 +1,14 @@
 """`pagewire chat`: a conversation."""
 
 import asyncio
-import contextlib
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 from pagewire.cli import complete, connection, sampling_flags
 from pagewire.cli.chat_terminal import ChatTerminal, history_path
 from pagewire.client import Client
-from pagewire.completion import Completion, CompletionBuilder
+from pagewire.completion import Completion
 from pagewire.errors import CommandError, InvalidRequest, PagewireError
 from pagewire.options import Parser, suggestion
 from pagewire.sampling import SamplingParams
@@ -82,7 +80,8 @@ def main(arguments: Sequence[str]) -> int:
             sampling = sampling_flags.sampling(parsed)
             if parsed.quick is not None:
                 prompt = conversation.ask(parsed.quick)
-                completion = runner.run(complete.stream(client, prompt, sampling, sys.stdout))
+                printer = complete.SamplePrinter(1, sys.stdout)
+                completion = runner.run(complete.stream(client, prompt, sampling, printer))
                 if parsed.stats:
                     tell(complete.statistics(completion))
             else:
@@ -187,29 +186,19 @@ class Chat:
 
     def _stream(self, message: str) -> None:
         """Streams an answer to standard output and keeps the turn; of one that is interrupted, what there is."""
-        said: list[str] = []
+        printer = complete.SamplePrinter(1, sys.stdout)
+        prompt = self._conversation.ask(message)
         try:
-            completion = self._runner.run(self._receive(self._conversation.ask(message), said))
+            completion = self._runner.run(complete.stream(self._client, prompt, self._sampling, printer))
         except KeyboardInterrupt:
             tell("\n(stopped)")
-            if any(said):
-                self._conversation.add(message, "".join(said))
+            if printer.text:
+                self._conversation.add(message, printer.text)
             return
         self._conversation.add(message, completion.outputs[0].text)
         if self._with_statistics:
             tell(complete.statistics(completion))
         self._tell_if_full(completion)
-
-    async def _receive(self, prompt: str, said: list[str]) -> Completion:
-        """Writes an answer as it comes; `said` gets its texts."""
-        builder = CompletionBuilder(1, time.monotonic())
-        printer = complete.SamplePrinter(1, sys.stdout)
-        async with contextlib.aclosing(self._client.generate(prompt, self._sampling)) as outputs:
-            async for output in outputs:
-                builder.add(output, time.monotonic())
-                printer.add(output)
-                said.append(output.text)
-        return builder.finish(time.monotonic())
 
     def _tell_if_full(self, completion: Completion) -> None:
         usage = completion.usage

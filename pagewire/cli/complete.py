@@ -1,7 +1,6 @@
 """`pagewire complete`: one request, its text on standard output as it comes, its statistics on standard error."""
 
 import argparse
-import asyncio
 import contextlib
 import json
 import sys
@@ -21,17 +20,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
     request = request_arguments(parser, parsed) | {"timeout": parsed.timeout}
-    completion = asyncio.run(_complete(connection.client(parser, parsed), request, as_json=parsed.json))
+    client = connection.client(parser, parsed)
+    printer = None if parsed.json else SamplePrinter(request["sampling"].n or 1, sys.stdout)
+    call = client.acomplete(**request) if printer is None else stream(client, printer=printer, **request)
+    completion = connection.run(client, call)
     if parsed.json:
         print(json.dumps(describe(completion)), flush=True)
     else:
         print(statistics(completion), file=sys.stderr)
     return 0
-
-
-async def _complete(client: Client, request: dict[str, Any], *, as_json: bool) -> Completion:
-    async with client:
-        return await (client.acomplete(**request) if as_json else stream(client, file=sys.stdout, **request))
 
 
 def _parser() -> Parser:
@@ -83,16 +80,14 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
 
 
 async def stream(
-    client: Client, prompt: str | None, sampling: SamplingParams, file: TextIO, **request: Any
+    client: Client, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
 ) -> Completion:
-    """Streams one request to a file and returns the whole of it.
+    """Prints what comes of a request as it comes, and returns the whole of it.
 
     In an event loop, since Ctrl-C cancels its task where it awaits. In a call that blocks, the exception can come while
     gRPC's own code holds a lock, after which its channel stands still.
     """
-    num_samples = sampling.n or 1
-    builder = CompletionBuilder(num_samples, time.monotonic())
-    printer = SamplePrinter(num_samples, file)
+    builder = CompletionBuilder(sampling.n or 1, time.monotonic())
     async with contextlib.aclosing(client.generate(prompt, sampling, **request)) as outputs:
         async for output in outputs:
             builder.add(output, time.monotonic())
@@ -111,6 +106,7 @@ class SamplePrinter:
         self._labelled = num_samples > 1
         self._waiting: list[list[Output]] = [[] for _ in range(num_samples)]
         self._current = 0
+        self.text = ""  # that was written, without labels and the ends of lines after samples
         self._label()
 
     def add(self, output: Output) -> None:
@@ -123,7 +119,9 @@ class SamplePrinter:
         """Writes what there is of the current sample; True at its end."""
         deltas, self._waiting[self._current] = self._waiting[self._current], []
         ended = any(delta.finish_reason is not None for delta in deltas)
-        self._file.write("".join(delta.text for delta in deltas) + "\n" * ended)
+        text = "".join(delta.text for delta in deltas)
+        self.text += text
+        self._file.write(text + "\n" * ended)
         self._file.flush()
         return ended
 

@@ -1,10 +1,15 @@
 """The flags that say which server the client verbs talk to."""
 
 import argparse
+import asyncio
 import os
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from pagewire.client import Client
 from pagewire.options import Parser
+
+Result = TypeVar("Result")
 
 DEFAULT_URL = "127.0.0.1:50051"
 URL_VARIABLE = "PAGEWIRE_URL"
@@ -40,3 +45,13 @@ def client(parser: Parser, arguments: argparse.Namespace) -> Client:
         return Client(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+
+
+def run(client: Client, call: Coroutine[Any, Any, Result]) -> Result:
+    """Makes a call of the client in an event loop of its own, and closes the client."""
+
+    async def run_and_close() -> Result:
+        async with client:
+            return await call
+
+    return asyncio.run(run_and_close())

@@ -1,11 +1,10 @@
 """`pagewire demo`: serves the bundled model, or another, on loopback, streams one completion, and ends."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagewire.cli import complete
+from pagewire.cli import complete, connection
 from pagewire.client import Client
 from pagewire.hosting import local_server
 from pagewire.options import Parser
@@ -31,12 +30,8 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(own)
     sampling = SamplingParams(temperature=0.0, max_tokens=parsed.max_tokens)
     with local_server.serving(parsed.model, serve_flags) as url:
-        asyncio.run(_tell(url, parsed.prompt, sampling))
+        client = Client(url)
+        sys.stdout.write(parsed.prompt)
+        told = complete.stream(client, parsed.prompt, sampling, complete.SamplePrinter(1, sys.stdout))
+        print(complete.statistics(connection.run(client, told)), flush=True)
     return 0
-
-
-async def _tell(url: str, prompt: str, sampling: SamplingParams) -> None:
-    async with Client(url) as client:
-        sys.stdout.write(prompt)
-        completion = await complete.stream(client, prompt, sampling, sys.stdout)
-        print(complete.statistics(completion), flush=True)

@@ -1,6 +1,5 @@
 """`pagewire submit`, `attach` and `result`: requests that outlive their client."""
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -20,7 +19,8 @@ def submit(arguments: Sequence[str]) -> int:
     complete.add_request_flags(parser)
     parsed = parser.parse_args(arguments)
     request = complete.request_arguments(parser, parsed)
-    print(asyncio.run(_submit(connection.client(parser, parsed), request)), flush=True)
+    client = connection.client(parser, parsed)
+    print(connection.run(client, client.submit(**request)), flush=True)
     return 0
 
 
@@ -34,7 +34,7 @@ def attach(arguments: Sequence[str]) -> int:
     if parsed.from_token < 0:
         parser.error(f"--from-token is {parsed.from_token}, but must be at least 0")
     client = connection.client(parser, parsed)
-    asyncio.run(_attach(client, parsed.request_id, parsed.tenant, parsed.from_token))
+    connection.run(client, _attach(client, parsed.request_id, parsed.tenant, parsed.from_token))
     return 0
 
 
@@ -42,7 +42,8 @@ def result(arguments: Sequence[str]) -> int:
     parser = _parser("result", "Show the state of a submitted request and its output so far.")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of the text")
     parsed = parser.parse_args(arguments)
-    found = asyncio.run(_result(connection.client(parser, parsed), parsed.request_id, parsed.tenant))
+    client = connection.client(parser, parsed)
+    found = connection.run(client, client.result(parsed.request_id, tenant=parsed.tenant))
     if parsed.json:
         print(json.dumps(describe(found)), flush=True)
     else:
@@ -72,24 +73,12 @@ def _parser(verb: str, description: str) -> Parser:
     return parser
 
 
-async def _submit(client: Client, request: dict[str, Any]) -> str:
-    async with client:
-        return await client.submit(**request)
-
-
 async def _attach(client: Client, request_id: str, tenant: str, from_token: int) -> None:
-    async with client:
-        num_samples = len((await client.result(request_id, tenant=tenant)).outputs)
-        printer = complete.SamplePrinter(num_samples, sys.stdout)
-        stream = client.attach(request_id, tenant=tenant, from_token=from_token)
-        async with contextlib.aclosing(stream) as outputs:
-            async for output in outputs:
-                printer.add(output)
-
-
-async def _result(client: Client, request_id: str, tenant: str) -> Result:
-    async with client:
-        return await client.result(request_id, tenant=tenant)
+    num_samples = len((await client.result(request_id, tenant=tenant)).outputs)
+    printer = complete.SamplePrinter(num_samples, sys.stdout)
+    async with contextlib.aclosing(client.attach(request_id, tenant=tenant, from_token=from_token)) as outputs:
+        async for output in outputs:
+            printer.add(output)
 
 
 def _print(found: Result) -> None:

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     view = _View(connection.client(parser, parsed), parsed.request, parsed.tenant, with_map=parsed.watch)
     with _screen() if parsed.watch and not parsed.json and sys.stdout.isatty() else contextlib.nullcontext():
-        asyncio.run(_watch(view, parsed.json) if parsed.watch else _print(view, parsed.json))
+        connection.run(view.client, _watch(view, parsed.json) if parsed.watch else _print(view, parsed.json))
     return 0
 
 
@@ -58,19 +58,17 @@ def _screen() -> Iterator[None]:
 
 
 async def _print(view: "_View", as_json: bool) -> None:
-    async with view.client:
-        print(await view.text(as_json), flush=True)
+    print(await view.text(as_json), flush=True)
 
 
 async def _watch(view: "_View", as_json: bool) -> None:
-    async with view.client:
-        while True:
-            try:
-                text = await view.text(as_json)
-            except Unavailable as error:
-                text = f"{datetime.now():%H:%M:%S} {error}"
-            print(text if as_json or not sys.stdout.isatty() else _frame(text), flush=True)
-            await asyncio.sleep(WATCH_INTERVAL_S)
+    while True:
+        try:
+            text = await view.text(as_json)
+        except Unavailable as error:
+            text = f"{datetime.now():%H:%M:%S} {error}"
+        print(text if as_json or not sys.stdout.isatty() else _frame(text), flush=True)
+        await asyncio.sleep(WATCH_INTERVAL_S)
 
 
 def _frame(text: str) -> str:

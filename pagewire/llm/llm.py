@@ -123,9 +123,8 @@ class LLM:
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
-        conversations = [messages] if conversation.is_one(messages) else messages
         info = self.client.info()
-        texts = conversation.prompts_of(info, chat_template, add_generation_prompt, conversations, chat_template_kwargs)
+        texts = conversation.prompts_of(info, chat_template, add_generation_prompt, messages, chat_template_kwargs)
         return self._run(texts, [None] * len(texts), sampling_params, use_tqdm, None, add_special_tokens=False)
 
     def get_tokenizer(self) -> Any:
