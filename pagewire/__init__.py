@@ -1,4 +1,4 @@
-"""What users import: the client of a Pagewire scheduler. Needs grpc and protobuf, never torch or numpy."""
+"""This package is the client of a Pagewire scheduler. It needs grpc and protobuf, never torch or numpy."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,7 @@ _MODULES = ("errors", "sampling", "server", "completion", "client", "llm")
 
 
 def _load(name: str) -> Any:
-    """Imports what is asked for when it is: the command has settings of gRPC to make before that is imported."""
+    """Imports a name when it is first used, since the command makes settings that gRPC reads when it is imported."""
     if name in __all__:
         for module in _MODULES:
             found = getattr(importlib.import_module(f"pagewire.{module}"), name, None)

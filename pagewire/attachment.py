@@ -1,4 +1,4 @@
-"""How far a client has got in the output of a detached request, over all of its connections."""
+"""Follows the output of a detached request over all connections of a client that attaches to it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +10,8 @@ from pagewire.errors import InternalError
 
 
 class Attachment:
-    """Each token of each sample, each log-probability of the prompt and each end once and in order, whatever is sent
-    again after a reconnect. Anything missing is an InternalError."""
+    """Hands on each token, each log-probability of the prompt and each sample's end once and in order, whatever the
+    server sends again after a reconnect. Raises InternalError for anything that is missing."""
 
     def __init__(self, from_token: int) -> None:
         self._from_token = from_token
@@ -21,12 +21,12 @@ class Attachment:
         self._num_prompt_logprobs_sent = 0  # in this connection
 
     def reconnect(self) -> Sequence[int]:
-        """A new connection begins. The first token to ask for of each sample that was seen."""
+        """Begins a new connection. Returns the first token to ask for, of each sample that was seen."""
         self._num_prompt_logprobs_sent = 0
         return self._next_tokens
 
     def take(self, output: Output) -> Output | None:
-        """What is new in a delta, None if nothing is."""
+        """Returns the part of a delta that is new, or None if nothing is."""
         while len(self._next_tokens) <= output.index:
             self._next_tokens.append(self._from_token)
         if output.prompt_logprobs is not None:
@@ -44,7 +44,7 @@ class Attachment:
         return output
 
     def finish(self) -> None:
-        """The stream has ended well."""
+        """Checks, when the stream has ended well, that every sample has ended."""
         if not self._next_tokens or len(self._ended) < len(self._next_tokens):
             raise InternalError("the stream ended before its samples", code=grpc.StatusCode.INTERNAL)
 

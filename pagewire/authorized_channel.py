@@ -1,11 +1,11 @@
-"""A channel whose calls carry an API key. Works on plaintext channels too, unlike gRPC's own call credentials."""
+"""Puts an API key on all calls of a channel. It works on plaintext channels too, unlike gRPC's own call credentials."""
 
 import functools
 from typing import Any
 
 
 class AuthorizedChannel:
-    """What a stub needs of a channel, synchronous or asynchronous."""
+    """A channel, synchronous or asynchronous, with the methods that a stub uses."""
 
     def __init__(self, channel: Any, api_key: str) -> None:
         self._channel = channel
@@ -24,7 +24,7 @@ class AuthorizedChannel:
         return self._authorized(self._channel.stream_stream(*arguments, **options))
 
     def close(self) -> Any:
-        """To be awaited if the channel is asynchronous."""
+        """Closes the channel. The result is to be awaited if the channel is asynchronous."""
         return self._channel.close()
 
     def _authorized(self, call: Any) -> Any:

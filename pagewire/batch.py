@@ -1,4 +1,4 @@
-"""A list of requests on one call of GenerateMany: as many at a time as the server takes, results in order."""
+"""Runs a list of requests on one call of GenerateMany: as many at a time as the server takes, with results in order."""
 
 import queue
 import threading
@@ -20,10 +20,10 @@ MAX_IN_FLIGHT = 1024
 
 
 class RequestBatch:
-    """Some requests of one caller.
+    """The requests of one caller that run together.
 
-    A server whose queue is full gets fewer at a time. A request that the server refuses otherwise, with an error that
-    names its place in the list, ends them all.
+    A server whose queue is full gets fewer at a time. A request that the server refuses for another reason ends them
+    all, with an error that names its place in the list.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class RequestBatch:
         attempts: Attempts,
         on_done: Callable[[Completion], None] = lambda completion: None,
     ) -> None:
-        """`on_done` hears of every request that has ended, in the thread that runs this."""
+        """Takes the requests. `on_done` is called with the result of each that has ended, in the thread that calls
+        `run`."""
         self._requests = requests
         self._stub = stub
         self._url = url
@@ -46,7 +47,8 @@ class RequestBatch:
         self._call: _Call | None = None
 
     def run(self) -> list[Completion]:
-        """All results, in the requests' order. Raises PagewireError. An exception leaves nothing running."""
+        """Returns all results, in the order of the requests. Raises PagewireError. No exception leaves a request
+        running."""
         while len(self._completions) < len(self._requests):
             self._call = _Call(self._stub, self._url, self._attempts)
             try:
@@ -59,13 +61,14 @@ class RequestBatch:
         return [self._completions[index] for index in range(len(self._requests))]
 
     def cancel(self) -> None:
-        """Ends `run` in another thread with an error, soon."""
+        """Lets a `run` in another thread end soon, with an error."""
         self._cancelled.set()
         if self._call is not None:
             self._call.close()
 
     def _read(self, call: "_Call") -> None:
-        """Until all requests have ended. Raises PagewireError for one that is refused, and for a call that breaks."""
+        """Reads a call until all requests have ended. Raises PagewireError for a request that is refused, and for a
+        call that breaks."""
         self._submit(call)
         for message in call.messages():
             for entry in message.deltas:
@@ -96,8 +99,8 @@ class RequestBatch:
             self._on_done(self._completions[running.index])
 
     def _put_back(self, call: "_Call", refused: Mapping[int, PagewireError]) -> None:
-        """What the server cannot take now waits for others of the list to end, or else for the server's own time.
-        Raises what no waiting helps against."""
+        """Lets requests that the server cannot take now wait until others of the list have ended, or else for as long
+        as the server says. Raises the failure where waiting does not help."""
         self._waiting.extendleft(sorted(refused, reverse=True))
         index, failure = min(refused.items(), key=lambda item: isinstance(item[1], ResourceExhausted))
         if isinstance(failure, ResourceExhausted) and call.indices:
@@ -106,7 +109,7 @@ class RequestBatch:
             self._wait(failure, f"prompt {index}: " if len(self._requests) > 1 else "")
 
     def _wait(self, failure: PagewireError, prefix: str = "") -> None:
-        """Until the next attempt. Raises the failure if there is none."""
+        """Waits until the next attempt. Raises the failure if there is none."""
         named = type(failure)(
             f"{prefix}{failure}",
             code=failure.code,
@@ -117,7 +120,7 @@ class RequestBatch:
 
 
 class _Running:
-    """A request in flight: its place in the list, its first stream, and what has come of it."""
+    """A request in flight: its place in the list, its first stream, and the output that it has had so far."""
 
     def __init__(self, index: int, stream_id: int, num_samples: int, started_at: float) -> None:
         self.index = index
@@ -141,11 +144,11 @@ class _Call:
 
     @property
     def indices(self) -> list[int]:
-        """The places of what is in flight."""
+        """The places in the list of all requests in flight."""
         return [running.index for running in self._running.values()]
 
     def messages(self) -> Iterator[pb.GenerateManyResponse]:
-        """Raises PagewireError."""
+        """Yields the server's messages. Raises PagewireError."""
         try:
             yield from blocking_call.responses(self._call)
         except grpc.RpcError as error:
@@ -166,20 +169,20 @@ class _Call:
         return self._running[stream_id]
 
     def drop(self, stream_id: int) -> int:
-        """Forgets a request that has ended; its place in the list."""
+        """Forgets a request that has ended, and returns its place in the list."""
         running = self._running.pop(stream_id)
         self._num_samples -= running.num_samples
         return running.index
 
     def narrow(self) -> None:
-        """No more at a time than there are now."""
+        """Allows no more requests at a time than there are now."""
         self._max_samples = max(1, self._num_samples)
 
     def widen(self) -> None:
         self._max_samples = min(self._max_samples + 1, MAX_IN_FLIGHT)
 
     def close(self) -> None:
-        """Whatever is in flight is aborted."""
+        """Ends the call, which aborts every request in flight."""
         self._outbox.put(None)
         self._call.cancel()
 

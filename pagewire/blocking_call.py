@@ -1,4 +1,4 @@
-"""What a blocking call answers, read so that Ctrl-C breaks nothing."""
+"""Reads the responses of a blocking call in a way that Ctrl-C cannot harm."""
 
 import queue
 import threading
@@ -12,14 +12,14 @@ _MAX_READ_AHEAD = 16
 
 
 class _End:
-    """After the last response; with the exception that ended them, if one did."""
+    """The mark behind the last response. It holds the exception that ended the responses, if one did."""
 
     def __init__(self, failure: Exception | None) -> None:
         self.failure = failure
 
 
 def responses(call: Iterator[Response]) -> Iterator[Response]:
-    """The responses of a blocking call, as iterating over it. Whoever leaves early cancels the call.
+    """Yields the responses of a blocking call. Whoever leaves early cancels the call.
 
     Ctrl-C raises its exception in the main thread wherever that is. Where gRPC takes a lock just then, nobody ever
     frees it, and the channel stands still. So what the main thread reads is read by another thread, and waited for in a
@@ -46,7 +46,7 @@ def responses(call: Iterator[Response]) -> Iterator[Response]:
 def _read(
     call: Iterator[Response], demand: "queue.SimpleQueue[bool]", inbox: "queue.SimpleQueue[Response | _End]"
 ) -> None:
-    """One response for each True, until a False."""
+    """Reads one response for each True of `demand`, until there is a False."""
     failure = None
     try:
         while demand.get():

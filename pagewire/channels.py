@@ -1,4 +1,6 @@
-"""A client's channels to one server, each opened when it is first used: one for threads, one for each event loop."""
+"""Holds a client's channels to one server, each opened when it is first used: one for threads, one for each event
+loop.
+"""
 
 import asyncio
 import re
@@ -26,7 +28,9 @@ LOOPBACK = re.compile(r"(localhost|127\.[0-9.]+|\[::1\]):")
 
 
 class LoopConnection:
-    """What the tasks of one event loop share. `shared` is None if the server knows no such call."""
+    """The connection that the tasks of one event loop share. `shared` is None if the server does not know
+    GenerateMany.
+    """
 
     def __init__(self, channel: Any, url: str) -> None:
         self._channel = channel
@@ -41,10 +45,10 @@ class LoopConnection:
 
 
 class Channels:
-    """Used again after they were closed, they are opened again."""
+    """The channels of a client. A channel that is used after it was closed is opened again."""
 
     def __init__(self, url: str, credentials: grpc.ChannelCredentials | None, api_key: str | None) -> None:
-        """Raises ValueError for a url without a port."""
+        """Opens nothing yet. Raises ValueError for a url without a port."""
         self._url = url
         self._target = _target(url)
         self._credentials = credentials
@@ -55,7 +59,7 @@ class Channels:
 
     @property
     def stub(self) -> pb_grpc.SchedulerServiceStub:
-        """For any thread."""
+        """The stub for calls from any thread."""
         with self._lock:
             if self._channel is None:
                 self._channel = self._open(grpc.insecure_channel, grpc.secure_channel)
@@ -63,7 +67,7 @@ class Channels:
 
     @property
     def of_loop(self) -> LoopConnection:
-        """For tasks of the running event loop."""
+        """The connection for tasks of the running event loop."""
         loop = asyncio.get_running_loop()
         with self._lock:
             for ended in [other for other in self._connections if other.is_closed()]:
@@ -98,7 +102,7 @@ class Channels:
 
 
 def _target(url: str) -> str:
-    """The gRPC target of a url. Raises ValueError for one without a port."""
+    """Makes a gRPC target of a url. Raises ValueError for a url without a port."""
     target = re.sub("^grpcs?://", "", url).rstrip("/")
     if re.match("(dns|unix|unix-abstract|ipv4|ipv6|vsock|xds):", target):
         return target

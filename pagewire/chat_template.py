@@ -1,6 +1,6 @@
-"""A model's chat template: messages in, the prompt's text out.
+"""Renders a conversation by a model's chat template, which makes the text of a prompt.
 
-It is code of the model's author, and runs in the sandbox of `scheduler_service.serving.template_sandbox`.
+The template is code of the model's author, and runs in the sandbox of `scheduler_service.serving.template_sandbox`.
 """
 
 import functools
@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplateError(ValueError):
-    """The template fails, or the messages are not what it takes."""
+    """The template fails, or the messages are not such as it takes."""
 
 
 def render(
@@ -25,9 +25,9 @@ def render(
     add_generation_prompt: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of the prompt that continues a conversation, special tokens included. Raises ChatTemplateError.
+    """Returns the text of the prompt that continues a conversation, special tokens included. Raises ChatTemplateError.
 
-    `variables` are more of the template's own, such as `enable_thinking`.
+    `variables` are further variables of the template, such as `enable_thinking`.
     """
     plain = [_plain(message) for message in messages]
     given = {**special_tokens, "add_generation_prompt": add_generation_prompt, **(variables or {}), "messages": plain}
@@ -43,7 +43,8 @@ def _compile(chat_template: str) -> Template:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message whose content is one text, also where it came as OpenAI's list of text parts."""
+    """Returns a message with one text as its content. It also takes OpenAI's form, where the content is a list of text
+    parts."""
     if not isinstance(message, Mapping) or "role" not in message:
         example = {"role": "user", "content": "Hello"}
         raise ChatTemplateError(f"{message!r} is not a message; one is a mapping such as {example}")

@@ -1,4 +1,4 @@
-"""The client of a scheduler: one class, asynchronous and synchronous."""
+"""The client of a scheduler: one class with asynchronous and synchronous methods."""
 
 import asyncio
 import contextlib
@@ -201,10 +201,11 @@ class Client:
         tenant: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Completion | list[Completion]:
-        """The whole of a request, with the same arguments as `stream`.
+        """Returns the whole output of a request, with the same arguments as `stream`.
 
         A list of prompts, each a text or token ids, gives a list of results in the same order; `sampling` may then be a
-        list of as many. They run at the same time, as many as the server takes; one that fails ends all.
+        list of the same length. The requests run at the same time, as many as the server takes; one that fails ends
+        all.
         """
         requests = self._requests(prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant)
         return self._complete(requests, Attempts(self._retry_s, timeout))
@@ -304,11 +305,12 @@ class Client:
         tenant: str = "",
         **fields: Unpack[SamplingFields],
     ) -> Completion | list[Completion]:
-        """The model's answer to a conversation, or a list of answers to a list of them.
+        """Returns the model's answer to a conversation, or a list of answers to a list of conversations.
 
-        A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The prompt is what the
-        model's chat template makes of it, or `chat_template` in its place; `template_variables` are passed to it.
-        Everything else is as in `complete`. InvalidRequest for a model without a template, and a template that fails.
+        A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The model's chat template, or
+        `chat_template` in its place, makes the prompt of it; `template_variables` are passed to the template.
+        Everything else is as in `complete`. Raises InvalidRequest for a model without a template, and for a template
+        that fails.
         """
         prompts_of = partial(conversation.prompts_of, self.info(), chat_template, add_generation_prompt)
         prompts = self.tokenize(prompts_of(messages, template_variables), add_special_tokens=False)
@@ -379,9 +381,9 @@ class Client:
     def tokenize(self, text: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
 
     def tokenize(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> list[int] | list[list[int]]:
-        """The token ids of a text, or of each text of a list, as the server makes them of a prompt.
+        """Returns the token ids of a text, or of each text of a list, as the server makes them of a prompt.
 
-        Without `add_special_tokens` only those special tokens are there that the text itself names.
+        Without `add_special_tokens`, the only special tokens are those that the text itself names.
         """
         token_ids: list[list[int]] = []
         for part in _parts([text] if isinstance(text, str) else text, MAX_TOKENIZED_CHARS):
@@ -398,7 +400,7 @@ class Client:
     def detokenize(
         self, token_ids: Sequence[int] | Sequence[Sequence[int]], *, skip_special_tokens: bool = True
     ) -> str | list[str]:
-        """The text of token ids, or of each list of a list of them."""
+        """Returns the text of a list of token ids, or the text of each list in a list of such lists."""
         prompts, is_one = wire.as_prompts(token_ids)
         texts: list[str] = []
         for part in _parts(prompts, MAX_DETOKENIZED_TOKENS):
@@ -482,10 +484,10 @@ class Client:
     ) -> AsyncGenerator[Output, None]:
         """Yields the deltas of a detached request as `generate` does, of every sample from `from_token` on.
 
-        If the connection breaks, it is made again and the deltas go on with the next token; Unavailable after
-        `max_reconnects` attempts in a row that brought nothing. Closing the generator leaves the request alone.
-        NotFound for an unknown id, OutOfRange for a token beyond those there are; a request that failed ends with its
-        error.
+        If the connection breaks, it is made again and the deltas go on with the next token. Raises Unavailable after
+        `max_reconnects` attempts in a row that brought nothing, NotFound for an unknown id, and OutOfRange for a token
+        beyond those that there are; a request that failed ends with its error. Closing the generator leaves the request
+        alone.
         """
         attachment = Attachment(from_token)
         num_failures = 0
@@ -518,25 +520,26 @@ class Client:
             num_failures += 1
 
     async def result(self, request_id: str, *, tenant: str = "") -> Result:
-        """The state of a detached request and all of its output so far. NotFound for an unknown id."""
+        """Returns the state of a detached request and all of its output so far. Raises NotFound for an unknown id."""
         request = pb.GetResultRequest(request_id=request_id, tenant=tenant)
         return wire.decode_result(await self._call(self._channels.of_loop.stub.GetResult, request))
 
     async def get_request(self, request_id: str, *, tenant: str = "") -> RequestReport:
-        """What an unfinished request is doing and why it waits. NotFound if none of this id runs."""
+        """Reports the state of an unfinished request and why it waits. Raises NotFound if none of this id runs."""
         request = pb.GetRequestRequest(request_id=request_id, tenant=tenant)
         return wire.decode_report(await self._call(self._channels.of_loop.stub.GetRequest, request))
 
     async def blocks(self) -> BlockMap:
-        """What every block of the KV cache is used for."""
+        """Reports the use of every block of the KV cache."""
         return wire.decode_block_map(await self._call(self._channels.of_loop.stub.GetBlocks, pb.GetBlocksRequest()))
 
     async def abort(self, request_id: str, *, tenant: str = "") -> None:
-        """Ends a running request of the tenant; its stream ends with finish_reason "abort". NotFound if none runs."""
+        """Ends a running request of the tenant; its stream ends with finish_reason "abort". Raises NotFound if none
+        runs."""
         await self._call(self._channels.of_loop.stub.Abort, pb.AbortRequest(request_id=request_id, tenant=tenant))
 
     async def server_info(self) -> ServerInfo:
-        """What is served, and its limits."""
+        """Describes the model that is served, and the limits of the server."""
         return wire.decode_server_info(
             await self._call(self._channels.of_loop.stub.GetServerInfo, pb.GetServerInfoRequest())
         )
@@ -547,7 +550,7 @@ class Client:
         return wire.decode_server_info(self._call_synchronously(method, pb.GetServerInfoRequest()))
 
     async def loads(self) -> Loads:
-        """What the server is doing now."""
+        """Reports how much the server is doing now."""
         return wire.decode_loads(await self._call(self._channels.of_loop.stub.GetLoads, pb.GetLoadsRequest()))
 
     def _requests(
@@ -561,7 +564,7 @@ class Client:
         cache_salt: str,
         tenant: str,
     ) -> pb.GenerateRequest | list[pb.GenerateRequest]:
-        """One for one prompt, a list for a list."""
+        """Encodes one request for one prompt, or a list of requests for a list of prompts."""
         encode = partial(wire.encode_request, priority=priority, cache_salt=cache_salt, tenant=tenant)
         if prompt is None or isinstance(prompt, str):
             if isinstance(sampling, Sequence):
@@ -636,7 +639,7 @@ class Client:
         request: pb.GenerateRequest,
         timeout: float | None,  # noqa: ASYNC109 - sent to the server too
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Of one request, on a call of its own, or with others in flight on the one that they share."""
+        """Yields the responses to one request, on a call of its own, or on the call that requests in flight share."""
         connection = self._channels.of_loop
         connection.num_in_flight += 1
         may_share = connection.num_in_flight >= MIN_SHARED and request.ByteSize() <= MAX_SHARED_BYTES
@@ -689,14 +692,14 @@ class Client:
 
 
 def _merged(sampling: SamplingParams | None, fields: SamplingFields) -> SamplingParams | None:
-    """Sampling parameters with fields that were given one by one."""
+    """Returns sampling parameters that are updated by the fields that were given one by one."""
     return (sampling or UNSET).updated(**fields) if fields else sampling
 
 
 def one_each(
     sampling: SamplingParams | Sequence[SamplingParams | None] | None, num_prompts: int
 ) -> Sequence[SamplingParams | None]:
-    """Sampling parameters for each of some prompts."""
+    """Returns sampling parameters for each of a number of prompts."""
     if not isinstance(sampling, Sequence):
         return [sampling] * num_prompts
     if len(sampling) != num_prompts:
@@ -709,7 +712,7 @@ def _num_samples(request: pb.GenerateRequest) -> int:
 
 
 def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:
-    """The items in groups whose lengths add up to about the size at most."""
+    """Yields the items in groups. The lengths of a group's items add up to about `max_size` at most."""
     part: list[Any] = []
     size = 0
     for item in items:

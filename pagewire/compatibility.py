@@ -1,6 +1,6 @@
-"""Options of vLLM's and nano-vllm's that are not Pagewire's: what becomes of each. Data, and how it is applied.
+"""Lists the options of vLLM and nano-vllm that Pagewire does not have, and says what becomes of each.
 
-Theirs whose name and meaning are ours stand in no table here: they are simply options.
+Options whose name and meaning are the same here stand in no table: they are simply options.
 """
 
 import warnings
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """An option of theirs that asks for nothing Pagewire has. `text` says why, or what to do instead.
+    """An option of another engine that asks for nothing Pagewire has. `text` says why, or what to do instead.
 
-    Its `harmless` values ask for what Pagewire does anyway, and are taken without a word. Any other is refused, or
-    ignored with a warning if results are right without it.
+    Its `harmless` values ask for what Pagewire does anyway, and are taken without a word. Any other value is refused,
+    or ignored with a warning if results are right without it.
     """
 
     text: str
@@ -100,7 +100,7 @@ SAMPLING_FIELDS: dict[str, Foreign] = {
 
 
 def judge(table: Mapping[str, Foreign], name: str, value: Any, stacklevel: int) -> None:
-    """Ignores an option of theirs, with a warning where that matters. Raises ValueError if it is refused."""
+    """Ignores an option of another engine, with a warning where that matters. Raises ValueError if it is refused."""
     foreign = table[name]
     # True is 1, but does not mean it.
     if any(

@@ -1,4 +1,4 @@
-"""Conversations as a model is asked about them: lists of messages in, prompts out."""
+"""Makes prompts of conversations, which are lists of messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 
 
 def is_one(messages: Sequence[Any]) -> bool:
-    """Whether it is a conversation, or a list of them."""
+    """Tells a single conversation from a list of conversations."""
     return not messages or isinstance(messages[0], Mapping)
 
 
@@ -24,7 +24,7 @@ def prompts_of(
     messages: Sequence[Any],
     variables: Mapping[str, Any] | None,
 ) -> list[str]:
-    """The prompts that continue a conversation, or each conversation of a list, special tokens included.
+    """Returns the prompts that continue a conversation, or each conversation of a list, special tokens included.
 
     They are made by the given template, or by the served model's, which gets `variables` too. Raises InvalidRequest.
     """

@@ -1,4 +1,4 @@
-"""What a call can fail with: one class per status that a caller may want to tell apart."""
+"""The errors of calls: one class for each status that a caller may want to tell apart."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class FieldViolation:
 
 
 class PagewireError(Exception):
-    """A call that failed. The text names the limit, the actual value and the remedy where the server knows them.
+    """A call failed. The text names the limit, the actual value and the remedy where the server knows them.
 
     `code` is the gRPC status; `field_violations` names the fields at fault; `retry_delay` is the time in seconds after
     which the server suggests to try again, or None.
@@ -47,7 +47,7 @@ class AlreadyExists(PagewireError):
 
 
 class OutOfRange(PagewireError):
-    """OUT_OF_RANGE: the output has fewer tokens than that."""
+    """OUT_OF_RANGE: the output has fewer tokens than were asked for."""
 
 
 class ResourceExhausted(PagewireError):
@@ -63,7 +63,7 @@ class DeadlineExceeded(PagewireError):
 
 
 class Cancelled(PagewireError):
-    """CANCELLED: the call was cancelled by somebody else than its caller."""
+    """CANCELLED: the call was cancelled, and not by its caller."""
 
 
 class InternalError(PagewireError):
@@ -71,8 +71,8 @@ class InternalError(PagewireError):
 
 
 class StartError(PagewireError):
-    """The services that this process started for itself did not come up, for the reason that they gave."""
+    """The services that this process started for itself did not come up. The text gives the reason that they gave."""
 
 
 class CommandError(Exception):
-    """Why a verb of the command cannot go on, in a line for its user."""
+    """A verb of the command cannot go on. The text tells its user why, in one line."""

@@ -1,4 +1,4 @@
-"""What Pagewire needs of other packages, and a line for whoever lacks one. Imports none of them.
+"""Names the packages that Pagewire needs, and tells whoever lacks one how to install it. It imports none of them.
 
 `python -m pagewire.installation gpu` says whether this Python can run the checks for GPUs from a source tree.
 """
@@ -43,20 +43,21 @@ SETS = {"base": BASE, "worker": (*BASE, *WORKER), "gpu": GPU_CHECKS}
 
 
 def lacking(packages: Iterable[Package]) -> list[str]:
-    """Why this Python cannot do with these packages: a phrase for each that is missing or too old."""
+    """Returns a phrase for each of these packages that is missing or too old."""
     return [phrase for package in packages if (phrase := _complaint(package))]
 
 
 def shortage(packages: Sequence[Package]) -> str | None:
-    """A line on what to install, if there is something to."""
+    """Returns a line on what to install, or None if nothing is lacking."""
     phrases = lacking(packages)
     return _line(phrases, packages) if phrases else None
 
 
 def advice(error: BaseException) -> str | None:
-    """A line on what to install, if packages of the base are too old or the missing module is one of ours; else None.
+    """Returns a line on what to install if an error comes of a missing or old package, else None.
 
-    Packages that are too old fail in many ways: a name that is not there yet, or the stubs' own errors.
+    Packages of the base that are too old fail in many ways: a name that is not there yet, or the stubs' own errors. A
+    missing module counts if it is one that Pagewire needs.
     """
     found = list(BASE)
     if isinstance(error, ModuleNotFoundError):
@@ -65,7 +66,7 @@ def advice(error: BaseException) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what is lacking for one of the sets of packages. Returns 1 if something is."""
+    """Prints the packages that are lacking for one of the sets. Returns 1 if there are some."""
     names = sys.argv[1:] if arguments is None else list(arguments)
     if len(names) != 1 or names[0] not in SETS:
         print(f"usage: python -m pagewire.installation {'|'.join(SETS)}", file=sys.stderr)
@@ -101,7 +102,7 @@ def _is_there(module: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (2, 11, 0) of 2.11.0rc1+cu130."""
+    """Returns the numbers that a version begins with: (2, 11, 0) for 2.11.0rc1+cu130."""
     begin = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, begin[0].split("."))) if begin else ()
 

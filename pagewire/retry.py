@@ -1,4 +1,4 @@
-"""When a call that the server could not take is made again."""
+"""Decides when a call that the server could not take is made again."""
 
 import random
 import time
@@ -12,8 +12,8 @@ JITTER = 0.2
 
 
 class Attempts:
-    """The attempts of one call. `retry_s` is how many seconds after its begin it may still be made again, `timeout_s`
-    how many it may take in all, or None."""
+    """The attempts of one call. `retry_s` is the time after its begin in which it may be made again, `timeout_s` the
+    time that it may take in all, or None."""
 
     def __init__(self, retry_s: float, timeout_s: float | None = None) -> None:
         self.started_at = time.monotonic()
@@ -27,7 +27,7 @@ class Attempts:
         return None if self._timeout_at is None else max(0.0, self._timeout_at - time.monotonic())
 
     def delay_after(self, failure: PagewireError) -> float | None:
-        """Seconds to wait before the next attempt; None if there is none: this failure is the caller's."""
+        """Returns the seconds to wait before the next attempt, or None if the failure is for the caller."""
         remaining_s = self._retry_until - time.monotonic()
         if not isinstance(failure, Unavailable | ResourceExhausted) or remaining_s <= 0:
             return None
@@ -38,7 +38,7 @@ class Attempts:
         return min(delay_s * random.uniform(1 - JITTER, 1 + JITTER), remaining_s)
 
     def next_delay(self, failure: PagewireError) -> float:
-        """Seconds to wait before the next attempt. Raises the failure if there is none."""
+        """Returns the seconds to wait before the next attempt. Raises the failure if there is none."""
         delay_s = self.delay_after(failure)
         if delay_s is None:
             raise failure

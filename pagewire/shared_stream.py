@@ -1,4 +1,5 @@
-"""One call for many requests of a client: GenerateMany, opened when it is first needed and again after it broke."""
+"""Shares one GenerateMany call among the requests of a client. It is opened when it is first needed, and again after it
+broke."""
 
 import asyncio
 from collections import deque
@@ -18,7 +19,7 @@ FAILED_WRITE = "Internal error from Core"
 
 
 class NotShared(Exception):
-    """The server knows no GenerateMany."""
+    """The server does not know GenerateMany."""
 
 
 class SharedStream:
@@ -32,7 +33,8 @@ class SharedStream:
         request: pb.GenerateRequest,
         timeout: float | None,  # noqa: ASYNC109 - sent to the server too
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """As a call of Generate: closing the generator aborts the request. Raises PagewireError, NotShared."""
+        """Yields the responses to one request as a call of Generate does: closing the generator aborts the request.
+        Raises PagewireError, and NotShared."""
         if self._connection is None or self._connection.is_over:
             self._connection = _Connection(self._open_call(), self._url)
         connection = self._connection
@@ -49,7 +51,7 @@ class SharedStream:
 
 
 class _Reader:
-    """One request: what has come for it and was not read yet."""
+    """The responses to one request that have come and were not read yet."""
 
     def __init__(self, stream_id: int, num_samples: int, timeout: float | None) -> None:
         self.stream_id = stream_id
@@ -63,7 +65,7 @@ class _Reader:
 
     @property
     def has_ended(self) -> bool:
-        """All of it has been read."""
+        """Whether all responses have been read."""
         return self._num_open == 0
 
     def put(self, response: pb.GenerateResponse) -> None:
@@ -71,7 +73,7 @@ class _Reader:
         self._news.set()
 
     def fail(self, failure: Exception) -> None:
-        """Raised once everything before has been read; the first one counts."""
+        """Lets `next` raise this failure once everything before it has been read. The first failure counts."""
         self._failure = self._failure or failure
         self._news.set()
 
@@ -117,7 +119,7 @@ class _Connection:
         return reader
 
     def leave(self, reader: _Reader) -> None:
-        """Nobody reads it any more: if it has not ended, it is aborted."""
+        """Aborts the request of a reader that nobody reads any more, unless it has ended."""
         reader.close()
         if self._readers.pop(reader.stream_id, None) is not None and not reader.has_ended and not self.is_over:
             abort = pb.StreamAbort(stream_id=reader.stream_id)

@@ -1,4 +1,4 @@
-"""PNG charts of a run. They need matplotlib, which only the extra `bench` installs."""
+"""Draws PNG charts of a run. They need matplotlib, which only the extra `bench` installs."""
 
 import argparse
 import importlib.util
@@ -32,7 +32,7 @@ def check(parser: Parser, path: Path | None) -> None:
 
 
 def draw_run(path: Path, title: str, run: Run) -> None:
-    """Tokens of each second, and the shares of requests and of tokens that came within a time."""
+    """Draws the tokens of each second, and the shares of requests and of tokens that came within a time."""
     served = [record for record in run.records if record.error is None]
     figure, (rates, first_tokens, gaps) = _figure(title, 3)
     per_second = tokens_by_second(served)
@@ -46,7 +46,7 @@ def draw_run(path: Path, title: str, run: Run) -> None:
 
 
 def draw_latencies(path: Path, title: str, latencies: Sequence[float]) -> None:
-    """Of each iteration, and the shares that ended within a time."""
+    """Draws the latency of each iteration, and the shares that ended within a time."""
     figure, (iterations, shares) = _figure(title, 2)
     iterations.plot(range(1, len(latencies) + 1), [latency * 1e3 for latency in latencies], ".")
     _label(iterations, "latency of each iteration", "iteration", "ms")

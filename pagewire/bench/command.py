@@ -1,4 +1,4 @@
-"""`pagewire bench`: which of its verbs runs."""
+"""`pagewire bench` runs the benchmark that its first argument names."""
 
 import importlib
 import sys

@@ -1,4 +1,5 @@
-"""Prompts that are texts: of random tokens, of a poem's lines, or of a file. What is drawn follows from the seed."""
+"""Makes prompts that are texts: of random tokens, of a poem's lines, or of a file. All that is drawn follows from the
+seed."""
 
 import json
 import random
@@ -23,7 +24,7 @@ class DatasetPrompt:
 
 
 def plan(workload: Workload, prompts: Sequence[DatasetPrompt]) -> list[PlannedRequest]:
-    """The requests for these prompts, at the times of the workload."""
+    """Returns the requests for these prompts, at the times of the workload."""
     times = workload.times()
     return [
         PlannedRequest((), prompt.num_output_tokens, at, workload.seed + index, prompt.text, prompt.num_tokens)
@@ -32,7 +33,7 @@ def plan(workload: Workload, prompts: Sequence[DatasetPrompt]) -> list[PlannedRe
 
 
 def random_prompts(workload: Workload, tokenizer: TextTokenizer) -> list[DatasetPrompt]:
-    """Texts of random tokens, about as long as the workload says."""
+    """Returns texts of random tokens, about as long as the workload says."""
     rng = random.Random(f"{workload.seed} texts")
     prompts = []
     for request in workload.requests(tokenizer.vocab_size):
@@ -43,7 +44,7 @@ def random_prompts(workload: Workload, tokenizer: TextTokenizer) -> list[Dataset
 
 @dataclass(frozen=True, slots=True)
 class Sonnet:
-    """Prompts of a poem's lines: the first lines for all, then drawn ones. Lengths are in tokens, at most.
+    """Makes prompts of a poem's lines: the first lines for all, then drawn ones. Lengths are the most tokens.
 
     Source: vLLM's sonnet dataset.
     """
@@ -56,7 +57,7 @@ class Sonnet:
     def prompts(
         self, num_prompts: int, tokenizer: TextTokenizer, formatted: Callable[[str], str], seed: int
     ) -> list[DatasetPrompt]:
-        """CommandError if no line fits into the prompt."""
+        """Returns so many prompts. Raises CommandError if no line fits into one."""
         rng = random.Random(f"{seed} lines")
         line_len = sum(map(tokenizer.count, self.lines)) / len(self.lines)
         base_len = tokenizer.count(formatted(POEM_REQUEST))
@@ -92,7 +93,7 @@ class Sonnet:
 
 
 def read_poem(path: str) -> list[str]:
-    """CommandError for a file without lines."""
+    """Returns the lines of a file. Raises CommandError if it has none."""
     lines = [line for line in _read(path).splitlines(keepends=True) if line.strip()]
     if not lines:
         raise CommandError(f"--dataset-path {path} has no lines")
@@ -102,7 +103,8 @@ def read_poem(path: str) -> list[str]:
 def custom_prompts(
     path: str, num_prompts: int, output_len: int, seed: int, *, shuffles: bool, repeats: bool
 ) -> list[DatasetPrompt]:
-    """Of a file with a JSON object {"prompt": TEXT} on each line. CommandError for any other.
+    """Returns the prompts of a file with a JSON object {"prompt": TEXT} on each line. Raises CommandError for any other
+    file.
 
     `repeats` uses prompts more than once where there are too few.
     """

@@ -1,4 +1,4 @@
-"""`pagewire bench latency`: how long one batch of requests takes that has the server to itself."""
+"""`pagewire bench latency` measures how long one batch of requests takes that has the server to itself."""
 
 import argparse
 import asyncio
@@ -26,7 +26,8 @@ PERCENTS = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """Seconds of each iteration that ended, all its requests' records, and where the time went, if that was asked."""
+    """The seconds of each iteration that ended and the records of all its requests. `profile` says where the time went,
+    if that was asked."""
 
     info: ServerInfo
     latencies: tuple[float, ...]
@@ -89,7 +90,7 @@ class _Bench:
             return await self._batches("latency", info, parsed.num_iters)
 
     async def _batches(self, name: str, info: ServerInfo, num_iters: int) -> Iterations:
-        """One batch after the other."""
+        """Runs one batch after the other."""
         line = self._progress(name, num_iters * self._workload.num_prompts)
         runs: list[Run] = []
         while len(runs) < num_iters and not (runs and runs[-1].was_interrupted):
@@ -98,7 +99,7 @@ class _Bench:
         return _iterations(info, runs)
 
     async def _profiled(self, info: ServerInfo) -> Iterations:
-        """In turns with requests of one token, so that both see the same machine."""
+        """Runs batches in turns with requests of one token, so that both see the same machine."""
         num_iters, one_token = self._parsed.num_iters, replace(self._workload, output_len=LengthRange(1, 1))
         line = self._progress("latency", 2 * num_iters)
         runs: list[Run] = []
@@ -133,7 +134,7 @@ class _Bench:
         return await asyncio.to_thread(server_times.read, self._metrics_url)
 
     async def _batch(self, info: ServerInfo, workload: Workload, line: ProgressLine) -> Run:
-        """A batch of prompts that no other has had."""
+        """Runs a batch of prompts that no other batch has had."""
         seed = self._parsed.seed + self._num_batches * workload.num_prompts
         self._num_batches += 1
         planned = replace(workload, seed=seed).requests(info.vocab_size)
@@ -142,7 +143,7 @@ class _Bench:
 
 
 def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
-    """A batch that was interrupted, or of which a request failed, has no latency."""
+    """Sums up some runs. A batch that was interrupted, or of which a request failed, has no latency."""
     finished = [ran for ran in runs if all(record.is_finished for record in ran.records) and not ran.was_interrupted]
     was_interrupted = any(ran.was_interrupted for ran in runs)
     records = tuple(record for ran in runs if not ran.was_interrupted for record in ran.records)

@@ -30,7 +30,8 @@ class LoadTest:
 
 
 async def put(load: LoadTest, client: Client) -> tuple[ServerInfo, Run]:
-    """The server and what was measured. CommandError if a request cannot fit the server."""
+    """Runs a load test, and returns the server's description and the measurements. Raises CommandError if a request
+    cannot fit the server."""
     async with client:
         info = await client.server_info()
         target.check_fits(load.workload, info)
@@ -66,7 +67,8 @@ async def _send(load: LoadTest, server: Server, requests: Sequence[PlannedReques
 
 
 def exit_code(measured: Run) -> int:
-    """Says on standard error what failed. A run in which nothing finished is a failure, unless it was interrupted."""
+    """Says on standard error which requests failed, and returns the exit code. A run in which nothing finished is a
+    failure, unless it was interrupted."""
     errors = [record.error for record in measured.records if record.error is not None]
     for error in errors[:MAX_SHOWN_ERRORS]:
         print(f"a request failed: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """A client of servers with the OpenAI API: streamed completions and chat completions, a connection for each request.
 
-Of its own, on asyncio's streams, since whatever measures must cost little beside what it measures.
+It is made of asyncio's streams alone, since a client that measures must cost little beside the server it measures.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k")
 
 
 class HttpError(PagewireError):
-    """A request that was not answered, or not with success. The text says what the server said."""
+    """A request was not answered, or not with success. The text says what the server said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Response:
 
 
 class OpenAIServer:
-    """`model` is its name for the requests. Errors are HttpErrors."""
+    """A server with the OpenAI API. `model` is its name for requests. Its methods raise HttpError."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class OpenAIServer:
         api_key: str | None = None,
         extra_body: Mapping[str, Any] | None = None,
     ) -> None:
-        """ValueError for a url that is none."""
+        """Connects to nothing yet. Raises ValueError for a text that is no url."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"{base_url!r} is no address of a server, such as http://127.0.0.1:8000")
@@ -76,7 +76,8 @@ class OpenAIServer:
         self._extra_body = dict(extra_body or {})
 
     async def models(self) -> list[str]:
-        """The names of the models that it serves. CommandError if nobody answers; empty if it does not say."""
+        """Returns the names of the models that the server has, or nothing if it does not say. Raises CommandError if
+        nobody answers."""
         try:
             async with self._exchange("GET", "/v1/models", None) as response:
                 content = b"".join([part async for part in _body(response)])
@@ -96,7 +97,7 @@ class OpenAIServer:
         request_id: str | None = None,
         cache_salt: str = "",
     ) -> AsyncGenerator[Chunk, None]:
-        """Yields what comes of a text. Token ids and salts are not part of the API, and not sent."""
+        """Yields the chunks of an answer to a text. Token ids and salts are not part of the API, and not sent."""
         assert prompt is not None, "only texts are sent"
         assert sampling is not None
         body = self._request(prompt, sampling)
@@ -127,7 +128,7 @@ class OpenAIServer:
     async def _exchange(
         self, method: str, path: str, body: dict[str, Any] | None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[_Response]:
-        """The response to a request, whose body is read inside the block."""
+        """Sends a request and gives the block its response, whose body is to be read there."""
         connecting = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=MAX_LINE_BYTES)
         try:
             reader, writer = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
@@ -151,7 +152,7 @@ class OpenAIServer:
 
 
 async def _read_head(reader: asyncio.StreamReader) -> _Response:
-    """ValueError for what is no HTTP/1.1."""
+    """Reads the status line and the headers. Raises ValueError for an answer that is not HTTP/1.1."""
     line = (await reader.readuntil(b"\n")).decode("latin-1")
     version, _, rest = line.partition(" ")
     if not version.startswith("HTTP/1."):
@@ -164,7 +165,7 @@ async def _read_head(reader: asyncio.StreamReader) -> _Response:
 
 
 async def _body(response: _Response) -> AsyncGenerator[bytes, None]:
-    """The parts of a body as they come."""
+    """Yields the parts of a body as they come."""
     reader = response.reader
     if response.headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readuntil(b"\n")).partition(b";")[0], 16):
@@ -183,7 +184,8 @@ async def _body(response: _Response) -> AsyncGenerator[bytes, None]:
 
 
 async def _events(response: _Response) -> AsyncGenerator[dict[str, Any], None]:
-    """The objects of server-sent events, up to `[DONE]`. EOFError if it does not come and nothing has finished."""
+    """Yields the objects of server-sent events, up to `[DONE]`. Raises EOFError if that does not come and nothing has
+    finished."""
     rest = b""
     has_finished = False
     async with contextlib.aclosing(_body(response)) as body:
@@ -203,7 +205,7 @@ async def _events(response: _Response) -> AsyncGenerator[dict[str, Any], None]:
 
 
 def _chunk(event: Mapping[str, Any]) -> Chunk:
-    """HttpError for an event that tells of a failure."""
+    """Makes a chunk of an event. Raises HttpError for an event that tells of a failure."""
     if "error" in event:
         raise HttpError(_message(event) or json.dumps(event)[:MAX_ERROR_CHARS])
     texts = []
@@ -229,7 +231,7 @@ async def _refusal(response: _Response) -> HttpError:
 
 
 def _message(body: Any) -> str:
-    """What an OpenAI error says, as its servers spell it."""
+    """Returns the text of an OpenAI error, or nothing if its form is unknown."""
     if not isinstance(body, dict):
         return ""
     error = body.get("error", body)

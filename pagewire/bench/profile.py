@@ -1,8 +1,8 @@
-"""Where the time of one stream goes, as far as it shows from outside and as the worker tells.
+"""Computes where the time of one stream goes, as far as it shows from outside and as the worker tells.
 
 The client's clock and the server's own metrics measure the same tokens at three places: on the worker, where the
-scheduler makes a token known, and where the client has it. What lies between two places is their difference. Steps
-that compute prompts are told from those that decode by requests of the same prompts' length and one output token. Pure.
+scheduler makes a token known, and where the client has it. The time between two places is their difference. Requests of
+the same prompts' length and one output token tell the steps that compute prompts from those that decode. It is pure.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -17,7 +17,7 @@ COLUMN = 46
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Means, in seconds. What lies between two places can be negative by the measuring's own error."""
+    """Mean times in seconds. The time between two places can be negative by the error of measuring."""
 
     num_requests: int
     num_prefill_steps: float  # of a request
@@ -33,29 +33,31 @@ class Profile:
 
     @property
     def admission(self) -> float:
-        """From the arrival at the scheduler to the first token, the worker's steps aside."""
+        """The time from the arrival at the scheduler to the first token, without the worker's steps."""
         return self.server_ttft - self.prefill
 
     @property
     def first_delivery(self) -> float:
-        """The request's way in, and the first token's way out."""
+        """The time of the request's way in and of the first token's way out."""
         return self.client_ttft - self.server_ttft
 
     @property
     def between_steps(self) -> float:
-        """Of a token's time, what the worker does not compute: plans, results and the wire, where nothing hides it."""
+        """The part of a token's time in which the worker does not compute: plans, results and the wire, where nothing
+        hides them."""
         return self.server_itl - self.decode_step
 
     @property
     def delivery(self) -> float:
-        """How much slower tokens reach the client than they are made known; a constant delay does not show."""
+        """How much slower tokens reach the client than they are made known. A constant delay does not show."""
         return self.client_itl - self.server_itl
 
 
 def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRecord]) -> Profile:
-    """From what the server measured of as many requests of one token (`prefill`) as there are of all (`full`).
+    """Computes the profile from the server's times for as many requests of one token (`prefill`) as of all tokens
+    (`full`).
 
-    CommandError if the server's counts are not those of these requests: others ran beside them.
+    Raises CommandError if the server's counts are not those of these requests: others ran beside them.
     """
     num_requests = len(records)
     num_tokens = sum(record.num_output_tokens for record in records)
@@ -85,7 +87,7 @@ def profile(prefill: ServerTimes, full: ServerTimes, records: Sequence[RequestRe
 
 
 def report(found: Profile) -> str:
-    """Two tables: the first token, and each token after it."""
+    """Returns tables as text: the first token, each token after it, and the worker's steps."""
     steps = "step" if found.num_prefill_steps == 1 else "steps"
     first = [
         (f"worker ({found.num_prefill_steps:g} {steps})", found.prefill),
@@ -124,7 +126,7 @@ PARTS = {
 
 
 def _named(parts: Mapping[str, float], told: Set[str]) -> list[tuple[str, float]]:
-    """Rows for the parts that the worker tells of: one that rounds to nothing in a short step is a row all the same."""
+    """Returns a row for each part that the worker tells of, also for one that rounds to nothing in a short step."""
     return [(text, parts.get(name, 0.0)) for name, text in PARTS.items() if name in told]
 
 

@@ -1,4 +1,4 @@
-"""One line on a terminal that says how far a run is; elsewhere a line now and then."""
+"""Shows how far a run is: on a terminal in one line, elsewhere in a line every ten seconds."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ class ProgressLine:
     def __init__(
         self, name: str, num_requests: int, file: TextIO | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Without a file, nothing is shown."""
+        """Begins to count. Without a file, nothing is shown."""
         self._name = name
         self._num_requests = num_requests
         self._file = file

@@ -1,4 +1,4 @@
-"""The JSON file of a run, with the keys of `vllm bench`."""
+"""Writes the JSON file of a run, with the keys of `vllm bench`."""
 
 import argparse
 import json
@@ -34,7 +34,8 @@ def add_flags(parser: argparse.ArgumentParser, *, with_output_json: bool) -> Non
 
 
 def path_of(parser: Parser, parsed: argparse.Namespace, stem: str) -> Path | None:
-    """Where the figures go, or None; ends the command, before anything runs, if they cannot."""
+    """Returns the path for the figures, or None. Ends the command, before anything runs, if they cannot be written
+    there."""
     if getattr(parsed, "output_json", None):
         path = Path(parsed.output_json)
     elif parsed.save_result:
@@ -63,7 +64,7 @@ def write(path: Path, figures: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Whose figures these are. What a server with the OpenAI API does not tell is None."""
+    """The server and model whose figures these are. A server with the OpenAI API leaves None where it does not tell."""
 
     backend: str
     model: str
@@ -76,7 +77,7 @@ class Measured:
 
 
 def header(verb: str, of: Measured, metadata: Sequence[tuple[str, str]], was_interrupted: bool) -> dict[str, Any]:
-    """What every result begins with: when, of whom, and by which server."""
+    """Returns the fields that every result begins with: when it was measured, of which model, and by which server."""
     return {
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",
         "backend": of.backend,
@@ -90,7 +91,8 @@ def header(verb: str, of: Measured, metadata: Sequence[tuple[str, str]], was_int
 
 
 def serving_figures(metrics: ServingMetrics) -> dict[str, Any]:
-    """Latencies are in milliseconds; what was not measured is null."""
+    """Returns the figures by their keys in the file. Latencies are in milliseconds; a figure that was not measured is
+    null."""
     figures: dict[str, Any] = {
         name: getattr(metrics, name)
         for name in (
@@ -112,7 +114,7 @@ def serving_figures(metrics: ServingMetrics) -> dict[str, Any]:
 
 
 def request_details(run: Run) -> dict[str, Any]:
-    """Columns with an entry for each request, in seconds; of those that failed too."""
+    """Returns columns with an entry for each request, also for those that failed. Times are in seconds."""
     records = run.records
     return {
         "input_lens": [record.num_prompt_tokens for record in records],
@@ -127,7 +129,7 @@ def request_details(run: Run) -> dict[str, Any]:
 
 
 def rate_text(rate: float) -> str:
-    """JSON has no infinity."""
+    """Returns a rate as the file has it: infinity is a text, since JSON has none."""
     return "inf" if math.isinf(rate) else f"{rate:g}"
 
 

@@ -1,4 +1,4 @@
-"""Sends requests at their times and notes when what came back. All times are in seconds from the start of the run."""
+"""Sends requests at their times and notes when tokens came. All times are in seconds from the start of the run."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from pagewire.sampling import SamplingParams
 
 
 class Server(Protocol):
-    """Who answers requests; `pagewire.Client` says how."""
+    """A server that answers requests, in the way of `pagewire.Client`."""
 
     def generate(
         self,
@@ -47,7 +47,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What became of a request. It has failed if there is an `error`; without one and `is_finished` it was cut off."""
+    """The times of a request. It has failed if there is an `error`; without one and `is_finished` it was cut off."""
 
     num_prompt_tokens: int
     planned_at: float
@@ -63,7 +63,7 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first token; None without one."""
+        """The time to the first token, or None without one."""
         return self.arrivals[0].at - self.sent_at if self.arrivals else None
 
     @property
@@ -77,7 +77,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token but the first; None with fewer than two."""
+        """The time per output token but the first, or None with fewer than two."""
         if self.num_output_tokens < 2:
             return None
         return (self.latency - (self.ttft or 0.0)) / (self.num_output_tokens - 1)
@@ -106,7 +106,7 @@ async def run(
 ) -> Run:
     """Sends each request at its time, though never more than `max_concurrency` at once.
 
-    Cancelling it, as Ctrl-C does, is no loss: it returns what has been measured until then.
+    Cancelling it, as Ctrl-C does, loses nothing: it returns what has been measured until then.
     """
     sender = _Sender(server, sampling, progress, cache_salt, request_id_prefix, max_concurrency, clock)
     was_interrupted = False
@@ -126,7 +126,7 @@ async def run(
 
 
 def counted(arrivals: Sequence[Arrival], num_tokens: int, ended_at: float) -> list[Arrival]:
-    """The arrivals with that many tokens in all, shared out evenly where a message was taken for one token.
+    """Returns the arrivals with that many tokens in all, shared out evenly where a message was taken for one token.
 
     Where no message had any text, all tokens arrive with the end.
     """

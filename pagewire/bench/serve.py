@@ -1,4 +1,4 @@
-"""`pagewire bench serve`: what clients of a running server see under a load that arrives by itself."""
+"""`pagewire bench serve` measures what clients of a running server see while requests arrive by themselves."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""What a server has measured itself, from its /metrics."""
+"""Reads the times that a server has measured itself from its /metrics."""
 
 import urllib.error
 import urllib.request
@@ -16,7 +16,7 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Many observations. Of times, `sum` is in seconds."""
+    """The sum and the number of many observations. A sum of times is in seconds."""
 
     sum: float = 0.0
     count: float = 0.0
@@ -29,7 +29,7 @@ class Total:
 
     @property
     def mean(self) -> float:
-        """ValueError without an observation."""
+        """The mean. Raises ValueError if nothing was observed."""
         if not self.count:
             raise ValueError("nothing was observed")
         return self.sum / self.count
@@ -37,7 +37,8 @@ class Total:
 
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
-    """Since the server's start: steps on the worker, first and later tokens as the scheduler made them known."""
+    """Times since the server's start: of steps on the worker, and of first and later tokens as the scheduler made them
+    known."""
 
     steps: Total = Total()
     first_tokens: Total = Total()
@@ -68,7 +69,7 @@ class ServerTimes:
 
 
 def read(url: str) -> ServerTimes:
-    """The times at a /metrics url. CommandError if nobody answers there, or no Pagewire."""
+    """Returns the times at a /metrics url. Raises CommandError if nobody answers there, or no Pagewire."""
     try:
         with _OPENER.open(url, timeout=TIMEOUT_S) as response:
             return parse(response.read().decode())
@@ -79,7 +80,7 @@ def read(url: str) -> ServerTimes:
 
 
 def parse(text: str) -> ServerTimes:
-    """From Prometheus' text form. ValueError where a metric is missing."""
+    """Returns the times in Prometheus' text form. Raises ValueError where a metric is missing."""
     values: dict[str, float] = {}
     parts: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

@@ -1,4 +1,4 @@
-"""What `pagewire bench serve` measures, and with which prompts: its flags, and how they become requests."""
+"""The server that `pagewire bench serve` measures, and its prompts: their flags, and how these become requests."""
 
 import argparse
 import json
@@ -92,7 +92,7 @@ def check(parser: Parser, parsed: argparse.Namespace) -> None:
 
 
 async def measure(parser: Parser, parsed: argparse.Namespace, load: LoadTest) -> tuple[Measured, Run]:
-    """Whose figures these are, and what was measured."""
+    """Runs the load test, and returns whose figures these are and the measurements."""
     if parsed.backend != "grpc":
         return await _measure_openai(parser, parsed, load)
     if parsed.url is None:
@@ -135,7 +135,10 @@ async def _measure_openai(parser: Parser, parsed: argparse.Namespace, load: Load
 
 
 def _openai_tokenizer(parsed: argparse.Namespace, model: str, *, is_chat: bool) -> TextTokenizer | None:
-    """CommandError where one is needed and there is none. Prompts of a file need it for the chat template alone."""
+    """Returns the tokenizer, or None where none is needed. Raises CommandError where one is needed and there is none.
+
+    Prompts of a file need it for the chat template alone.
+    """
     is_optional = parsed.dataset_name == "custom" and not parsed.tokenizer
     if is_optional and (is_chat or parsed.skip_chat_template):
         return None
@@ -152,12 +155,12 @@ def _openai_tokenizer(parsed: argparse.Namespace, model: str, *, is_chat: bool) 
 
 
 def _tokenizer_name(parsed: argparse.Namespace) -> str:
-    """Empty if none is given."""
+    """Returns the name of the tokenizer, or nothing if none is given."""
     return parsed.tokenizer or parsed.model or ""
 
 
 def _formatter(template: str | None) -> Callable[[str], str]:
-    """What a chat template makes of a message; without one, the message."""
+    """Returns a function that makes a prompt of a message by a chat template, or of the message alone without one."""
     from pagewire.cli.chat import Conversation
 
     return Conversation(template, None).ask
@@ -171,7 +174,7 @@ def _texts(
     *,
     is_raw: bool,
 ) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """The requests to measure, and others to warm up with. `is_raw` leaves formatting to the server."""
+    """Returns the requests to measure, and others to warm up with. `is_raw` leaves formatting to the server."""
     total = replace(load.workload, num_prompts=load.workload.num_prompts + load.num_warmups)
     prompts = _prompts(parsed, total.num_prompts, replace(load, workload=total), tokenizer, formatted)
     if parsed.dataset_name != "random" and not is_raw:

@@ -1,4 +1,4 @@
-"""From the records of a run to the figures of a table. Pure; times are in seconds."""
+"""Computes the figures of a table from the records of a run. It is pure; times are in seconds."""
 
 import math
 from collections import Counter
@@ -12,9 +12,9 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which `percent` per cent of the values lie, interpolated linearly as numpy does.
+    """Returns the value below which `percent` per cent of the values lie, interpolated linearly as numpy does.
 
-    ValueError without a value.
+    Raises ValueError without a value.
     """
     if not values:
         raise ValueError("no values have no percentile")
@@ -27,7 +27,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of many values; `std` is that of the whole population, `percentiles` are (per cent, value)."""
+    """Statistics of many values. `std` is that of the whole population, `percentiles` are (per cent, value)."""
 
     mean: float
     median: float
@@ -36,7 +36,7 @@ class Summary:
 
 
 def summarize(values: Sequence[float], percents: Sequence[float]) -> Summary | None:
-    """None without a value."""
+    """Returns the statistics of some values, or None if there are none."""
     if not values:
         return None
     mean = math.fsum(values) / len(values)
@@ -71,7 +71,8 @@ class ServingMetrics:
 
 
 def measure(run: Run, percents: Sequence[float], objectives: Mapping[str, float]) -> ServingMetrics:
-    """The figures of a run. `objectives` are times in seconds by their names in OBJECTIVES; none: no goodput."""
+    """Computes the figures of a run. `objectives` are times in seconds by their names in OBJECTIVES; without any there
+    is no goodput."""
     served = [record for record in run.records if record.error is None]
     finished = [record for record in served if record.is_finished]
     num_input = sum(record.num_prompt_tokens for record in served if record.arrivals)
@@ -99,7 +100,8 @@ def measure(run: Run, percents: Sequence[float], objectives: Mapping[str, float]
 
 
 def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
-    """Whether a finished request met every objective. One token has no time per token, which is within any."""
+    """Returns whether a finished request met every objective. One of a single token has no time per token, which meets
+    any."""
     times = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
     for name, limit in objectives.items():
         value = times[name]
@@ -109,7 +111,7 @@ def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
 
 
 def tokens_by_second(records: Sequence[RequestRecord]) -> list[int]:
-    """The tokens that came in each second from the first request that was sent."""
+    """Returns the tokens that came in each second from the first request that was sent."""
     if not any(record.arrivals for record in records):
         return []
     start = min(record.sent_at for record in records)
@@ -121,7 +123,8 @@ def tokens_by_second(records: Sequence[RequestRecord]) -> list[int]:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Requests under way at the same time, at most. One that begins when another ends is not beside it."""
+    """Returns the most requests that were under way at the same time. One that begins when another ends is not beside
+    it."""
     events = sorted([(r.sent_at, 1) for r in records] + [(r.ended_at, -1) for r in records])
     running = peak = 0
     for _, change in events:

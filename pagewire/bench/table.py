@@ -1,4 +1,4 @@
-"""Figures as text, with the rows of `vllm bench`."""
+"""Writes figures as text, with the rows of `vllm bench`."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,9 @@ def serving_table(
     request_rate: float | None = None,
     was_interrupted: bool = False,
 ) -> str:
-    """`latencies` are keys of LATENCIES; `request_rate` is None where all requests are sent at once."""
+    """Returns the table. `latencies` are keys of LATENCIES; `request_rate` is None where all requests are sent at
+    once.
+    """
     title = " Serving Benchmark Result (interrupted) " if was_interrupted else " Serving Benchmark Result "
     lines = [title.center(WIDTH, "="), row("Successful requests:", metrics.completed)]
     lines.append(row("Failed requests:", metrics.failed))
@@ -47,13 +49,14 @@ def serving_table(
 
 
 def row(name: str, value: float | None) -> str:
-    """Integers as they are, other numbers with two digits, n/a for what was not measured."""
+    """Returns a row. Integers are written as they are, other numbers with two digits, and n/a stands for what was not
+    measured."""
     text = "n/a" if value is None else str(value) if isinstance(value, int) else f"{value:.2f}"
     return f"{name:<40} {text:<10}".rstrip()
 
 
 def percent_name(percent: float) -> str:
-    """99 for 99.0, but 99.9 for 99.9."""
+    """Returns 99 for 99.0, but 99.9 for 99.9."""
     return f"{percent:g}"
 
 

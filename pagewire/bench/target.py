@@ -1,4 +1,4 @@
-"""The server that is measured: one that runs, or one of both services that is started for it."""
+"""The server that is measured: one that runs already, or a pair of services that is started for it."""
 
 import argparse
 import uuid
@@ -24,7 +24,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def opened(
     parser: Parser, parsed: argparse.Namespace, serve_flags: Sequence[str], extra_flags: Sequence[str] = ()
 ) -> Iterator[Client]:
-    """A client of the server, not yet connected. `extra_flags` are for a server that is started and win."""
+    """Gives the block a client of the server, not yet connected. `extra_flags` are for a server that is started, and
+    win."""
     if (parsed.model is None) == (parsed.url is None):
         parser.error("give either --model MODEL, to start a server for it, or --url of a running server")
     if parsed.url is not None:
@@ -37,7 +38,8 @@ def opened(
 
 
 def new_cache_salt() -> str:
-    """Equal seeds give equal prompts: without a salt of its own, a run would find what one before it has computed."""
+    """Returns a salt for one run. Equal seeds give equal prompts, and without a salt a run would find in the cache what
+    an earlier one has computed."""
     return f"bench-{uuid.uuid4().hex}"
 
 

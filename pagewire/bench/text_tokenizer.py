@@ -1,4 +1,4 @@
-"""A model's tokenizer, to make texts of given lengths in tokens. It loads the `tokenizers` package."""
+"""Reads a model's tokenizer, to make texts of given lengths in tokens. It loads the `tokenizers` package."""
 
 import random
 from pathlib import Path
@@ -10,10 +10,10 @@ MAX_ADJUSTMENTS = 10
 
 
 class TextTokenizer:
-    """`chat_template` is the model's, or None."""
+    """A model's tokenizer. `chat_template` is the model's, or None."""
 
     def __init__(self, model: str) -> None:
-        """`model` is a checkpoint directory or a hub id. CommandError if it has no tokenizer."""
+        """Loads the tokenizer of a checkpoint directory or a hub id. Raises CommandError if there is none."""
         from tokenizers import Tokenizer
 
         from scheduler_service.serving.model_info import read_model_info
@@ -29,11 +29,12 @@ class TextTokenizer:
         self.vocab_size = self._tokenizer.get_vocab_size()
 
     def count(self, text: str) -> int:
-        """Tokens of a text, as a server would add special ones."""
+        """Returns the number of tokens in a text, with the special ones that a server adds."""
         return len(self._tokenizer.encode(text))
 
     def text_of(self, token_ids: list[int], rng: random.Random) -> str:
-        """A text of about as many tokens as these. It begins with theirs; texts are not made of any tokens one likes.
+        """Returns a text of about as many tokens as these, which begins with theirs: not every list of tokens is a
+        text.
 
         Source: vLLM's random dataset, which encodes and cuts or fills up again, too.
         """

@@ -1,4 +1,5 @@
-"""`pagewire bench throughput`: how many tokens per second a server makes of requests that are all there at once."""
+"""`pagewire bench throughput` measures how many tokens per second a server makes of requests that are all there at
+once."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""Random requests and the times to send them at. Pure: everything follows from the seed."""
+"""Draws random requests and the times to send them at. It is pure: everything follows from the seed."""
 
 import math
 import random
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Lengths in tokens, both ends included, all equally likely."""
+    """A range of lengths in tokens, both ends included, all equally likely."""
 
     min: int
     max: int
 
     @classmethod
     def around(cls, length: int, ratio: float) -> "LengthRange":
-        """From length * (1 - ratio) to length * (1 + ratio), rounded outwards but to at least 1.
+        """Returns the range from length * (1 - ratio) to length * (1 + ratio), rounded outwards but to at least 1.
 
         Source: vLLM's random dataset.
         """
@@ -29,10 +29,11 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What to send. Lengths are in tokens and `input_len` comes after the `prefix_len` that all prompts share.
+    """Describes the requests to send. Lengths are in tokens and `input_len` comes after the `prefix_len` that all
+    prompts share.
 
     `request_rate` is in requests per second; infinite sends all at once. `burstiness` 1 is a Poisson process, infinite
-    a fixed rate, and what lies between draws the gaps from a gamma distribution of that shape.
+    a fixed rate, and any value between draws the gaps from a gamma distribution of that shape.
     """
 
     num_prompts: int
@@ -52,7 +53,7 @@ class Workload:
         return self.max_prompt_len + self.output_len.max
 
     def requests(self, vocab_size: int) -> list["PlannedRequest"]:
-        """The requests, in the order of their times. Lengths, tokens and times are drawn apart from each other."""
+        """Returns the requests in the order of their times. Lengths, tokens and times are drawn independently."""
         lengths, tokens = (random.Random(f"{self.seed} {name}") for name in ("lengths", "tokens"))
         token_ids = range(vocab_size)
         prefix = tuple(tokens.choices(token_ids, k=self.prefix_len))
@@ -64,7 +65,7 @@ class Workload:
         return planned
 
     def times(self) -> list[float]:
-        """When to send each request, in seconds from the start of the run."""
+        """Returns when to send each request, in seconds from the start of the run."""
         rng = random.Random(f"{self.seed} times")
         return arrival_times(self.num_prompts, self.request_rate, self.burstiness, rng)
 
@@ -89,7 +90,7 @@ class PlannedRequest:
 
 
 def arrival_times(num_requests: int, request_rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """When to send each request, in seconds from the start of the run.
+    """Returns when to send each request, in seconds from the start of the run.
 
     The times are scaled so that the last is num_requests / request_rate: runs of different seeds offer the same load.
     Source: vLLM's `get_request`.

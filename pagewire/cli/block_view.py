@@ -1,4 +1,4 @@
-"""The blocks of the KV cache as a map for a terminal: a cell for a block, or for several where they are many."""
+"""Draws the blocks of the KV cache as a map for a terminal: a cell for a block, or for several where there are many."""
 
 import re
 from collections import Counter
@@ -26,7 +26,8 @@ class BlockView:
         self._places: dict[str, int] = {}  # by owner
 
     def draw(self, block_map: BlockMap, num_columns: int, num_lines: int) -> str:
-        """Both pools and the legend, in so many columns. The pools share the lines by their sizes."""
+        """Returns both pools and the legend as text of at most so many columns. The pools share the lines by their
+        sizes."""
         self._place(block_map.owners)
         pools = {"device blocks": block_map.device_blocks, "host blocks, counted after the +": block_map.host_blocks}
         pools = {name: uses for name, uses in pools.items() if uses}
@@ -62,14 +63,14 @@ class BlockView:
         return "".join(parts) + (PLAIN if self._colour else "")
 
     def _style(self, use: int, owners: Sequence[str]) -> tuple[str, str]:
-        """The mark and the colour of a use."""
+        """Returns the mark and the colour of a use."""
         if use < HELD:
             return MARKS[use], COLOURS[use]
         place = self._places[owners[use - HELD]]
         return ascii_letters[place % len(ascii_letters)], OWNER_COLOURS[place % len(OWNER_COLOURS)]
 
     def _legend(self, block_map: BlockMap, num_columns: int) -> list[str]:
-        """How many blocks there are of each use: device blocks, and after a plus host blocks."""
+        """Returns lines that count the blocks of each use: device blocks, and after a plus host blocks."""
         device, host = Counter(block_map.device_blocks), Counter(block_map.host_blocks)
         held = sorted((use for use in device | host if use >= HELD), key=lambda use: (-device[use] - host[use], use))
         entries = [(use, NAMES[use]) for use in (FREE, CACHED, SHARED, MOVING)]
@@ -84,7 +85,7 @@ class BlockView:
 
 
 def _flow(texts: Sequence[str], num_columns: int) -> list[str]:
-    """As many texts in a line as fit."""
+    """Joins the texts to lines, as many in each as fit."""
     lines: list[str] = []
     width = 0
     for text in texts:
@@ -99,7 +100,8 @@ def _flow(texts: Sequence[str], num_columns: int) -> list[str]:
 
 
 def _summary(uses: Sequence[int]) -> int:
-    """What a cell for several blocks shows: the most frequent use, of equally frequent ones the one that says most."""
+    """Returns the use that a cell for several blocks shows: the most frequent one, and of equally frequent ones the one
+    that says most."""
     if len(uses) == 1:
         return uses[0]
     counts = Counter(uses)

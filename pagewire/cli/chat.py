@@ -1,4 +1,4 @@
-"""`pagewire chat`: a conversation."""
+"""`pagewire chat` holds a conversation on the terminal."""
 
 import asyncio
 import os
@@ -28,11 +28,11 @@ Turn = tuple[str, str]
 
 
 class Conversation:
-    """What was said so far, and the prompt that continues it.
+    """The messages so far, and the prompt that continues them.
 
     With a chat template the prompt is the rendered messages; without one it is all the text so far, which the model
     goes on with. Special tokens that a template names by variable (`bos_token`) render as nothing: the server's
-    tokenizer adds its own. CommandError for a template that fails.
+    tokenizer adds its own. Raises CommandError for a template that fails.
     """
 
     def __init__(self, template: str | None, system: str | None) -> None:
@@ -41,14 +41,14 @@ class Conversation:
         self.turns: list[Turn] = []
 
     def ask(self, text: str) -> str:
-        """The prompt for what the user says next."""
+        """Returns the prompt for the user's next message."""
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for said, answer in self.turns:
             messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         return self._prompt([*messages, {"role": "user", "content": text}])
 
     def add(self, text: str, answer: str) -> None:
-        """Keeps a turn."""
+        """Keeps a message of the user and the model's answer to it."""
         self.turns.append((text, answer))
 
     def _prompt(self, messages: list[dict[str, str]]) -> str:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def tell(text: str) -> None:
-    """A note of the chat's own. Standard output is for answers."""
+    """Writes a note of the chat's own to standard error, since standard output is for answers."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -141,7 +141,7 @@ class Chat:
                 tell(f"error: {error}")
 
     def _is_carried_out(self, message: str) -> bool:
-        """Carries out a command. False for a message to the model; EOFError to end the chat."""
+        """Carries out a command. Returns False for a message to the model. Raises EOFError to end the chat."""
         word, _, rest = message.strip().partition(" ")
         if not message.startswith("/") or message.startswith("//") or "\n" in message:
             return False
@@ -160,9 +160,9 @@ class Chat:
         return True
 
     def _answer(self, message: str) -> None:
-        """Answers a message. Where the conversation has outgrown the context, offers to forget its oldest turns.
+        """Answers a message. Where the conversation has outgrown the context, it offers to forget the oldest turns.
 
-        If it cannot be answered either way, the conversation stays as it was.
+        If the message cannot be answered either way, the conversation stays as it was.
         """
         kept = list(self._conversation.turns)
         while True:
@@ -185,7 +185,8 @@ class Chat:
                 tell(f"forgot the {num_forgotten} oldest of {len(kept)} turns")
 
     def _stream(self, message: str) -> None:
-        """Streams an answer to standard output and keeps the turn; of one that is interrupted, what there is."""
+        """Streams an answer to standard output and keeps it. Of an answer that is interrupted, it keeps the part that
+        came."""
         printer = complete.SamplePrinter(1, sys.stdout)
         prompt = self._conversation.ask(message)
         try:

@@ -13,16 +13,16 @@ MAX_HISTORY_LINES = 1000
 
 
 def history_path(environ: Mapping[str, str]) -> Path:
-    """Where the history is kept, as the XDG base directory specification says."""
+    """Returns the path of the history, which is where the XDG base directory specification says."""
     state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "pagewire" / "chat_history"
 
 
 class ChatTerminal:
-    """Standard input. Where it is no terminal, lines come without prompts, editing and history."""
+    """Reads standard input. Where that is no terminal, lines are read without prompts, editing and history."""
 
     def __init__(self, history: Path | None) -> None:
-        """`history` is read and kept if it can be; nobody else may read it, since it holds what was said."""
+        """Reads the `history` and keeps it, if it can be; nobody else may read it, since it holds what was said."""
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._history = history
         self._readline: Any = None
@@ -30,9 +30,9 @@ class ChatTerminal:
             self._start_readline()
 
     def read_message(self) -> str:
-        """The next message: a line, together with the next one if it ends in a backslash, or a block in triple quotes.
+        """Returns the next message: a line, or several that a backslash joins, or a block in triple quotes.
 
-        EOFError at the end of the input; what a block has by then is a message.
+        Raises EOFError at the end of the input. A block that the end cuts off is a message.
         """
         line = self._read_line(PROMPT)
         if line.lstrip().startswith(BLOCK):
@@ -45,7 +45,8 @@ class ChatTerminal:
         return "\n".join(lines)
 
     def confirms(self, question: str) -> bool:
-        """Whether the answer is yes, which is the default. Who cannot be asked says yes."""
+        """Asks a question and returns whether the answer is yes, which is the default. Where nobody can be asked, it is
+        yes."""
         if not self.is_interactive:
             return True
         try:
@@ -86,7 +87,7 @@ class ChatTerminal:
             self._history = None
 
     def _keep_history(self) -> None:
-        """After every line, so that nothing is lost with a terminal that is closed."""
+        """Writes the history after every line, so that nothing is lost when the terminal is closed."""
         if self._readline is None or self._history is None:
             return
         try:
@@ -95,6 +96,6 @@ class ChatTerminal:
             self._history = None
 
     def _forget_last_line(self) -> None:
-        """An answer to a question is nothing to say again."""
+        """Takes the answer to a question out of the history."""
         if self._readline is not None and self._readline.get_current_history_length():
             self._readline.remove_history_item(self._readline.get_current_history_length() - 1)

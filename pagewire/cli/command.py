@@ -1,4 +1,4 @@
-"""The `pagewire` command. Each verb is a function of its arguments in a module that is imported only when it runs."""
+"""Runs the `pagewire` command. Each verb is a function in a module that is imported only when the verb runs."""
 
 import codecs
 import contextlib
@@ -16,7 +16,7 @@ from pagewire import __version__
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """Where a verb's function is, and what it does."""
+    """The place of a verb's function, and the line of help about it."""
 
     module: str
     function: str
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(verb: Verb, arguments: Sequence[str]) -> int:
-    """Runs one verb; what fails in it is one line on standard error."""
+    """Runs one verb. An error that it ends with becomes one line on standard error."""
     # gRPC reads them when it is imported.
     os.environ.setdefault("GRPC_EXPERIMENTS", GRPC_EXPERIMENTS)
     if verb.module == _SERVICES:
@@ -100,7 +100,8 @@ def run(verb: Verb, arguments: Sequence[str]) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Each connection takes a file descriptor, and the usual soft limit of 1,024 is for programs that call select."""
+    """Raises the limit of file descriptors, of which each connection takes one. The usual soft limit of 1,024 is for
+    programs that call select."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, NUM_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -124,10 +125,10 @@ def _run(verb: Verb, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _interrupts(verb: Verb) -> Iterator[None]:
-    """What Ctrl-C does while a verb runs, where the process is the command's own (`pagewire.__main__`).
+    """Lets Ctrl-C raise KeyboardInterrupt while a verb runs, so that clients leave what they hold.
 
-    It raises KeyboardInterrupt, so that clients leave what they hold. Services drain instead: until their event loop
-    has taken the signal over they hold nothing, and Ctrl-C ends them as it ends what only loads.
+    This is for a process that is the command's own (`pagewire.__main__`). Services drain instead: until their event
+    loop has taken the signal over they hold nothing, and Ctrl-C ends them as it ends a process that still loads.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         yield

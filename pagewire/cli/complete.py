@@ -1,4 +1,4 @@
-"""`pagewire complete`: one request, its text on standard output as it comes, its statistics on standard error."""
+"""`pagewire complete` prints one completion as it comes, and its statistics on standard error."""
 
 import argparse
 import contextlib
@@ -46,7 +46,7 @@ def _parser() -> Parser:
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Adds the prompt and the flags of everything that belongs to a request; the group of the last of them."""
+    """Adds the flags of a request: its prompt, its sampling and the rest. Returns the group of the last ones."""
     parser.add_argument("text", nargs="?", help="the prompt, or - to read it from standard input")
     parser.add_argument(
         "--prompt-token-ids",
@@ -70,7 +70,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
 
 
 def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
-    """The prompt, the sampling parameters and the rest of a request as `Client` takes them, from these flags."""
+    """Returns the arguments of a request, as `Client` takes them, from these flags."""
     if (parsed.text is None) == (parsed.prompt_token_ids is None):
         parser.error("give either a text (or - for standard input) or --prompt-token-ids")
     text = sys.stdin.read() if parsed.text == "-" else parsed.text
@@ -82,10 +82,10 @@ def request_arguments(parser: Parser, parsed: argparse.Namespace) -> dict[str, A
 async def stream(
     client: Client, prompt: str | None, sampling: SamplingParams, printer: "SamplePrinter", **request: Any
 ) -> Completion:
-    """Prints what comes of a request as it comes, and returns the whole of it.
+    """Prints the output of a request as it comes, and returns the whole of it.
 
-    In an event loop, since Ctrl-C cancels its task where it awaits. In a call that blocks, the exception can come while
-    gRPC's own code holds a lock, after which its channel stands still.
+    It runs in an event loop, where Ctrl-C cancels its task at an `await`. In a call that blocks, the exception can come
+    while gRPC's own code holds a lock, after which its channel stands still.
     """
     builder = CompletionBuilder(sampling.n or 1, time.monotonic())
     async with contextlib.aclosing(client.generate(prompt, sampling, **request)) as outputs:
@@ -98,7 +98,7 @@ async def stream(
 class SamplePrinter:
     """Writes samples one after the other, under a label if there are several.
 
-    The first that has not ended is written as it comes; what comes of later ones waits for their turn.
+    The first sample that has not ended is written as it comes. The output of later ones waits for their turn.
     """
 
     def __init__(self, num_samples: int, file: TextIO) -> None:
@@ -116,7 +116,7 @@ class SamplePrinter:
             self._label()
 
     def _write_current(self) -> bool:
-        """Writes what there is of the current sample; True at its end."""
+        """Writes the output of the current sample that has come. Returns True at its end."""
         deltas, self._waiting[self._current] = self._waiting[self._current], []
         ended = any(delta.finish_reason is not None for delta in deltas)
         text = "".join(delta.text for delta in deltas)
@@ -132,7 +132,7 @@ class SamplePrinter:
 
 
 def statistics(completion: Completion) -> str:
-    """One line; tokens/s count the output tokens over the whole time of the request."""
+    """Describes a completion in one line. Its tokens/s count the output tokens over the whole time of the request."""
     usage = completion.usage
     ttft = "no token" if completion.ttft_s is None else f"time to first token {completion.ttft_s * 1e3:.1f} ms"
     rate = usage.completion_tokens / completion.total_s
@@ -143,7 +143,8 @@ def statistics(completion: Completion) -> str:
 
 
 def describe(completion: Completion) -> dict[str, Any]:
-    """What `--json` prints. Log-probabilities are there where they were asked for, their sum for hypotheses too."""
+    """Returns the object that `--json` prints. Log-probabilities are in it where they were asked for, and their sum for
+    hypotheses."""
     described: dict[str, Any] = {
         **asdict(completion.usage),
         "ttft_s": completion.ttft_s,

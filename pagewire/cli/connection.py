@@ -1,4 +1,4 @@
-"""The flags that say which server the client verbs talk to."""
+"""The flags that say which server a verb talks to, and the client for that server."""
 
 import argparse
 import asyncio
@@ -18,8 +18,8 @@ API_KEY_VARIABLE = "PAGEWIRE_API_KEY"
 
 
 def add_flags(parser: argparse.ArgumentParser, *, without_url: str | None = None) -> None:
-    """Adds the flags. `without_url` says what a verb does that needs none; then `--url` has no default, whatever the
-    environment says."""
+    """Adds the flags. For a verb that needs no server, `without_url` says what it does without; `--url` then has no
+    default, whatever the environment says."""
     group = parser.add_argument_group("connection")
     text = "address of the server: HOST:PORT, or grpcs://HOST:PORT for TLS"
     if without_url is None:
@@ -39,7 +39,7 @@ def default_url() -> str:
 
 
 def client(parser: Parser, arguments: argparse.Namespace) -> Client:
-    """A client as the flags say; ends the command for flags that cannot be."""
+    """Returns a client as the flags say. Ends the command for flags that cannot be."""
     tls = {"tls_ca": arguments.tls_ca, "tls_cert": arguments.tls_cert, "tls_key": arguments.tls_key}
     try:
         return Client(arguments.url, **tls, api_key=os.environ.get(API_KEY_VARIABLE) or None)

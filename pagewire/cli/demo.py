@@ -1,4 +1,4 @@
-"""`pagewire demo`: serves the bundled model, or another, on loopback, streams one completion, and ends."""
+"""`pagewire demo` serves the bundled model, or another, on loopback, streams one completion, and ends."""
 
 import sys
 from collections.abc import Sequence

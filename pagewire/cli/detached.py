@@ -1,4 +1,4 @@
-"""`pagewire submit`, `attach` and `result`: requests that outlive their client."""
+"""`pagewire submit`, `attach` and `result` are for requests that outlive their client."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ def result(arguments: Sequence[str]) -> int:
 
 
 def describe(found: Result) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Returns the object that `--json` prints."""
     described = asdict(found) | {"outputs": [_describe_output(output) for output in found.outputs]}
     if found.error is not None:
         described["error"] = {"code": found.error.code.name, "message": str(found.error)}

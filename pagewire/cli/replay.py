@@ -1,4 +1,4 @@
-"""`pagewire replay`: run a recording again, without a worker, and see that every plan is the same."""
+"""`pagewire replay` runs a recording again, without a worker, and checks that every plan is the same."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ SUCCESS, DIFFERENT, UNREADABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: all is the same. 1: something differs, or the recording is cut short. 2: it cannot be read."""
+    """Returns 0 if all is the same, 1 if something differs or the recording is cut short, 2 if it cannot be read."""
     description = (
         "Run a scheduler's recording (--record FILE) again without a worker, and check that all plans are the same."
     )
@@ -86,7 +86,7 @@ def _replay(reader: RecordingReader, *, prints_plans: bool) -> int:
 
 
 def _perform(scheduler: Scheduler, event: Event) -> tuple[Any, Any]:
-    """What the event gave, and as a recording would tell it."""
+    """Performs an event. Returns its result, and the result as a recording tells it."""
     try:
         value = getattr(scheduler, event.name)(*event.arguments, event.now)
     except Exception as error:  # it is compared with what was raised when it was recorded

@@ -1,4 +1,4 @@
-"""`pagewire status`: what a server serves and does now, what a request waits for, and where the blocks are."""
+"""`pagewire status` shows what a server is doing, why a request waits, and where the blocks are."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """The whole terminal while it lasts; as it was afterwards, whatever happens."""
+    """Takes the whole terminal for a block of code, and gives it back as it was, whatever happens."""
     print(ENTER_SCREEN, end="", flush=True)
     try:
         yield
@@ -72,13 +72,13 @@ async def _watch(view: "_View", as_json: bool) -> None:
 
 
 def _frame(text: str) -> str:
-    """A text over the one before. What does not fit the terminal's height is left out."""
+    """Returns a text that is drawn over the one before. Lines that do not fit the terminal's height are left out."""
     lines = text.split("\n")[: shutil.get_terminal_size().lines - 1]
     return HOME + "".join(f"{line}{CLEAR_LINE}\n" for line in lines) + CLEAR_BELOW
 
 
 class _View:
-    """What is shown of a server, or of one request."""
+    """Shows a server, or one request."""
 
     def __init__(self, client: Client, request_id: str | None, tenant: str, *, with_map: bool) -> None:
         self.client = client
@@ -104,7 +104,7 @@ class _View:
         return f"{described}\n\n{self._blocks.draw(blocks, size.columns, num_lines)}"
 
     async def _loads(self) -> Loads | None:
-        """None where only operators are told."""
+        """Returns the loads, or None where only operators may see them."""
         try:
             return await self.client.loads()
         except PagewireError as error:
@@ -114,13 +114,13 @@ class _View:
 
 
 def table(info: ServerInfo, loads: Loads | None, *, colour: bool) -> str:
-    """Two columns, names and values."""
+    """Returns two columns, names and values, about a server."""
     load_rows = [("load", "only operators may see it")] if loads is None else _load_rows(loads)
     return _rows_text([*_info_rows(info), *load_rows], colour)
 
 
 def report_table(report: RequestReport, *, colour: bool) -> str:
-    """What a request is doing, as names and values."""
+    """Returns two columns, names and values, about a request."""
     position = "" if report.queue_position is None else f", number {report.queue_position} in the queue"
     holders = [f"{holder.request_id or 'another tenant'} {holder.num_blocks}" for holder in report.holders]
     rows = [

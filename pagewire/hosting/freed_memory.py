@@ -9,8 +9,10 @@ _LARGE_BYTES = 256 * 1024
 
 
 def give_back_large() -> None:
-    """To be called once in a process. Blocks of so many bytes are the system's as soon as they are freed; elsewhere
-    than with glibc nothing changes."""
+    """Lets the system have large blocks of memory as soon as they are freed.
+
+    It is to be called once in a process. With a C library other than glibc it changes nothing.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)

@@ -1,9 +1,9 @@
-"""Keeps Python's garbage collector from stopping a service, whatever it remembers.
+"""Keeps Python's garbage collector from stopping a service, however much it remembers.
 
 A full collection looks at every object that there is: with 500,000 cached blocks it stops all streams for a quarter of
-a second. Services free what has ended by reference counts (`tests/contract/test_garbage_collection.py` sees to it), so
-what has survived one full collection is taken out of the collector's sight, and the next full one is as short as the
-first.
+a second. Services free objects that have ended by reference counts (`tests/contract/test_garbage_collection.py` sees to
+it). Objects that have survived one full collection are therefore taken out of the collector's sight, and the next full
+one is as short as the first.
 """
 
 import gc
@@ -16,7 +16,7 @@ _OLDEST_GENERATION = 2
 
 
 def keep_short() -> None:
-    """To be called once in a process, when what it needs is imported."""
+    """Begins to keep collections short. It is to be called once in a process, when all that it needs is imported."""
     gc.set_threshold(*THRESHOLDS)
     gc.collect()
     gc.freeze()

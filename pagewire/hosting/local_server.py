@@ -1,4 +1,4 @@
-"""A `pagewire serve` of one's own: both services on loopback, for as long as a block of code or this process runs."""
+"""Runs a `pagewire serve` for this process: both services on loopback, until a block of code or the process ends."""
 
 import codecs
 import os
@@ -30,7 +30,7 @@ _LINE_PREFIX = re.compile(r"^(\S+ \S+ (WARNING|ERROR|CRITICAL) [\w.]+: |pagewire
 
 
 def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before `--` and what after it: the verb's own arguments and the flags of `pagewire serve`."""
+    """Splits arguments at `--` into the verb's own and the flags of `pagewire serve`."""
     own = list(arguments)
     if SEPARATOR not in own:
         return own, []
@@ -41,11 +41,11 @@ def split_serve_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 class LocalServer:
     """The process of a `pagewire serve`. It ends with this process, however that ends.
 
-    What it writes on standard error goes to this process's. Any thread may start and stop it.
+    Its standard error goes to this process's. Any thread may start and stop it.
     """
 
     def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
-        """`flags` are those of `pagewire serve`."""
+        """Prepares a server, which `start` starts. `flags` are those of `pagewire serve`."""
         self._command = [sys.executable, "-m", "pagewire", "serve", model, *SERVE_FLAGS, *flags]
         self.owner = os.getpid()
         self._url: Future[str] = Future()
@@ -57,7 +57,8 @@ class LocalServer:
         self._watching = threading.Thread(target=self._watch, name="pagewire serve", daemon=True)
 
     def start(self) -> str:
-        """The server's url, once it serves. StartError if it does not come up; whatever is raised, nothing runs on."""
+        """Starts the server and returns its url, once it serves. Raises StartError if it does not come up. After an
+        exception nothing runs on."""
         self._watching.start()
         try:
             return self._url.result()
@@ -66,26 +67,26 @@ class LocalServer:
             raise
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Whether it has ended, or does so within this time."""
+        """Returns whether the server has ended, or does so within this time."""
         self._watching.join(timeout_s)
         return not self._watching.is_alive()
 
     @property
     def reason(self) -> str:
-        """The last thing that it said on standard error, without what stands before the message."""
+        """The last line that the server wrote to standard error, without the time and the level before the message."""
         lines = "".join(self._tail).strip().splitlines()
         return _LINE_PREFIX.sub("", lines[-1].strip()) if lines else ""
 
     @property
     def exit(self) -> str:
-        """How it ended."""
+        """How the server ended: its exit code, or the signal."""
         code = None if self._process is None else self._process.returncode
         if code is None:
             return "not started"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def stop(self) -> None:
-        """Returns when it has ended."""
+        """Ends the server, and returns when it has ended."""
         if not self._watching.is_alive():
             return
         self._launched.wait()
@@ -121,7 +122,8 @@ class LocalServer:
             self._url.set_exception(StartError(reason or f"pagewire serve ended with {self.exit} and gave no reason"))
 
     def _read(self, process: "subprocess.Popen[bytes]") -> str:
-        """Until both ends are closed. What it said on standard output instead of its url."""
+        """Reads both outputs of the server until they are closed. Returns what it said on standard output instead of
+        its url."""
         assert process.stdout is not None
         assert process.stderr is not None
         out = ""
@@ -153,10 +155,10 @@ class LocalServer:
 
 @contextmanager
 def serving(model: str, flags: Sequence[str] = ()) -> Iterator[str]:
-    """The url of a server that runs inside the block. CommandError if it does not come up.
+    """Runs a server inside the block, which gets its url. Raises CommandError if it does not come up.
 
-    `flags` are those of `pagewire serve`. For the main thread only: from now on SIGTERM unwinds the block as Ctrl-C
-    does, and then raises SystemExit.
+    `flags` are those of `pagewire serve`. This is for the main thread only: from now on SIGTERM unwinds the block as
+    Ctrl-C does, and then raises SystemExit.
     """
     terminations: list[int] = []
 

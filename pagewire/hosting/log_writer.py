@@ -1,4 +1,4 @@
-"""Writes log lines from a queue on a thread of its own, so that nobody waits for whoever reads them, or does not."""
+"""Writes log lines from a queue on a thread of its own, so that no service waits for whoever reads them."""
 
 import os
 import select
@@ -9,12 +9,15 @@ MAX_WAITING_BYTES = 1024 * 1024
 
 
 class LogWriter:
-    """The lines that wait are bounded in bytes. Lines that come when it is full are dropped and counted, and where they
-    would have stood, their number is told."""
+    """A queue of lines that is bounded in bytes, and the thread that writes them.
+
+    Lines that come while the queue is full are dropped and counted. Where they would have stood, a line tells their
+    number.
+    """
 
     def __init__(self, descriptor: int, dropped_notice: Callable[[int], bytes]) -> None:
-        """`descriptor` of a file, a pipe or a terminal that belongs to the caller. `dropped_notice` makes the line that
-        tells how many were dropped."""
+        """Begins to write to `descriptor`, a file, a pipe or a terminal that belongs to the caller. `dropped_notice`
+        makes the line that tells how many were dropped."""
         self._descriptor = descriptor
         self._dropped_notice = dropped_notice
         self._changed = threading.Condition()
@@ -37,12 +40,12 @@ class LogWriter:
             self._changed.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Waits until everything is written, but no longer than so many seconds; whether it is."""
+        """Waits until everything is written, but no longer than `timeout` seconds. Returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._lines or self._num_untold or self._is_writing), timeout)
 
     def close(self) -> None:
-        """What waits is written first. Does not wait for that."""
+        """Lets the thread end when it has written the lines that wait. Does not wait for that."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -52,7 +55,7 @@ class LogWriter:
             self._write(block)
 
     def _take(self) -> bytes | None:
-        """All that waits, when something does, in order; None when no more will come."""
+        """Waits for lines and returns all that there are, in order. Returns None when no more will come."""
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""Logging of the services: standard error only, standard output is for results.
+"""Sets up the logging of the services, which goes to standard error: standard output is for results.
 
-Lines go through a queue (`log_writer.py`): a standard error that nobody reads stops no service.
+Lines go through a queue (`log_writer.py`), so that a standard error which nobody reads stops no service.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class LogConfig:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: time (UTC), level, logger, message, then what was given as `extra`, then the exception."""
+    """Writes one object per line: time (UTC), level, logger, message, then the caller's `extra`, then the exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -67,7 +67,7 @@ class TerminationLog(logging.Handler):
 
 
 class LogQueue(logging.Handler):
-    """Hands the lines of this process to a writer. What ends a process flushes it: `logging.shutdown`."""
+    """Hands the lines of this process to a writer. `logging.shutdown`, at the end of a process, flushes it."""
 
     def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class LogQueue(logging.Handler):
 
 
 class _QueuedFile(io.RawIOBase):
-    """Standard error, as the interpreter and `print` know it, by the same queue as the log lines."""
+    """A standard error for the interpreter and `print` that writes to the same queue as the log lines."""
 
     def __init__(self, writer: LogWriter, descriptor: int) -> None:
         self._writer = writer
@@ -132,6 +132,6 @@ def configure(config: LogConfig) -> None:
 
 
 def num_dropped_lines() -> int:
-    """Lines of this process that were dropped since nobody read standard error."""
+    """Returns how many lines of this process were dropped because nobody read standard error."""
     queues = [handler for handler in logging.getLogger().handlers if isinstance(handler, LogQueue)]
     return sum(queue.writer.num_dropped for queue in queues)

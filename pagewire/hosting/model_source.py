@@ -1,7 +1,7 @@
-"""Where MODEL is: a checkpoint directory, or a model of the Hugging Face hub, which becomes one.
+"""Finds MODEL: a checkpoint directory, or a model of the Hugging Face hub, which becomes one.
 
-A hub id is looked up in the local cache of huggingface_hub. What is not there is downloaded into it, unless
-HF_HUB_OFFLINE says otherwise. Only the files that are read are taken: never pickled weights, never a second format.
+A hub id is looked up in the local cache of huggingface_hub. Files that are not there are downloaded into it, unless
+HF_HUB_OFFLINE says otherwise. Only files that are read are taken: never pickled weights, never a second format.
 """
 
 import json
@@ -45,11 +45,11 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class ModelSourceError(CommandError):
-    """MODEL is nothing that can be served. The text says what it is and what to give instead."""
+    """MODEL cannot be served. The text says what it is and what to give instead."""
 
 
 class DownloadError(ModelSourceError):
-    """A download that failed. Trying again may help."""
+    """A download failed. Trying again may help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +59,22 @@ class ModelSourceConfig:
     )
 
     def validate(self) -> None:
-        """Every text may be a revision; the hub knows which are."""
+        """Accepts every text as a revision; the hub knows which there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocatedModel:
-    """A checkpoint directory, and the hub id that it was found by, if it was."""
+    """A checkpoint directory, and the hub id by which it was found, or None."""
 
     directory: str
     hub_id: str | None = None
 
 
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> LocatedModel:
-    """The checkpoint directory of MODEL; downloads it if it has to.
+    """Returns the checkpoint directory of MODEL, which it downloads if it has to.
 
-    `with_weights` False asks only for what a scheduler or a front end reads. ModelSourceError for what cannot be
-    served.
+    `with_weights` False asks only for the files that a scheduler or a front end reads. Raises ModelSourceError for a
+    MODEL that cannot be served.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -110,7 +110,7 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
 
 
 def _without_safetensors(names: Iterable[str]) -> str:
-    """What stands where safetensors should be, and what to do."""
+    """Returns a phrase on what stands where safetensors should be, and what to do."""
     pickled = [name for name in names if name.endswith(PICKLED)]
     if pickled:
         return (
@@ -131,7 +131,7 @@ def _file_refusal(path: Path) -> str:
 
 
 def _is_hub_id(model: str) -> bool:
-    """Whether it can be one. What starts at a directory that is there is a path, though one with a mistake."""
+    """Returns whether MODEL can be a hub id. A name in a directory that exists is a path, though one with a mistake."""
     return bool(_HUB_ID.fullmatch(model)) and not ("/" in model and Path(model).parent.is_dir())
 
 
@@ -145,7 +145,7 @@ def _path_refusal(path: Path) -> str:
 
 
 def _weight_files(snapshot: Path) -> list[str]:
-    """The names of the safetensors that a snapshot's index speaks of, or of the one file where there is none."""
+    """Returns the names of the safetensors in a snapshot's index, or of the one file where there is no index."""
     index = snapshot / INDEX
     if not index.is_file():
         return [SINGLE]
@@ -158,7 +158,7 @@ def _weight_files(snapshot: Path) -> list[str]:
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Lets Ctrl-C end the process inside the block. By itself it would wait for the threads that download."""
+    """Lets Ctrl-C end the process inside the block. Python would wait for the threads that download."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -179,7 +179,7 @@ class _HubModel:
         self._name = hub_id if revision is None else f"{hub_id} at revision {revision}"
 
     def directory(self) -> Path:
-        """The snapshot with all its files: from the cache without asking the hub, if they are there."""
+        """Returns the snapshot with all files that are needed. If the cache has them, the hub is not asked."""
         try:
             from huggingface_hub import constants, get_cached_repo_tree, snapshot_download  # noqa: F401
             from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -200,7 +200,7 @@ class _HubModel:
         return self._downloaded()
 
     def _cached(self) -> Path | None:
-        """None if a file is missing."""
+        """Returns the snapshot in the cache, or None if a file is missing."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
         try:
@@ -250,7 +250,7 @@ class _HubModel:
         log.warning("downloaded %s in %.1f s to %s", self._name, time.monotonic() - started_at, snapshot)
 
     def _fetch(self, names: Iterable[str], *, revision: str | None = None, local_files_only: bool = False) -> Path:
-        """The snapshot's directory with these files, as far as the repository has them."""
+        """Returns the snapshot's directory with these files, as far as the repository has them."""
         from huggingface_hub import snapshot_download
 
         return Path(

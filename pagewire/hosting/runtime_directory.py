@@ -1,4 +1,4 @@
-"""The directory of a `pagewire serve` that runs, which nobody else may enter: its worker listens on sockets there."""
+"""The directory of a running `pagewire serve`. Its worker listens on sockets there, and no other user may enter it."""
 
 import fcntl
 import os
@@ -16,9 +16,9 @@ _MAX_BASE_BYTES = 56  # the path of a socket has 107 at most
 
 
 class RuntimeDirectory:
-    """Its path is known before it is made. It lasts as long as the block of a `with` statement.
+    """A directory that lasts as long as the block of a `with` statement. Its path is known before it is made.
 
-    While it lasts it is locked, which neither a killed process can leave behind nor systemd-tmpfiles removes.
+    While it lasts it is locked. No killed process leaves a lock behind, and systemd-tmpfiles keeps what is locked.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -26,7 +26,7 @@ class RuntimeDirectory:
         self._lock: int | None = None
 
     def __enter__(self) -> Path:
-        """Makes it, and removes those that killed processes have left. Raises OSError, one line."""
+        """Makes the directory, and removes those that killed processes have left. Raises OSError with one line."""
         base = self.path.parent
         # Under a name that nobody looks for, until it is locked.
         unlocked = base / f".{self.path.name}"
@@ -51,13 +51,14 @@ class RuntimeDirectory:
 
 
 def _base(named: str) -> Path:
-    """The user's own directory for such things, where there is one that can be used, else the one for everybody."""
+    """Returns the user's own directory for such things if it can be used, else the one for everybody."""
     is_usable = os.path.isabs(named) and len(os.fsencode(named)) <= _MAX_BASE_BYTES and "," not in named
     return Path(named if is_usable and os.access(named, os.W_OK | os.X_OK) else _FALLBACK)
 
 
 def _lock(directory: Path) -> int:
-    """A file descriptor that holds the lock. Raises OSError if another one does."""
+    """Locks a directory and returns the file descriptor that holds the lock. Raises OSError if another process holds
+    it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,7 +69,7 @@ def _lock(directory: Path) -> int:
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Directories of this user that no process has locked."""
+    """Removes the directories of this user that no process has locked."""
     for path in base.glob(f"{_PREFIX}*"):
         try:
             if not _NAME.fullmatch(path.name) or path.lstat().st_uid != os.getuid():

@@ -1,7 +1,7 @@
-"""All ranks of a worker on this machine, which `pagewire worker` starts where it is told how many, and no address.
+"""Starts all ranks of a worker on this machine, for a `pagewire worker` that is told their number, but no address.
 
-They are children, each listens on a port of its own, and they meet over loopback. When one ends, all are ended and
-started again: a worker without one of its ranks is none.
+The ranks are child processes. Each listens on a port of its own, and they meet over loopback. When one ends, all are
+ended and started again: a worker without one of its ranks is of no use.
 """
 
 import asyncio
@@ -26,7 +26,10 @@ _POLICY = RestartPolicy(stop_timeout_s=30.0)
 
 
 def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
-    """What each rank has of its own: ports that follow each other, and a share of the CPU. Raises ValueError."""
+    """Returns the configuration of each rank: ports that follow each other, and a share of the CPU.
+
+    Raises ValueError.
+    """
     size = config.tensor_parallel_size
     if config.port == 0:
         raise ValueError("--port is 0; the ranks of a worker listen on ports that follow --port, so name one")
@@ -50,8 +53,8 @@ def rank_configs(config: WorkerConfig) -> list[WorkerConfig]:
 
 
 def serve(config: WorkerConfig, arguments: Sequence[str], refuse: Callable[[str], int]) -> int:
-    """Serves until a signal. `arguments` are those of the command: ranks get them too, and what is their own. `refuse`
-    says why a rank will never be able to start, and gives the exit code."""
+    """Runs the ranks until a signal comes. Each gets the `arguments` of the command and flags of its own. `refuse` says
+    why a rank will never be able to start, and returns the exit code."""
     exit_with_parent()
     try:
         configs = rank_configs(config)
@@ -76,7 +79,7 @@ def _own_flags(config: WorkerConfig) -> list[str]:
 
 
 class _Ready:
-    """Says that the worker is ready when all its ranks are, each time."""
+    """Announces that the worker is ready whenever all its ranks have become so."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._url = f"grpc://{join(config.host, config.port)}"
@@ -96,7 +99,7 @@ class _Ready:
 
 
 async def _until_signalled(ranks: Sequence[Supervisor], ready: _Ready, refuse: Callable[[str], int]) -> int:
-    """0 after SIGTERM or SIGINT, another exit code if the ranks cannot be started."""
+    """Returns 0 after SIGTERM or SIGINT, or another exit code if the ranks cannot be started."""
     stopping = asyncio.create_task(stop_at_signals(lambda number: None).wait())
     restarts = Restarts(_POLICY)
     while True:
@@ -115,7 +118,7 @@ async def _until_signalled(ranks: Sequence[Supervisor], ready: _Ready, refuse: C
 
 
 async def _run_once(ranks: Sequence[Supervisor], stopping: "asyncio.Task[bool]") -> Exit | None:
-    """Runs all ranks until one ends or `stopping` does, and ends the others: how it ended, or None."""
+    """Runs all ranks until one ends or `stopping` does, and ends the others. Returns how the first ended, or None."""
     if stopping.done():
         return None
     runs = [asyncio.create_task(rank.run_once()) for rank in ranks]

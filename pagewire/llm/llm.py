@@ -1,4 +1,4 @@
-"""`LLM`: a model for programs that complete lists of prompts, as vLLM's and nano-vllm's users know it."""
+"""`LLM` completes lists of prompts, in the way that users of vLLM and nano-vllm know."""
 
 import itertools
 import os
@@ -31,13 +31,13 @@ END_TIMEOUT_S = 2.0
 
 
 class TextPrompt(TypedDict):
-    """A prompt as a mapping, as vLLM has it."""
+    """A prompt as a mapping with a text, which is one of vLLM's forms."""
 
     prompt: str
 
 
 class TokensPrompt(TypedDict):
-    """The same with token ids; `prompt` is only told back."""
+    """A prompt as a mapping with token ids. A `prompt` beside them is only handed back with the result."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
@@ -48,16 +48,16 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 
 
 class LLM:
-    """A model, with both services in the background on this machine: they start here, and end with `close`, at the end
-    of `with`, or with the process, however it ends.
+    """A model with both services in the background on this machine. They start here, and end with `close`, at the end
+    of `with`, or with the process, however that ends.
 
     `model` is what `pagewire serve` takes. `options` are those of `pagewire serve` under the names of its YAML keys,
-    such as `max_model_len=4096`, and those of vLLM and nano-vllm: what means the same becomes ours, what makes no
-    difference is ignored with a warning, anything else is refused with ValueError (`pagewire.llm.options` and
+    such as `max_model_len=4096`, and those of vLLM and nano-vllm: an option that means the same becomes ours, one that
+    makes no difference is ignored with a warning, and any other is refused with ValueError (`pagewire.llm.options` and
     `pagewire.compatibility` list them). With `seed`, equal programs give equal outputs.
 
-    StartError if the services do not come up, with their reason; ImportError, in one line, without torch. Any thread
-    may make an LLM and use it, also at the same time.
+    Raises StartError, with the services' reason, if they do not come up, and ImportError, in one line, without torch.
+    Any thread may make an LLM and use it, also at the same time.
     """
 
     def __init__(self, model: str | os.PathLike[str], *, seed: int | None = None, **options: Any) -> None:
@@ -80,7 +80,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends both services, and whatever runs. Using it again fails."""
+        """Ends both services and everything that runs. The LLM cannot be used afterwards."""
         self._finalizer()
 
     def generate(
@@ -92,12 +92,12 @@ class LLM:
         priority: Sequence[int] | None = None,
         lora_request: None = None,
     ) -> list[RequestOutput]:
-        """The results of all prompts, in their order; of a single one too they are a list.
+        """Returns the results of all prompts, in their order. The result of a single prompt is in a list too.
 
         A prompt is a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`. `sampling_params` are
-        for all, or a list with one for each; None takes the checkpoint's own and 16 tokens. `max_tokens` beyond the
-        model's context are as many as fit. `use_tqdm` False shows no progress; tqdm's class, or one like it, shows its
-        own. `priority` is one for each, lower first.
+        for all, or a list with one for each; None takes the checkpoint's own and 16 tokens. If `max_tokens` is more
+        than the model's context allows, as many tokens as fit are made. `use_tqdm` False shows no progress; tqdm's
+        class, or one like it, shows its own. `priority` has a number for each prompt, and lower ones run first.
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
@@ -116,10 +116,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: None = None,
     ) -> list[RequestOutput]:
-        """The answers to a conversation, or to each of a list of them; the rest is as in `generate`.
+        """Returns the answers to a conversation, or to each conversation of a list; the rest is as in `generate`.
 
-        A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The prompt is what the
-        model's chat template, or `chat_template`, makes of it and of `chat_template_kwargs`.
+        A conversation is a list of messages such as {"role": "user", "content": "Hello"}. The model's chat template, or
+        `chat_template`, makes the prompt of it and of `chat_template_kwargs`.
         """
         if lora_request is not None:
             raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
@@ -128,7 +128,7 @@ class LLM:
         return self._run(texts, [None] * len(texts), sampling_params, use_tqdm, None, add_special_tokens=False)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer, as transformers loads it. ImportError without transformers."""
+        """Returns the model's tokenizer as transformers loads it. Raises ImportError without transformers."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.model)
@@ -179,13 +179,13 @@ class LLM:
     def _tokens(
         self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int] | None], add_special_tokens: bool
     ) -> list[Sequence[int]]:
-        """The token ids of each prompt: those given, or the text's."""
+        """Returns the token ids of each prompt: those that were given, or those of its text."""
         unknown = [text for text, ids in zip(texts, token_ids, strict=True) if ids is None and text is not None]
         made = iter(self.client.tokenize(unknown, add_special_tokens=add_special_tokens) if unknown else [])
         return [next(made) if ids is None else ids for ids in token_ids]
 
     def _resolve(self, sampling: SamplingParams | None, num_free: int) -> SamplingParams:
-        """The parameters of a request whose prompt leaves room for so many tokens."""
+        """Returns the parameters of a request whose prompt leaves room for `num_free` tokens."""
         sampling = DEFAULT_SAMPLING if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling_params must be pagewire.SamplingParams, got {sampling!r:.80}")
@@ -211,7 +211,7 @@ class LLM:
                 progress.close()
 
     def _names(self, completions: Sequence[Completion]) -> dict[int, str]:
-        """The texts of the tokens that log-probabilities name."""
+        """Returns the texts of all tokens that log-probabilities name."""
         token_ids = sorted(set().union(*map(token_ids_of, completions)))
         if not token_ids or not self.client.info().has_tokenizer:
             return {}
@@ -220,7 +220,8 @@ class LLM:
 
 
 def _close(server: LocalServer, client: Client, channels: Channels) -> None:
-    """Does nothing in a process that was forked from the one that started the server: gRPC is of no use there."""
+    """Ends everything, except in a process that was forked from the one that started the server: gRPC is of no use
+    there."""
     if os.getpid() != server.owner:
         return
     client.close()
@@ -229,7 +230,7 @@ def _close(server: LocalServer, client: Client, channels: Channels) -> None:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt is a list of one."""
+    """Returns the prompts as a list, also where only one is given."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):
@@ -239,7 +240,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _split(prompt: Any, index: int) -> tuple[str | None, Sequence[int] | None]:
-    """The text and the token ids of a prompt: one of them, or both."""
+    """Returns the text and the token ids of a prompt. One of them may be None."""
     if not isinstance(prompt, Mapping):
         return wire.split_prompt(prompt, index)
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")

@@ -1,4 +1,4 @@
-"""The options of `LLM`, Pagewire's own and those of vLLM and nano-vllm, as flags of `pagewire serve`."""
+"""Turns the options of `LLM`, Pagewire's own and those of vLLM and nano-vllm, into flags of `pagewire serve`."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ _KV_CACHE_DTYPES = {"fp8_e4m3": "fp8"}
 
 
 def _without_prefix(value: Any) -> str:
-    """`torch.bfloat16` and "bfloat16" alike."""
+    """Returns "bfloat16" for `torch.bfloat16` and for "bfloat16"."""
     return str(value).removeprefix("torch.")
 
 
@@ -41,9 +41,9 @@ CONVERTED: dict[str, Callable[[Any], Any]] = {
 
 
 def serve_flags(model: str, given: Mapping[str, Any]) -> list[str]:
-    """The flags of `pagewire serve` for options of either kind. Warns of those that are ignored.
+    """Returns the flags of `pagewire serve` for options of either kind. Warns of those that are ignored.
 
-    Raises TypeError for a name that nobody knows, ValueError for what cannot be.
+    Raises TypeError for an unknown name, and ValueError for a value that cannot be.
     """
     from pagewire.cli.services import serve_options
 

@@ -1,4 +1,4 @@
-"""A line on standard error that says how far a list of requests has come."""
+"""Writes a line to standard error that says how far a list of requests has come."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ LOG_INTERVAL_S = 10.0
 
 
 class Progress:
-    """On a terminal one line that changes; elsewhere a line now and then, none for what is done soon."""
+    """Shows one line that changes on a terminal. Elsewhere it writes a line every ten seconds."""
 
     def __init__(self, total: int, file: IO[str] | None = None, now: Callable[[], float] = time.monotonic) -> None:
         """`total` counts the requests. `file` is standard error by default."""
@@ -32,7 +32,7 @@ class Progress:
             self._say()
 
     def close(self) -> None:
-        """On a terminal the last line stays."""
+        """Ends the line on a terminal, where it stays."""
         if self._is_terminal and self._total:
             self._say(end="\n")
 
@@ -49,7 +49,7 @@ class Progress:
 
 
 class ForeignProgress:
-    """The same for a bar that somebody else makes, as tqdm's class does."""
+    """Shows progress on a bar that the caller's class makes, such as tqdm's."""
 
     def __init__(self, total: int, make_bar: Callable[..., Any]) -> None:
         self._bar = make_bar(total=total, desc="requests")

@@ -1,4 +1,4 @@
-"""What `LLM` returns: results that read as vLLM's do, and as nano-vllm's."""
+"""The results of `LLM`, which read as vLLM's do, and as nano-vllm's."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ KEYS = ("text", "token_ids")
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural logarithm, after penalties and bias, before temperature and filters. `rank` counts from 1.
+    """The natural logarithm of a token's probability, after penalties and bias, before temperature and filters.
 
-    `decoded_token` is None where the checkpoint has no tokenizer.
+    `rank` counts from 1. `decoded_token` is None where the checkpoint has no tokenizer.
     """
 
     logprob: float
@@ -67,7 +67,7 @@ class RequestOutput:
 
 
 def token_ids_of(completion: Completion) -> set[int]:
-    """All tokens that its log-probabilities name."""
+    """Returns all tokens that the log-probabilities of a result name."""
     entries = list(completion.prompt_logprobs or ())
     for output in completion.outputs:
         entries += output.logprobs or ()
@@ -77,7 +77,7 @@ def token_ids_of(completion: Completion) -> set[int]:
 def request_output(
     completion: Completion, prompt: str | None, prompt_token_ids: list[int], texts: Mapping[int, str]
 ) -> RequestOutput:
-    """`texts` are those of single tokens, as far as they are known."""
+    """Makes the result of `LLM` from the client's. `texts` are those of single tokens, as far as they are known."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     if completion.prompt_logprobs is not None:
         prompt_logprobs = [None, *_logprobs(completion.prompt_logprobs, texts)]
