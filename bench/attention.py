@@ -1,4 +1,4 @@
-"""How fast a CPU's paged attention reads the cache, beside how fast the machine reads memory.
+"""Measures how fast a CPU's paged attention reads the cache, beside how fast the machine reads memory.
 
     python -m bench.attention
 
@@ -40,7 +40,7 @@ def seconds(call: Callable[[], object]) -> float:
 def layers_of(
     shape: str, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: CpuKernels
 ) -> tuple[list[Callable[[], object]], int]:
-    """A call for each layer, and the bytes of keys and values that it reads."""
+    """Returns a call for each layer, and the bytes of keys and values that it reads."""
     config = SHAPES[shape]
     num_kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
     num_blocks = NUM_SEQUENCES * CONTEXT // BLOCK_SIZE + 1

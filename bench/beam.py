@@ -1,4 +1,4 @@
-"""Beam search through both services against transformers' `generate(num_beams=4)`, in the same run.
+"""Compares beam search through both services with transformers' `generate(num_beams=4)`, in the same run.
 
     python -m bench.beam
 
@@ -27,7 +27,7 @@ GOAL = 2.0
 
 
 def ours(client: Client, prompt: list[int], arguments: argparse.Namespace) -> list[int]:
-    """The best hypothesis."""
+    """Returns our best hypothesis."""
     sampling = SamplingParams(beam_width=arguments.beam_width, max_tokens=arguments.output_len, ignore_eos=True)
     return list(client.complete(None, sampling, prompt_token_ids=prompt).outputs[0].token_ids)
 

@@ -1,4 +1,4 @@
-"""Random checkpoints of known shapes, written by transformers for benchmarks. Kept in the user's cache.
+"""Makes random checkpoints of known shapes for benchmarks, by transformers, and keeps them in the user's cache.
 
 Where a worker makes the weights (`--load-format dummy`), a configuration is a checkpoint.
 """
@@ -63,7 +63,7 @@ GPU_SHAPES = {
 
 
 def configuration(shape: str, directory: Path) -> Path:
-    """A directory with the config.json of a Qwen3 model of one of GPU_SHAPES, in bf16 and without end tokens."""
+    """Returns a directory with the config.json of a bf16 Qwen3 model of one of GPU_SHAPES, without end tokens."""
     path = directory / shape
     path.mkdir(exist_ok=True)
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", **GPU_SHAPES[shape]}
@@ -73,7 +73,7 @@ def configuration(shape: str, directory: Path) -> Path:
 
 
 def random_checkpoint(shape: str) -> Path:
-    """A Qwen3 checkpoint of random bf16 weights without end tokens; made once."""
+    """Returns a Qwen3 checkpoint of random bf16 weights without end tokens, which is made once."""
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     directory = root / "pagewire" / "bench" / shape
     if not (directory / "model.safetensors").exists():

@@ -41,7 +41,7 @@ class Worker:
     def __init__(
         self, model: Path, device: str, loads: Sequence[DecodeLoad], *, num_further_blocks: int = 0, **options: Any
     ) -> None:
-        """It holds any one of the loads, and `num_further_blocks` device blocks beside it."""
+        """Makes a worker that holds any one of the loads, and `num_further_blocks` device blocks beside it."""
         config = WorkerConfig(
             model=str(model), device=device, load_format="dummy", max_num_seqs=max(load.num_rows for load in loads),
             **options,
@@ -56,21 +56,21 @@ class Worker:
         self._epoch = 0
 
     def begin(self) -> int:
-        """Begin an epoch: no rows."""
+        """Begins an epoch, without rows."""
         self._epoch += 1
         self.loaded.runner.reset(self._epoch)
         return self._epoch
 
     def plans(self, load: DecodeLoad) -> list[PlannedStep]:
-        """From the first prompt on, for the epoch that has begun. The last `num_steps` are those to time."""
+        """Yields the plans of an epoch, from the first prompt on. The last `num_steps` are those to time."""
         rows = [replace(row, blocks=[]) for row in self._rows[load]]
         steps = plan_steps(rows, block_size=self._block_size, max_num_batched_tokens=self._budget, epoch=self._epoch)
         last = max(index for index, step in enumerate(steps) if len(step.sampling_slots) == load.num_rows)
         return steps[: last + 1]
 
     def results(self, plans: Iterable[StepPlan]) -> Iterator[tuple[float, StepResult]]:
-        """Carries out plans, at most `DEPTH` in flight: when each result came, on the clock of `time.perf_counter`, and
-        the result."""
+        """Carries out plans, at most `DEPTH` in flight. Yields each result with the time of `time.perf_counter` when it
+        came."""
         under_way = []
         for plan in plans:
             under_way.append(self.loaded.runner.launch(plan))
@@ -83,7 +83,7 @@ class Worker:
 
 
 def time_steps(worker: Worker, load: DecodeLoad) -> list[float]:
-    """Seconds from result to result of the steps to time, in which all rows decode."""
+    """Returns the seconds from result to result of the steps to time, in which all rows decode."""
     worker.begin()
     plans = [step.plan for step in worker.plans(load)]
     times = []

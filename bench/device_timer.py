@@ -14,7 +14,7 @@ _SLEEP_CYCLES = (20_000_000, 80_000_000, 320_000_000)  # about 10, 40 and 160 ms
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one call, in seconds: the median of the samples, and what a tenth of them is not above and not below.
+    """The seconds of one call: the median of the samples, and bounds that a tenth of them lies below or above.
 
     Attributes:
         includes_host: whether the device waited for the host meanwhile: the calls wait for the device themselves.

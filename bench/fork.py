@@ -1,4 +1,4 @@
-"""What eight samples of a prompt cost to begin: one prefill.
+"""Measures how long eight samples of a prompt take to begin: as long as one prefill.
 
     python -m bench.fork
 
@@ -26,7 +26,7 @@ ARMS = ("n = 1", "n = 8", "8 requests")
 
 
 async def begin(client: Client, arm: str, rng: random.Random, length: int) -> dict[str, float]:
-    """Seconds until every sample has its first token, and how many prompt tokens were computed for it."""
+    """Returns the seconds until every sample has its first token, and how many prompt tokens were computed for that."""
     n = NUM_SAMPLES if arm == "n = 8" else 1
     prompts = [rng.choices(range(VOCAB_SIZE), k=length) for _ in range(NUM_SAMPLES if arm == "8 requests" else 1)]
     sampling = SamplingParams(temperature=0.8, seed=1, n=n, max_tokens=1, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What delivering a token costs the scheduler's process: CPU time, behind a worker of 4 ms a step.
+"""Measures the CPU time that delivering a token costs the scheduler's process, behind a worker of 4 ms a step.
 
     python -m bench.front_end
 
@@ -39,14 +39,14 @@ OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round cost the process that delivers, and what a step took, all told."""
+    """The CPU time of a round in the process that delivers, and the time of a step, over all of its steps."""
 
     cpu_us_per_token: float
     step_ms: float
 
 
 class Child:
-    """A process that says "ready on ADDRESS", and then answers each line with one."""
+    """A process that says "ready on ADDRESS", and then answers each line that it gets with a line."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", *arguments]
@@ -77,13 +77,13 @@ class Child:
 
 
 async def injected(child: Child, num_streams: int, num_tokens: int) -> None:
-    """The child's own step loop gets the requests."""
+    """Gives the requests to the child's own step loop."""
     answer = await asyncio.to_thread(child.ask, f"{num_streams} {num_tokens}")
     assert answer == "done\n", answer
 
 
 async def generate(child: Child, num_streams: int, num_tokens: int) -> None:
-    """Streams of text, all on one connection."""
+    """Runs streams of text, all on one connection."""
     sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
     async def read(stub: pb_grpc.SchedulerServiceStub) -> int:
@@ -97,7 +97,7 @@ async def generate(child: Child, num_streams: int, num_tokens: int) -> None:
 
 
 async def generate_many_texts(child: Child, num_streams: int, num_tokens: int) -> None:
-    """Streams of text that share a call, as a client's do."""
+    """Runs streams of text that share a call, as those of one client do."""
     await generate_many(child, num_streams, num_tokens, num_connections=1, token_only=False)
 
 
@@ -109,7 +109,7 @@ async def generate_many(
     num_connections: int = MANY_CONNECTIONS,
     token_only: bool = True,
 ) -> None:
-    """Token-only streams, spread over connections."""
+    """Runs streams of tokens alone, spread over connections."""
     sampling = pb.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling)
     num_per_connection = num_streams // num_connections
@@ -169,7 +169,7 @@ class Arm:
 
 
 async def run_steps(worker: str) -> None:
-    """A step loop whose requests come by lines of "streams tokens"."""
+    """Runs a step loop, whose requests come by lines of "streams tokens"."""
     from scheduler_service.core.plan import SamplingParams
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler

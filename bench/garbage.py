@@ -1,4 +1,4 @@
-"""What garbage collections do to a scheduler that remembers much: their pauses, and the gaps between its tokens.
+"""Measures how long garbage collections stop a scheduler that remembers much, and the gaps between its tokens.
 
     python -m bench.garbage
 
@@ -43,7 +43,7 @@ def submission(stream_id: int, prompt: list[int], max_tokens: int) -> pb.Generat
 
 
 async def fill(stub: pb_grpc.SchedulerServiceStub, num_blocks: int, rng: random.Random) -> None:
-    """Leave that many blocks in the cache."""
+    """Sends prompts until that many blocks are in the cache."""
     num_prompts = -(-num_blocks // PROMPT_BLOCKS)
     room = asyncio.Semaphore(NUM_RUNNING)
 
@@ -65,7 +65,7 @@ async def fill(stub: pb_grpc.SchedulerServiceStub, num_blocks: int, rng: random.
 async def stream(
     stub: pb_grpc.SchedulerServiceStub, num_waiting: int, seconds: float, rng: random.Random
 ) -> list[float]:
-    """Let that many requests wait beside those that run; the seconds between messages, once all are queued."""
+    """Lets that many requests wait beside those that run. Returns the seconds between messages, once all are queued."""
     done = asyncio.Event()
 
     async def requests() -> AsyncIterator[pb.GenerateManyRequest]:
@@ -92,7 +92,7 @@ async def stream(
 
 
 def pauses(metrics_port: int) -> dict[str, float]:
-    """By upper bound in seconds, how many collections took at most so long."""
+    """Returns how many collections took at most so long, by upper bounds in seconds."""
     with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as page:
         text = page.read().decode()
     return {bound: float(count) for bound, count in re.findall(rf'{PAUSES}_bucket{{.*le="(.*?)".*}} (\S+)', text)}

@@ -1,4 +1,4 @@
-"""What the gateway adds to the latency of the first token, and what it knows: conversations that follow their cache.
+"""Measures how much the gateway adds to the latency of the first token, and whether conversations follow their cache.
 
     python -m bench.gateway
 
@@ -67,7 +67,7 @@ def gateway(systems: list[System], policy: str) -> Iterator[Gateway]:
 
 
 def first_tokens(num_requests: int) -> dict[str, list[float]]:
-    """Seconds of each request, by arm."""
+    """Returns the seconds to the first token of each request, by arm."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     rng = random.Random(0)
     prompts = [write_story(rng)[:120] for _ in range(num_requests)]
@@ -90,7 +90,7 @@ def first_tokens(num_requests: int) -> dict[str, list[float]]:
 
 
 def ask_gateway(connection: http.client.HTTPConnection, prompt: str) -> float:
-    """When the first token's text came."""
+    """Asks the gateway, and returns when the first token's text came."""
     body = {"model": NAME, "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True}
     send(connection, "POST", "/v1/completions", body)
     response = connection.getresponse()
@@ -104,7 +104,7 @@ def ask_gateway(connection: http.client.HTTPConnection, prompt: str) -> float:
 
 
 def ask_engine(stub: vllm_engine_pb2_grpc.VllmEngineStub, tokenizer: Tokenizer, prompt: str) -> float:
-    """When the first token came."""
+    """Asks the scheduler's engine, and returns when the first token came."""
     sampling = vllm_engine_pb2.SamplingParams(max_tokens=2, temperature=0)
     tokenized = vllm_engine_pb2.TokenizedInput(input_ids=tokenizer.encode(prompt).ids)
     request = vllm_engine_pb2.GenerateRequest(tokenized=tokenized, sampling_params=sampling, stream=True)

@@ -1,4 +1,4 @@
-"""How fast a worker and both services are on a GPU, beside goals for an H200.
+"""Measures how fast a worker and both services are on a GPU, beside goals for an H200.
 
     python -m bench.gpu_bench [--parts decode_small throughput]
 

@@ -1,4 +1,4 @@
-"""The whole system on a GPU: scheduler and worker as processes over gRPC, against transformers and against itself.
+"""Checks the whole system on a GPU: scheduler and worker as processes, against transformers and against itself.
 
     python -m bench.gpu_check [--parts parity kills]
 

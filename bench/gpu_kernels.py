@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: `python -m bench.gpu_kernels check` against the reference, `bench` against goals.
+"""Runs the Triton kernels on a GPU: `python -m bench.gpu_kernels check` against the reference, `bench` against goals.
 
 Needs torch with CUDA and Triton, nothing else. Results are written after every case, so that a run which is cut short
 leaves what it has measured; each module runs in a process of its own, and a case that kills it costs that case alone.
@@ -23,7 +23,7 @@ SECONDS = 450.0
 
 
 def judge(results: Sequence[dict]) -> list[dict]:
-    """Every goal with its value, None where either side was not measured, and whether it is met."""
+    """Returns every goal with its value, None where either side was not measured, and whether it is met."""
     seconds = {result["name"]: result["seconds"] for result in results if "seconds" in result}
     by_name = {result["name"]: result for result in results}
     goals = []
@@ -45,7 +45,7 @@ def judge(results: Sequence[dict]) -> list[dict]:
 
 
 def share(result: dict, other: dict) -> float:
-    """Of the copy's bandwidth or the product's rate; of other cases, how many times as fast."""
+    """Returns the share of the copy's bandwidth or the product's rate; of other cases, how many times as fast it is."""
     if other["name"] == COPY:
         return result["bytes_moved"] / result["seconds"] / (other["bytes_moved"] / other["seconds"])
     if other["name"] == MATMUL:

@@ -1,4 +1,4 @@
-"""What `bench/gpu_bench.py` measures: steps of one worker in this process, and the services as processes."""
+"""The measurements of `bench/gpu_bench.py`: steps of one worker in this process, and the services as processes."""
 
 import asyncio
 import functools
@@ -33,7 +33,7 @@ from worker_service.step import StepPlan
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. Lengths in tokens."""
+    """The sizes of all measurements. Lengths are in tokens."""
 
     small: str  # of GPU_SHAPES
     large: str
@@ -91,7 +91,7 @@ COPY_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Setting:
-    """Where to measure, and how much; configurations are written to the directory."""
+    """The device and the sizes of a run. Configurations are written to the directory."""
 
     device: str
     directory: Path
@@ -110,12 +110,12 @@ def decode_name(shape: str, batch: int) -> str:
 
 
 def decode_small(setting: Setting) -> Iterator[Case]:
-    """One decoding step of the 0.6B shape."""
+    """Times a decoding step of the 0.6B shape."""
     return _decode(setting, setting.sizes.small, setting.sizes.small_batches)
 
 
 def decode_large(setting: Setting) -> Iterator[Case]:
-    """One decoding step of the 8B shape."""
+    """Times a decoding step of the 8B shape."""
     return _decode(setting, setting.sizes.large, setting.sizes.large_batches)
 
 
@@ -156,7 +156,7 @@ def _time_rounds(worker: Worker, load: DecodeLoad, sizes: Sizes) -> dict[str, An
 
 
 def throughput(setting: Setting) -> Iterator[Case]:
-    """nano-vllm's workload through both services over gRPC."""
+    """Runs nano-vllm's workload through both services over gRPC."""
 
     def measure() -> dict[str, Any]:
         model = configuration(setting.sizes.small, setting.directory)
@@ -193,7 +193,7 @@ def _amounts(sizes: Sizes) -> dict[str, Any]:
 
 
 async def _serve_rounds(url: str, sizes: Sizes) -> list[float]:
-    """Output tokens per second of each round, all requests at once."""
+    """Returns the output tokens per second of each round, in which all requests are sent at once."""
     rates = []
     async with Client(url) as client:
         for index in range(sizes.num_rounds + 1):
@@ -209,7 +209,7 @@ async def _serve_rounds(url: str, sizes: Sizes) -> list[float]:
 
 
 def peer(setting: Setting) -> Iterator[Case]:
-    """The same workload through transformers' continuous batching, greedily, on the same device."""
+    """Runs nano-vllm's workload through transformers' continuous batching, greedily, on the same device."""
 
     def measure() -> dict[str, Any]:
         model = configuration(setting.sizes.small, setting.directory)
@@ -228,7 +228,7 @@ def peer(setting: Setting) -> Iterator[Case]:
 
 
 def idle(setting: Setting) -> Iterator[Case]:
-    """How long the device is idle between decoding steps of both services, from the worker's own trace."""
+    """Measures how long the device is idle between decoding steps, by the worker's own trace."""
 
     def measure() -> dict[str, Any]:
         sizes, model = setting.sizes, configuration(setting.sizes.small, setting.directory)
@@ -255,7 +255,7 @@ IDLE = "idle between decoding steps"
 
 
 async def _decode_together(url: str, sizes: Sizes) -> None:
-    """All rows decode until the worker has made its trace, at about the context of the other parts."""
+    """Lets all rows decode until the worker has made its trace, at about the context of the other parts."""
     num_tokens = 2 * (NUM_STEPS_BEFORE + sizes.num_profiled_steps)
     prompt_len = max(1, sizes.context - num_tokens // 2)
     load = Workload(sizes.idle_batch, LengthRange(prompt_len, prompt_len), LengthRange(num_tokens, num_tokens))
@@ -269,7 +269,7 @@ async def _decode_together(url: str, sizes: Sizes) -> None:
 
 
 def swap(setting: Setting) -> Iterator[Case]:
-    """Blocks swapped out and in, beside the bandwidth of pinned copies, and what decoding loses meanwhile."""
+    """Measures swapping out and in beside the bandwidth of pinned copies, and how much decoding loses meanwhile."""
     sizes = setting.sizes
     load = DecodeLoad(sizes.swap_batch, sizes.context, sizes.num_steps * 4)
 
@@ -291,7 +291,7 @@ SWAP_BESIDE_DECODE = "decoding beside swaps"
 
 
 def _pinned_copies(setting: Setting) -> dict[str, Any]:
-    """Of one large piece, each way."""
+    """Measures the bandwidth of pinned copies of one large piece, each way."""
     if not setting.is_cuda:
         raise UnavailableError("needs --device cuda: there is nothing to copy to")
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -312,7 +312,7 @@ def _pinned_copies(setting: Setting) -> dict[str, Any]:
 
 
 def _swap_plans(worker: Worker) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Fields of plans that move the further blocks out and back in. No two follow each other at both ends."""
+    """Returns fields of plans that move the further blocks out and back in. No two follow each other at both ends."""
     on_device = tuple(worker.further_blocks)
     on_host = tuple(range(len(on_device), 0, -1))
     return (
@@ -322,7 +322,7 @@ def _swap_plans(worker: Worker) -> tuple[dict[str, tuple[int, ...]], dict[str, t
 
 
 def _swap_alone(worker: Worker, sizes: Sizes) -> dict[str, Any]:
-    """Nothing is computed meanwhile."""
+    """Measures moves of blocks while nothing is computed."""
     runner, epoch = worker.loaded.runner, worker.begin()
     step = 0
 
@@ -347,7 +347,7 @@ def _swap_alone(worker: Worker, sizes: Sizes) -> dict[str, Any]:
 
 
 def _swap_beside_decode(worker: Worker, load: DecodeLoad, sizes: Sizes) -> dict[str, Any]:
-    """Steps without moves, and steps while blocks move, out and in by turns."""
+    """Times steps without moves, and steps while blocks move, out and in by turns."""
     calm = [statistics.median(time_steps(worker, load)) for _ in range(sizes.num_rounds)]
     beside = [statistics.median(_time_steps_beside_moves(worker, load)) for _ in range(sizes.num_rounds)]
     before, meanwhile = statistics.median(calm), statistics.median(beside)
@@ -355,7 +355,7 @@ def _swap_beside_decode(worker: Worker, load: DecodeLoad, sizes: Sizes) -> dict[
 
 
 def _time_steps_beside_moves(worker: Worker, load: DecodeLoad) -> list[float]:
-    """Seconds of steps while blocks move: as soon as one move is done the next begins."""
+    """Returns the seconds of steps while blocks move: as soon as one move is done the next begins."""
     worker.begin()
     plans = [step.plan for step in worker.plans(load)]
     first_timed, turns = len(plans) - load.num_steps, _swap_plans(worker)

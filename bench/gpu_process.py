@@ -38,7 +38,7 @@ def bench(case: BenchCase, device: torch.device) -> dict:
 
 
 def reference_cases() -> Iterator[BenchCase]:
-    """What the device can do: a copy far larger than its cache, and a large product in bfloat16."""
+    """Yields cases that show how fast the device is: a copy far larger than its cache, and a large bfloat16 product."""
 
     def copy(device: torch.device) -> list[Callable[[], object]]:
         source, target = torch.randint(0, 99, (2, _COPY_BYTES // 4), dtype=torch.int32, device=device)

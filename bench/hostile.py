@@ -1,4 +1,4 @@
-"""What a hostile tenant does to a polite one: the gaps between tokens of the polite one's streams, calm and attacked.
+"""Measures the gaps between tokens of a polite tenant's streams, alone and beside a hostile tenant.
 
     python -m bench.hostile
 
@@ -54,7 +54,7 @@ REFUSALS = (
 
 
 class Attacker:
-    """One tenant's calls to a server, meant to be a burden."""
+    """Makes calls of one tenant that are meant to be a burden."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -65,16 +65,16 @@ class Attacker:
         self._metadata = (("authorization", f"Bearer {KEYS['hostile']}"),)
 
     async def send_long_texts(self) -> None:
-        """Two at a time: some too long for any prompt, some as long as is read."""
+        """Sends two texts at a time: some too long for any prompt, some as long as is read."""
         words = "once upon a time there was a fox " * 130_000
         await together(2, lambda: self._complete(words[: self._rng.choice((60_000, 1 << 20, 4 << 20))], max_tokens=1))
 
     async def send_prompts(self) -> None:
-        """More than the quota, of the highest priority, each prompt new to the cache."""
+        """Sends more than the quota, of the highest priority, each prompt new to the cache."""
         await together(16, lambda: self._complete_tokens(self._rng.randint(1, 2000), priority=-(2**31), max_tokens=200))
 
     async def leave_early(self) -> None:
-        """Requests that are cancelled soon after they began."""
+        """Sends requests and cancels them soon after they began."""
 
         async def leave() -> None:
             with contextlib.suppress(TimeoutError):
@@ -97,7 +97,7 @@ class Attacker:
         await together(8, guess)
 
     async def hoard_results(self) -> None:
-        """Detached requests with all log-probabilities, whose results are read again and again."""
+        """Submits detached requests with all log-probabilities, and reads their results again and again."""
 
         async def hoard() -> None:
             prompt = self._rng.choices(TOKEN_IDS, k=100)
@@ -110,7 +110,7 @@ class Attacker:
         await together(4, hoard)
 
     async def never_read(self) -> None:
-        """Calls that take many requests each, most of them invalid, whose answers nobody reads."""
+        """Opens calls of many requests each, most of them invalid, and never reads the answers."""
 
         async def requests() -> AsyncIterator[pb.GenerateManyRequest]:
             for number in range(100_000):
@@ -127,7 +127,7 @@ class Attacker:
         await together(2, fill)
 
     async def open_connections(self) -> None:
-        """Connections that say nothing, and go again."""
+        """Opens connections that say nothing, and closes them again."""
         host, port = self._url.rsplit(":", 1)
 
         async def hold() -> None:
@@ -153,7 +153,7 @@ class Attacker:
 
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
-    """Whether it is served or refused is the server's to say."""
+    """Overlooks that a call is refused: the server may serve it or refuse it."""
     try:
         yield
     except (PagewireError, grpc.aio.AioRpcError) as error:
@@ -162,7 +162,7 @@ def refused() -> Iterator[None]:
 
 
 async def together(number: int, act: Callable[[], Awaitable[None]]) -> None:
-    """That many at a time, each one after the other, until cancelled."""
+    """Runs that many at a time, each one after the other, until it is cancelled."""
 
     async def again_and_again() -> None:
         while True:
@@ -185,7 +185,7 @@ ARMS = {"calm": (), **{name: (name,) for name in ATTACKS}, "all of them": tuple(
 
 
 async def attack(url: str, names: tuple[str, ...]) -> None:
-    """Until this process is ended."""
+    """Attacks until this process is ended."""
     attacker = Attacker(url)
     await asyncio.gather(*(ATTACKS[name](attacker) for name in names))
 
@@ -206,7 +206,7 @@ def attacked(url: str, names: tuple[str, ...]) -> Iterator[None]:
 
 
 def checkpoint(directory: Path) -> Path:
-    """The 54M shape with a tokenizer."""
+    """Returns a checkpoint of the 54M shape with a tokenizer."""
     for path in random_checkpoint("54M").iterdir():
         (directory / path.name).symlink_to(path)
     (directory / "tokenizer.json").symlink_to(TOKENIZER.absolute())
@@ -214,7 +214,7 @@ def checkpoint(directory: Path) -> Path:
 
 
 def tenants(directory: Path) -> Path:
-    """The file of tenants; JSON is YAML."""
+    """Writes the file of tenants, as JSON, which is YAML too."""
     further = {"polite": {}, "hostile": QUOTA, "watcher": {"operator": True}}
     entries = {
         name: {"api_keys": [f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"], **further[name]}
@@ -226,14 +226,14 @@ def tenants(directory: Path) -> Path:
 
 
 async def until_idle(url: str) -> None:
-    """What attackers have submitted goes on without them."""
+    """Waits until the server is idle: requests that attackers have submitted go on without them."""
     async with Client(url, api_key=KEYS["watcher"]) as client:
         while (loads := await client.loads()).num_running or loads.num_waiting:  # noqa: ASYNC110 - another process's
             await asyncio.sleep(0.1)
 
 
 async def run_round(url: str, names: tuple[str, ...], rng: random.Random, warm_up_s: float) -> dict[str, float]:
-    """The gaps of the polite one's streams, in seconds."""
+    """Returns the gaps of the polite tenant's streams, in seconds."""
     async with Client(url, api_key=KEYS["polite"]) as client:
         with attacked(url, names):
             if names:
@@ -259,7 +259,7 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[dic
 
 
 def report(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Prints the medians of the rounds, and gives them."""
+    """Prints the medians of the rounds, and returns them."""
     medians = {
         arm: {key: statistics.median(figures[key] for figures in of_arm) for key in of_arm[0]}
         for arm, of_arm in rounds.items()

@@ -1,4 +1,4 @@
-"""What prompts that arrive do to those who stream: the gaps between tokens of 8 streams, with and without them.
+"""Measures the gaps between tokens of 8 streams, while prompts arrive and while none do.
 
     python -m bench.interference
 
@@ -32,7 +32,7 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 
 
 async def stream(client: Client, prompt: list[int], num_tokens: int) -> list[float]:
-    """Seconds between a stream's messages of one token."""
+    """Returns the seconds between the messages of a stream, each of one token."""
     gaps, last = [], None
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     async for output in client.generate(None, sampling, prompt_token_ids=prompt):
@@ -45,7 +45,7 @@ async def stream(client: Client, prompt: list[int], num_tokens: int) -> list[flo
 
 
 async def send_prompts(client: Client, rng: random.Random, seconds: list[float]) -> None:
-    """Until it is cancelled; `seconds` gets each prompt's time to its token."""
+    """Sends prompts until it is cancelled. `seconds` gets each prompt's time to its token."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     while True:
         start = time.perf_counter()

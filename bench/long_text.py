@@ -1,4 +1,4 @@
-"""What long texts of one client do to the stream of another, and to the scheduler's memory.
+"""Measures how long texts of one client disturb the stream of another, and how much memory they take.
 
     python -m bench.long_text
 
@@ -39,7 +39,7 @@ REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def text_of(num_bytes: int, rng: random.Random) -> str:
-    """Words that are no words, so that nothing that the tokenizer remembers helps."""
+    """Returns a text of words that do not exist, so that nothing that the tokenizer remembers helps."""
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(1, 12))) for _ in range(num_bytes // 7)]
     text = " ".join(words)
     return (text * (1 + num_bytes // len(text)))[:num_bytes]
@@ -69,7 +69,7 @@ async def attack(address: str, num_bytes: int, num_at_once: int, is_loop: bool) 
 
 
 async def stream_gaps(address: str) -> list[float]:
-    """Seconds between the messages of one stream."""
+    """Returns the seconds between the messages of one stream."""
     async with grpc.aio.insecure_channel(address) as channel:
         sampling = pb.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(300, 364)), sampling=sampling)
@@ -103,7 +103,7 @@ class Attacker:
         self._process.stdout.readline()
 
     def stop(self) -> int:
-        """0 unless it had failed before."""
+        """Ends the process. Returns 0 unless it had failed before."""
         failed = self._process.poll()
         self._process.kill()
         self._process.wait()

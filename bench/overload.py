@@ -1,4 +1,4 @@
-"""What ten times too many requests do: refusals come at once, those that are taken lose nothing, memory stays flat.
+"""Measures ten times too many requests: refusals come at once, requests that are taken lose nothing, memory stays flat.
 
     python -m bench.overload
 
@@ -32,7 +32,7 @@ MEMORY_GOAL = 1.05  # of the scheduler at the end, against a quarter of the way
 
 
 class Tally:
-    """What came of requests in `seconds` from now on. Their tokens count when they end, wherever that is."""
+    """Counts requests by their ends, and the useful tokens of those that end within `seconds` from now on."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -55,7 +55,7 @@ class Tally:
 
 
 class Load:
-    """Random requests to one server."""
+    """Sends random requests to one server."""
 
     def __init__(self, client: Client, vocab_size: int, seed: int) -> None:
         self._client = client
@@ -63,7 +63,7 @@ class Load:
         self._rng = random.Random(seed)
 
     async def send(self, tally: Tally) -> None:
-        """One request, to its end or refusal."""
+        """Sends one request, and follows it to its end or refusal."""
         prompt = self._rng.choices(range(self._vocab_size), k=INPUT_LEN)
         sampling = SamplingParams(temperature=0.0, max_tokens=self._rng.randint(*OUTPUT_LENS), ignore_eos=True)
         num_tokens, started = 0, time.perf_counter()
@@ -80,7 +80,7 @@ class Load:
             tally.num_ended += 1
 
     async def saturate(self, num_clients: int, tally: Tally) -> None:
-        """`num_clients` send one request after the other. Those that run at the end are left to end."""
+        """Lets `num_clients` send one request after the other. Requests that run at the end are left to end."""
 
         async def keep_sending() -> None:
             while not tally.is_over:
@@ -89,7 +89,7 @@ class Load:
         await asyncio.gather(*(keep_sending() for _ in range(num_clients)))
 
     async def flood(self, rate: float, tally: Tally) -> None:
-        """`rate` requests per second at random times. Those that run at the end are left to end."""
+        """Sends `rate` requests per second at random times. Requests that run at the end are left to end."""
         due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             while due < tally.end:
@@ -106,14 +106,14 @@ def resident_bytes(pid: int) -> int:
 
 
 async def watch_memory(system: System, samples: list[int], interval_s: float = 1.0) -> None:
-    """The scheduler's, until cancelled."""
+    """Notes the scheduler's memory until it is cancelled."""
     while True:
         samples.append(resident_bytes(system.scheduler.pid))
         await asyncio.sleep(interval_s)
 
 
 def thinned(seconds: list[float]) -> list[float]:
-    """At most 1,000 of them, sorted, the longest among them, to a tenth of a millisecond."""
+    """Returns at most 1,000 of the times, sorted, the longest among them, to a tenth of a millisecond."""
     ordered = sorted(seconds, reverse=True)
     return [round(value, 4) for value in reversed(ordered[:: max(1, -(-len(ordered) // 1000))])]
 

@@ -1,4 +1,4 @@
-"""Long checks and measurements in parts: each is a process of its own, with a deadline, and keeps results as they come.
+"""Runs long checks and measurements in parts: each is a process with a deadline, and its results are kept as they come.
 
 A part is a sequence of cases. Its process writes a line `RESULT {json}` to standard output when it begins a case and
 when it is done with one. A process apart, since a kernel that reads what it must not leaves its process without a
@@ -77,7 +77,7 @@ def _tell(result: dict) -> None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Card, driver, versions, machine and date."""
+    """Returns the card, the driver, versions, the machine and the date."""
     is_cuda = device.type == "cuda"
     return {
         "card": torch.cuda.get_device_name(device) if is_cuda else str(device),
@@ -107,13 +107,13 @@ def _driver() -> str | None:
 
 
 class Report:
-    """What is known so far, in a file: for each part the machine, and its results.
+    """The results that are known so far, in a file: for each part the machine, and what it has found.
 
     Parts that are not run now keep what an earlier run on the same card has found.
     """
 
     def __init__(self, path: Path, heading: dict[str, Any], parts: Sequence[str]) -> None:
-        """`heading` is what `describe` says."""
+        """Reads the file, if there is one. `heading` is the text of `describe`."""
         self._path = path
         self._lock = threading.Lock()
         known = json.loads(path.read_text()).get("parts", {}) if path.exists() else {}
@@ -125,12 +125,12 @@ class Report:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """Of the parts that are run now."""
+        """Returns the results of the parts that are run now."""
         return [result for name in self._current for result in self.parts[name]["results"]]
 
     @property
     def num_failed(self) -> int:
-        """Of these results; none at all is a failure too."""
+        """Returns how many of these results are failures; no result at all is a failure too."""
         return sum("error" in result for result in self.results) if self.results else 1
 
     def add(self, part: str, result: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class Report:
             print(line(result), flush=True)
 
     def put(self, **further: Any) -> None:
-        """Adds what follows from the results."""
+        """Adds the judgements that follow from the results."""
         self._further = further
         self._write()
 
@@ -149,7 +149,7 @@ class Report:
 
 
 def line(result: dict[str, Any]) -> str:
-    """A result for people."""
+    """Returns a result as a line for people."""
     if "error" in result:
         return f"FAILED  {result['name']}: {result['error'].splitlines()[0]}"
     if "unavailable" in result:
@@ -210,7 +210,7 @@ def _kill(process: "subprocess.Popen[str]") -> None:
 
 
 def _processes_of(session: int) -> list[int]:
-    """Of a session, without the zombies. On Linux."""
+    """Returns the processes of a session, without zombies, on Linux."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -221,7 +221,7 @@ def _processes_of(session: int) -> list[int]:
 
 
 def _read_results(process: "subprocess.Popen[str]", part: str, report: Report) -> tuple[str | None, int]:
-    """Name of the case that was begun and not ended, and how many ended."""
+    """Returns the name of the case that was begun and not ended, and how many ended."""
     started, finished = None, 0
     assert process.stdout is not None
     for text in process.stdout:

@@ -13,7 +13,7 @@ SECONDS = 450.0
 
 
 def parser_of(module: str, description: str | None, parts: Mapping[str, object]) -> argparse.ArgumentParser:
-    """A parser whose help tells of the parts. Their own processes get --part, and --done with the cases that are."""
+    """Returns a parser whose help lists the parts. A part's own process gets --part, and --done with the cases done."""
     width = max(map(len, parts))
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",

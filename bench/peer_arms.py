@@ -1,4 +1,4 @@
-"""Who is measured: Pagewire and its peers, each from its start to its end with the machine to itself.
+"""Runs Pagewire and its peers, each from its start to its end with the machine to itself.
 
 An arm that takes batches of requests says how many seconds one takes; llama.cpp's own benchmark says its rates itself.
 """
@@ -39,12 +39,12 @@ NUM_PREFILLS = 3
 
 
 class PeerFailedError(Exception):
-    """What went wrong with an arm that had been there, in a line."""
+    """An arm that had started has failed. The text says why, in a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What is measured. Lengths in tokens."""
+    """The loads that are measured. Lengths are in tokens."""
 
     num_streams: tuple[int, ...] = (1, 8, 32)
     input_len: int = 160
@@ -78,7 +78,7 @@ def decode_name(num_streams: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests that are all there at once."""
+    """Requests that are sent all at once."""
 
     prompts: list[list[int]]
     output_lens: list[int]
@@ -102,17 +102,17 @@ class Arm(Protocol):
     name: str
 
     def prepare(self, model: Model) -> None:
-        """Makes what it needs, unmeasured. Raises CannotMakeError."""
+        """Makes all that the arm needs, unmeasured. Raises CannotMakeError."""
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
-        """Raises PeerFailedError."""
+        """Measures the arm. Raises PeerFailedError."""
 
 
 Seconds = Callable[[Batch], float]
 
 
 def rates(seconds: Seconds, loads: Loads, vocab_size: int, seed: int) -> dict[str, float]:
-    """All loads of an arm that takes batches, each of prompts that it has not seen.
+    """Measures all loads of an arm that takes batches, each of prompts that it has not seen.
 
     Decoding is what a batch takes beyond the same batch cut to one output token each, so that it holds no prefill.
     """
@@ -201,7 +201,7 @@ class ProgramArm:
 
 
 def transformers_arms(num_threads: int, dtype: str) -> list[ProgramArm]:
-    """In this interpreter's environment, which has transformers and the worker's own torch pinned."""
+    """Returns the arms that run in this interpreter's environment, where transformers and torch are pinned."""
     return [
         ProgramArm(
             f"transformers {mode}",
@@ -294,7 +294,7 @@ def _answer(process: "subprocess.Popen[str]", errors: TextIO) -> str:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """At the end of its input a program ends by itself; processes that it may leave behind go too."""
+    """Ends a program by the end of its input, and the processes that it may leave behind."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
@@ -310,6 +310,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def child_environ(num_threads: int) -> dict[str, str]:
-    """Without this tree on its path."""
+    """Returns the environment of a peer, without this tree on its path."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return inherited | {"OMP_NUM_THREADS": str(num_threads)}

@@ -1,4 +1,4 @@
-"""The peers' own environments: made once, in the user's cache, of pinned versions. What cannot be made says why."""
+"""Makes the peers' own environments, once, in the user's cache, of pinned versions, or says why one cannot be made."""
 
 import os
 import re
@@ -33,7 +33,7 @@ CONVERTER = Path(__file__).parent / "peer_programs" / "gguf_convert.py"
 
 
 class CannotMakeError(Exception):
-    """Why a peer is left out, in a few words."""
+    """A peer is left out. The text says why, in a few words."""
 
 
 class Environments:
@@ -45,7 +45,7 @@ class Environments:
         root.mkdir(parents=True, exist_ok=True)
 
     def vllm(self) -> Path:
-        """The interpreter that has vLLM."""
+        """Returns the interpreter that has vLLM."""
         folder = self.root / "vllm"
         python = folder / "bin" / "python"
         if not (folder / ".ready").exists():
@@ -59,7 +59,7 @@ class Environments:
         return python
 
     def llama_cpp(self) -> Path:
-        """The folder of its source, with llama-batched-bench under build/bin."""
+        """Returns the folder of llama.cpp's source, with llama-batched-bench under build/bin."""
         source = self.root / "llama_cpp" / "vendor" / "llama.cpp"
         if not (source / "build" / "bin" / "llama-batched-bench").exists():
             for tool in ("cmake", "c++"):
@@ -76,7 +76,7 @@ class Environments:
         return source
 
     def gguf(self, checkpoint: Path) -> Path:
-        """A checkpoint in llama.cpp's form. Its converter is known to run where vLLM runs."""
+        """Returns a checkpoint in llama.cpp's form. Its converter is known to run where vLLM runs."""
         out = self.root / f"{checkpoint.name}.gguf"
         if not out.exists():
             source, python = self.llama_cpp(), self.vllm()
@@ -103,7 +103,7 @@ class Environments:
         self._run([str(python), "-m", "pip", "install", "-q", *requirements], f"pip cannot install {names}")
 
     def _run(self, command: list[str], reason: str) -> None:
-        """Raises CannotMakeError with the reason if the command fails."""
+        """Runs a command. Raises CannotMakeError with the reason if it fails."""
         with self.log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
@@ -115,7 +115,7 @@ class Environments:
 
 
 def requirements(wheel: Path) -> list[str]:
-    """What a wheel of vLLM needs on a CPU, without what is installed apart."""
+    """Returns the packages that a wheel of vLLM needs on a CPU, without those that are installed apart."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
@@ -125,7 +125,7 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """An sdist, without the folder that it has at its top."""
+    """Unpacks an sdist, without the folder that it has at its top."""
     temporary = folder.with_suffix(".unpacked")
     shutil.rmtree(temporary, ignore_errors=True)
     with tarfile.open(archive) as files:
@@ -136,7 +136,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def with_tokenizer(checkpoint: Path, folder: Path) -> Path:
-    """The same checkpoint with a byte-level tokenizer of a few merges, which the converter wants to see."""
+    """Returns a copy of the checkpoint with a byte-level tokenizer of a few merges, which the converter needs."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The same models and loads through Pagewire and through its peers, on this machine.
+"""Runs the same models and loads through Pagewire and through its peers, on this machine.
 
     python -m bench.peers
 
@@ -44,7 +44,7 @@ PEERS = ("llama.cpp", "vLLM", "transformers generate", "transformers generate_ba
 
 
 def goals(loads: Loads) -> dict[tuple[str, str], float]:
-    """How many times as fast as a peer Pagewire is to be, by load and peer."""
+    """Returns how many times as fast as a peer Pagewire is to be, by load and peer."""
     found = {(decode_name(n), "llama.cpp"): 1.0 if n == 1 else 1.5 for n in loads.num_streams}
     found[loads.prefill_name, "llama.cpp"] = 1.2
     found[loads.mixed_name, "vLLM"] = 1.7
@@ -123,7 +123,7 @@ def figures(measurement: Measurement, loads: Loads, num_threads: int, num_rounds
 
 
 def versions(measured: set[str]) -> dict[str, str]:
-    """Of what was measured. llama.cpp has the version of the package that brings its source."""
+    """Returns the versions of all that was measured. llama.cpp has that of the package that brings its source."""
     found = {"torch": importlib.metadata.version("torch")}
     for peer in sorted(measured):
         if peer in PINS:
@@ -134,7 +134,7 @@ def versions(measured: set[str]) -> dict[str, str]:
 
 
 def ratios(medians: dict, wanted: dict[tuple[str, str], float]) -> list[dict]:
-    """Pagewire's median over each peer's, where both were measured, with the goal where there is one."""
+    """Returns Pagewire's median over each peer's, where both were measured, with the goal where there is one."""
     found = []
     for model, arms in medians.items():
         for peer in arms:
@@ -148,7 +148,7 @@ def ratios(medians: dict, wanted: dict[tuple[str, str], float]) -> list[dict]:
 
 
 def markdown(found: dict) -> str:
-    """A table for each model: a row for each load, a column for each arm that was measured."""
+    """Returns a table for each model: a row for each load, a column for each arm that was measured."""
     facts = found["machine"]
     lines = [
         f"{facts['cpu']}, {facts['cores']} cores, {found['num_threads']} threads each; {found['date']}; random bf16 "
@@ -182,7 +182,7 @@ def report_goals(found: dict) -> None:
 
 
 def draw(found: dict, path: Path) -> None:
-    """Bars of every load, a row of panels for each model. Nothing without matplotlib, which is an extra."""
+    """Draws bars of every load, a row of panels for each model. Does nothing without matplotlib, which is an extra."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""What a steady plan costs on the wire: bytes, time to encode it in the scheduler, time to decode it in the worker."""
+"""Measures a steady plan on the wire: its bytes, and the time to encode it and to decode it."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ VOCAB_SIZE = 32000
 
 
 def steady_plans(num_sequences: int) -> list[StepPlan]:
-    """The plans of sequences that only advance, block borders included: prompts of 1 to 16 tokens, blocks of 16."""
+    """Returns plans of sequences that only advance, block borders included: prompts of 1 to 16 tokens, blocks of 16."""
     scheduler = Scheduler(max_num_seqs=num_sequences, max_num_batched_tokens=16384, max_model_len=8192)
     capacity = WorkerCapacity(
         worker_id="bench",
@@ -43,7 +43,7 @@ def steady_plans(num_sequences: int) -> list[StepPlan]:
 
 
 def measure(num_sequences: int = 256) -> dict[str, float]:
-    """Bytes (largest plan) and microseconds (medians) of the steady plans."""
+    """Returns the bytes of the largest steady plan, and the median microseconds."""
     sizes, encode_us, decode_us = [], [], []
     for plan in steady_plans(num_sequences):
         start = time.perf_counter_ns()

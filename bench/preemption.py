@@ -1,4 +1,4 @@
-"""What it costs to run with a third of the blocks: swapping, recomputing, and choosing per victim.
+"""Measures serving with a third of the blocks: by swapping, by recomputing, and by choosing for each victim.
 
     python -m bench.preemption
 
@@ -31,14 +31,14 @@ PROMPT_LENGTHS, OUTPUT_LENGTHS = (32, 160), (64, 128)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A round's requests."""
+    """The requests of a round."""
 
     prompts: list[list[int]]
     output_lengths: list[int]
 
     @property
     def num_blocks(self) -> int:
-        """To hold all of them at their ends."""
+        """The blocks that hold all requests at their ends."""
         lengths = zip(self.prompts, self.output_lengths, strict=True)
         return sum(-(-(len(prompt) + num_tokens) // BLOCK_SIZE) for prompt, num_tokens in lengths)
 
@@ -53,7 +53,10 @@ def load_of(round_index: int, num_requests: int) -> Load:
 
 
 async def serve(client: Client, load: Load) -> dict[str, float]:
-    """Every request must end with all its tokens; its longest wait is that for the first token or between two."""
+    """Serves a round, in which every request must end with all its tokens.
+
+    A request's longest wait is that for its first token or between two.
+    """
 
     async def one(prompt: list[int], num_tokens: int) -> float:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

@@ -31,7 +31,7 @@ def random_tokens(rng: random.Random, length: int) -> list[int]:
 
 
 async def burst(client: Client, prompts: list[list[int]]) -> dict[str, float]:
-    """Prompt tokens by where they came from, and seconds until the last request has its token."""
+    """Returns the prompt tokens by where they came from, and the seconds until the last request has its token."""
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     before, start = await client.loads(), time.perf_counter()
     await asyncio.gather(*(client.acomplete(None, sampling, prompt_token_ids=prompt) for prompt in prompts))

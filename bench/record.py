@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: raw numbers, and the machine they were measured on."""
+"""Keeps the raw numbers of a benchmark, and describes the machine they were measured on."""
 
 import json
 import os
@@ -9,8 +9,8 @@ RESULTS = Path("bench/results")
 
 
 def machine() -> dict[str, str | int | float | None]:
-    """The load is the average number of processes that wanted a core in the last minute: figures that were taken beside
-    other work say so."""
+    """Describes the machine. Its load is the average number of processes that wanted a core in the last minute, so
+    that figures which were taken beside other work show it."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -30,6 +30,6 @@ def write(path: Path, figures: dict) -> None:
 
 
 def verdict(value: float, goal: float, *, at_least: bool) -> str:
-    """The goal beside a figure, and whether it is met."""
+    """Returns the goal beside a figure, and whether it is met."""
     met = value >= goal if at_least else value <= goal
     return f"(goal: at {'least' if at_least else 'most'} {goal:g}: {'met' if met else 'MISSED'})"

@@ -1,4 +1,4 @@
-"""What the scheduler core costs, without a worker: microseconds of schedule() and complete() per sequence and step.
+"""Measures the scheduler core without a worker: microseconds of schedule() and complete() per sequence and step.
 
     python -m bench.scheduler
 
@@ -46,7 +46,7 @@ NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Seconds of the core's two calls, over the same steps."""
+    """The seconds of the core's two calls, over the same steps."""
 
     schedule: float
     complete: float
@@ -99,14 +99,14 @@ class Pipeline:
         return seconds, outputs
 
     def fill(self, num_sequences: int) -> None:
-        """Plan until as many rows run, with one plan in flight."""
+        """Plans until as many rows run, with one plan in flight."""
         while self._num_rows < num_sequences:
             self.plan()
             if len(self._in_flight) > 1:
                 self.take()
 
     def steps(self, num_steps: int) -> Steps:
-        """Steps in which every row only advances."""
+        """Times steps in which every row only advances."""
         schedule = complete = 0.0
         for _ in range(num_steps):
             seconds, plan = self.plan()
@@ -119,14 +119,14 @@ class Pipeline:
         return Steps(schedule, complete, num_steps * self._num_rows)
 
     def run_out(self) -> None:
-        """Until every request has ended."""
+        """Plans until every request has ended."""
         while self.scheduler.has_requests or self._in_flight:
             self.plan()
             self.take()
 
 
 def capacity(num_sequences: int, max_model_len: int) -> WorkerCapacity:
-    """A pool that holds every sequence twice over, so that nobody is preempted and cached prompts stay."""
+    """Returns a pool that holds every sequence twice over, so that nobody is preempted and cached prompts stay."""
     return WorkerCapacity(
         worker_id="bench",
         model_digest=b"",
@@ -144,7 +144,7 @@ def capacity(num_sequences: int, max_model_len: int) -> WorkerCapacity:
 
 
 def prompts(seed: int, num_prompts: int, length: int) -> Iterator[tuple[int, ...]]:
-    """Random ones of about one length: their block borders come at different steps."""
+    """Returns random prompts of about one length, so that their block borders come at different steps."""
     rng = random.Random(seed)
     for i in range(num_prompts):
         yield tuple(rng.choices(range(VOCAB_SIZE), k=length + i % BLOCK_SIZE))
@@ -154,7 +154,7 @@ def prompts(seed: int, num_prompts: int, length: int) -> Iterator[tuple[int, ...
 
 
 def measure_decode(num_sequences: int, length: int, num_steps: int, num_rounds: int) -> dict:
-    """Medians over rounds of consecutive steps, in microseconds per sequence and step."""
+    """Returns medians over rounds of consecutive steps, in microseconds per sequence and step."""
     max_tokens = num_steps * (num_rounds + 1) + BLOCK_SIZE
     pipeline = Pipeline(num_sequences, length + BLOCK_SIZE + max_tokens)
     bare = BareLoop(length, num_sequences, num_steps * (num_rounds + 1))
@@ -182,7 +182,7 @@ def measure_decode(num_sequences: int, length: int, num_steps: int, num_rounds: 
 
 
 class BareLoop:
-    """Tokens and block tables in plain lists."""
+    """Keeps tokens and block tables in plain lists."""
 
     def __init__(self, length: int, num_sequences: int, num_steps: int) -> None:
         self._tokens = [[0] * (length + i % BLOCK_SIZE) for i in range(num_sequences)]
@@ -191,7 +191,7 @@ class BareLoop:
         self._rng = random.Random(0)
 
     def steps(self, num_steps: int) -> float:
-        """Microseconds per sequence and step."""
+        """Returns the microseconds per sequence and step."""
         total, free = 0.0, self._free
         for _ in range(num_steps):
             sampled = tuple(self._rng.choices(range(VOCAB_SIZE), k=len(self._tokens)))
@@ -208,7 +208,7 @@ class BareLoop:
 
 
 def measure_life(length: int, num_rounds: int) -> dict:
-    """Medians in microseconds per request of one sequence; the requests of a round come and go together."""
+    """Returns medians in microseconds per request of one sequence. The requests of a round come and go together."""
     caching = Pipeline(NUM_LIFE_SEQUENCES, length + 8 * BLOCK_SIZE)
     bare = Pipeline(NUM_LIFE_SEQUENCES, length + 8 * BLOCK_SIZE, enable_prefix_caching=False)
     columns: dict[str, list[float]] = {key: [] for key, _ in LIFE_ROWS}
@@ -226,7 +226,7 @@ def measure_life(length: int, num_rounds: int) -> dict:
 
 
 def one_life(pipeline: Pipeline, batch: list[tuple[int, ...]], name: str) -> dict[str, float]:
-    """Seconds for the whole batch. Its sequences end by length in the same step."""
+    """Returns the seconds for the whole batch, whose sequences end by length in the same step."""
     start = time.perf_counter()
     for i, prompt in enumerate(batch):
         pipeline.add(prompt, f"{name}-{i}", 4)
@@ -247,7 +247,7 @@ def one_life(pipeline: Pipeline, batch: list[tuple[int, ...]], name: str) -> dic
 
 
 def one_abort(pipeline: Pipeline, batch: list[tuple[int, ...]]) -> float:
-    """Seconds to abort the whole batch while it decodes, with two steps in flight."""
+    """Returns the seconds to abort the whole batch while it decodes, with two steps in flight."""
     for i, prompt in enumerate(batch):
         pipeline.add(prompt, str(i), 64)
     pipeline.plan()

@@ -24,7 +24,7 @@ FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 700
 
 
 class Rows:
-    """How far every slot is from its next sample."""
+    """Knows how far every slot is from its next sample."""
 
     def __init__(self) -> None:
         self._num_left: dict[int, int] = {}  # tokens to compute before the slot samples
@@ -33,7 +33,7 @@ class Rows:
         self._is_steady = False
 
     def execute(self, plan: worker_pb2.StepPlan) -> int:
-        """The number of rows that sample."""
+        """Carries out a plan. Returns the number of rows that sample."""
         if plan.fork_target_slots or plan.append_token_slots:
             raise NotImplementedError("the scripted worker knows neither forks nor beams")
         if self._is_steady and not (plan.released_slots or plan.openings or plan.work_slots):

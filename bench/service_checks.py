@@ -1,4 +1,4 @@
-"""What `bench/gpu_check.py` checks of the whole system: scheduler and worker as processes, over gRPC, on a device.
+"""The checks of `bench/gpu_check.py` on the whole system: scheduler and worker as processes, over gRPC, on a device.
 
 transformers computes on the CPU, in float32, what must come out. In float32 sequences are equal, or part where both
 choices are equally good within `FLOAT32_MARGIN`; in narrower types every token lies within a margin of the best one.
@@ -84,7 +84,7 @@ KERNEL_CASES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the services run, and where checkpoints are written to."""
+    """The device of the services, and the directory of checkpoints."""
 
     device: str
     directory: Path
@@ -103,7 +103,7 @@ class Setting:
         return services.running(model, worker=worker, scheduler=["--worker-timeout", 120, *scheduler])
 
     def checkpoint(self, name: str, family: str, *, seed: int, **options: Any) -> Path:
-        """A random one that every backend can compute."""
+        """Returns a random checkpoint that every backend can compute."""
         return make_checkpoint(self.directory / name, family, seed=seed, **{**WIDE_HEADS[family], **options})
 
     def require_cuda(self) -> None:
@@ -115,13 +115,13 @@ class Setting:
 
 
 def parity(setting: Setting) -> Iterator[Case]:
-    """Greedy tokens and log-probabilities in float32, of every family, with the kernels' own heads and blocks."""
+    """Compares greedy tokens and log-probabilities of every family in float32, with heads and blocks for kernels."""
     for seed, (name, case) in enumerate(KERNEL_CASES.items(), start=len(CASES)):
         yield Case(f"parity: {name}", partial(check_parity, setting, case, seed, []))
 
 
 def small_parity(setting: Setting) -> Iterator[Case]:
-    """The same with heads and blocks of any size, by whatever backend computes them."""
+    """Compares greedy tokens in float32 with heads and blocks of any size, by whatever backend computes them."""
     any_backend = ["--attention-backend", "auto"]
     for seed, (name, case) in enumerate(CASES.items()):
         yield Case(f"parity: {name}", partial(check_parity, setting, case, seed, any_backend))
@@ -145,7 +145,7 @@ def assert_same(
     served: Sequence[list[int]],
     expected: Sequence[list[int]],
 ) -> dict[str, Any]:
-    """Sequences are equal, but for a few that part where float32 cannot tell which choice is better."""
+    """Checks that sequences are equal, but for a few that part where float32 cannot tell which choice is better."""
     num_near_ties = 0
     for i, ((prompt, sampling), ours, theirs) in enumerate(zip(requests, served, expected, strict=True)):
         assert len(ours) == len(theirs), f"sequence {i} has {len(ours)} tokens, not {len(theirs)}"
@@ -167,14 +167,14 @@ def assert_same(
 
 
 def bfloat16(setting: Setting) -> Iterator[Case]:
-    """The bundled model, and random weights of every family: tokens within a margin of float32's best."""
+    """Checks the bundled model and random weights of every family: tokens lie within a margin of float32's best."""
     yield Case("bfloat16: the bundled model", partial(check_storyteller, setting, [], BF16_MARGIN))
     for family in FAMILIES:
         yield Case(f"bfloat16: {family}, random", partial(check_random, setting, family, [], RANDOM_BF16_MARGIN))
 
 
 def fp8(setting: Setting) -> Iterator[Case]:
-    """A KV cache in 8 bits: it runs, and stays near."""
+    """Checks that a KV cache in 8 bits runs, and that its tokens stay near."""
     flags = ["--kv-cache-dtype", "fp8"]
 
     def check(run: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def check_margin(
 
 @dataclass(frozen=True)
 class Way:
-    """Flags of the services, and what must have happened meanwhile."""
+    """A way of running the services: their flags, and a check that it was taken."""
 
     worker: Sequence[object] = ()
     scheduler: Sequence[object] = ()
@@ -234,7 +234,7 @@ class Way:
 
 
 def check_ways(setting: Setting, name: str, family: str, one: Way, other: Way, **overrides: Any) -> dict[str, Any]:
-    """Greedy and seeded streams in float32, the same in both."""
+    """Checks that greedy and seeded streams in float32 are the same in both ways."""
     path = setting.checkpoint(name, family, seed=31, **overrides)
     requests = requests_of(32, VOCAB_SIZE, num_requests=40)
     first, second = (asyncio.run(serve(setting, path, way, requests)) for way in (one, other))
@@ -250,7 +250,7 @@ async def serve(setting: Setting, model: Path, way: Way, requests: Sequence[Requ
 
 
 def graphs(setting: Setting) -> Iterator[Case]:
-    """CUDA graphs on and off."""
+    """Compares CUDA graphs with none."""
 
     def check(family: str) -> dict[str, Any]:
         setting.require_cuda()
@@ -262,14 +262,14 @@ def graphs(setting: Setting) -> Iterator[Case]:
 
 
 def depth(setting: Setting) -> Iterator[Case]:
-    """Two steps in flight and one."""
+    """Compares two steps in flight with one."""
     ways = (Way(scheduler=["--pipeline-depth", 2]), Way(scheduler=["--pipeline-depth", 1]))
     for family in ("qwen3", "mistral"):
         yield Case(f"depth 2 = depth 1: {family}", partial(check_ways, setting, f"depth-{family}", family, *ways))
 
 
 def swap(setting: Setting) -> Iterator[Case]:
-    """A pool far too small, and one where everything fits."""
+    """Compares a pool that is far too small with one where everything fits."""
 
     def has_swapped(loads: Loads) -> None:
         assert loads.num_swap_preemptions > 0, "nobody was swapped"
@@ -287,7 +287,7 @@ def swap(setting: Setting) -> Iterator[Case]:
 
 
 def backends(setting: Setting) -> Iterator[Case]:
-    """Attention that is ours, and torch's; flash_attn where it is installed."""
+    """Compares our attention with torch's, and with flash_attn where that is installed."""
     ours = "triton" if setting.is_cuda else "cpu"
     shapes: dict[str, tuple[str, int, dict[str, Any]]] = {
         "llama, blocks of 16": ("llama", 16, {}),
@@ -312,7 +312,7 @@ def check_flash_attn(setting: Setting) -> dict[str, Any]:
 
 
 def sampling(setting: Setting) -> Iterator[Case]:
-    """Seeded samples in float32, with filters."""
+    """Compares seeded samples in float32, with filters."""
     yield Case("seeded samples are equal alone, in a batch and under preemption", partial(check_sampling, setting))
 
 
@@ -335,7 +335,7 @@ def check_sampling(setting: Setting) -> dict[str, Any]:
 
 
 def kills(setting: Setting) -> Iterator[Case]:
-    """The worker's process dies under load, again and again."""
+    """Kills the worker's process under load, again and again."""
     yield Case(f"{NUM_KILLS} kills change no stream", partial(check_kills, setting))
 
 
@@ -351,7 +351,7 @@ def check_kills(setting: Setting) -> dict[str, Any]:
 
 
 def device_tests(setting: Setting) -> Iterator[Case]:
-    """`pytest -m gpu tests/gpu`."""
+    """Runs `pytest -m gpu tests/gpu`."""
 
     def check() -> dict[str, Any]:
         setting.require_cuda()

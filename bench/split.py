@@ -1,4 +1,4 @@
-"""What the split costs: the same scheduler core and worker code as two processes over gRPC and as one without it.
+"""Measures the cost of the split: the same scheduler and worker code as two processes over gRPC and as one without it.
 
     python -m bench.split
 
@@ -39,7 +39,7 @@ def prompts(arguments: argparse.Namespace, round_index: int) -> list[tuple[int, 
 
 
 class LocalLink:
-    """A worker in this process: plans go to its compute thread, results come back to the event loop."""
+    """Links a worker in this process: plans go to its compute thread, results come back to the event loop."""
 
     def __init__(self, events, engine) -> None:
         from worker_service.engine import EngineSession
@@ -81,12 +81,12 @@ class LocalLink:
 
 
 def fields(value) -> dict:
-    """The fields of a flat dataclass, without the deep copies of asdict."""
+    """Returns the fields of a flat dataclass, without the deep copies of asdict."""
     return {name: getattr(value, name) for name in value.__slots__}
 
 
 class NoObserver:
-    """Metrics of nothing: both arms do without them."""
+    """An observer that keeps no metrics: both arms do without them."""
 
     def __getattr__(self, name):
         return lambda *arguments: None
@@ -198,7 +198,7 @@ async def run_clients(arguments) -> None:
 
 
 async def answer_rounds(arguments, round_of, cpu_seconds) -> None:
-    """Read round numbers from standard input; print the throughput and the scheduler's CPU time per token."""
+    """Reads round numbers from standard input, and prints the throughput and the scheduler's CPU time per token."""
     loop = asyncio.get_running_loop()
     print("ready", flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):

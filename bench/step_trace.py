@@ -1,4 +1,4 @@
-"""How long a device is idle between steps, from a trace that `pagewire worker --profile` has written.
+"""Finds how long a device is idle between steps, in a trace that `pagewire worker --profile` has written.
 
 The worker marks what launches a step. Each operation on the device bears the correlation id of the call that launched
 it, or the graph that it is part of: so each belongs to a step.
@@ -17,7 +17,7 @@ _CALLS = ("cuda_runtime", "cuda_driver")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds, of steps that follow each other on the device."""
+    """The seconds of steps that follow each other on the device."""
 
     num_steps: int
     total: float  # from the first operation of the first to the last of the last
@@ -25,7 +25,7 @@ class StepTimes:
 
 
 def step_times(trace: dict[str, Any]) -> StepTimes:
-    """Raises ValueError for a trace with fewer than two steps on a device."""
+    """Reads the times of a trace. Raises ValueError for one with fewer than two steps on a device."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     windows = [
         (event["ts"], event["ts"] + event["dur"])
@@ -54,7 +54,7 @@ def step_times(trace: dict[str, Any]) -> StepTimes:
 
 
 def _busiest_stream(on_device: list[dict[str, Any]]) -> object:
-    """That of the forward passes: results are copied on another."""
+    """Returns the stream of the forward passes: results are copied on another."""
     busy: dict[object, float] = defaultdict(float)
     for event in on_device:
         busy[event["args"].get("stream")] += event["dur"]

@@ -32,7 +32,7 @@ MAX_DIFFERENCE = 2e-2
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel is timed with: rows of equal length, over blocks in random order.
+    """The rows that a kernel is timed with: of equal length, over blocks in random order.
 
     Attributes:
         num_queries: new tokens of each row, the last of its positions.
@@ -53,14 +53,14 @@ class Problem:
 def problems(
     kernels: Sequence[str], head_dims: Sequence[int], groups: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> Iterator[Problem]:
-    """With sizes for which each kernel is made: a full batch, few long rows, prompts."""
+    """Returns problems of sizes for which each kernel is made: a full batch, few long rows, prompts."""
     sizes = {"paged_attention_v1": (64, 4096, 1), "paged_attention_v2": (4, 8192, 1), "paged_prefill": (8, 2048, 2048)}
     for kernel, head_dim, num_groups, dtype in itertools.product(kernels, head_dims, groups, dtypes):
         yield Problem(kernel, head_dim, num_groups, dtype, *sizes[kernel])
 
 
 def candidates(kernel: str, current: Tile) -> Iterator[Tile]:
-    """The current one first: what is no faster does not take its place."""
+    """Returns the tiles to try, the current one first, so that one that is no faster does not take its place."""
     yield current
     rows = (64, 128) if kernel == "paged_prefill" else (16,)
     for block_m, block_n, num_warps, num_stages in itertools.product(rows, (32, 64, 128), (4, 8), (2, 3, 4)):
@@ -70,7 +70,7 @@ def candidates(kernel: str, current: Tile) -> Iterator[Tile]:
 
 
 def make_calls(problem: Problem, device: torch.device) -> list[Callable[[], Tensor]]:
-    """One call for each set of caches."""
+    """Returns one call for each set of caches."""
     query_dtype = torch.bfloat16 if problem.dtype == torch.float8_e4m3fn else problem.dtype
     blocks_per_row = -(-problem.seq_len // BLOCK_SIZE)
     num_blocks, num_heads = problem.num_rows * blocks_per_row, problem.num_kv_heads * problem.num_groups
@@ -103,7 +103,7 @@ def tune(
     device: torch.device,
     time_calls: Callable[[Sequence[Callable[[], Tensor]]], float],
 ) -> dict[Tile, float]:
-    """Seconds of each tile that the device can run.
+    """Returns the seconds of each tile that the device can run.
 
     Args:
         tried: the first one must run; what others compute is compared with its results.

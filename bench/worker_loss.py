@@ -1,4 +1,4 @@
-"""What clients of a gateway notice when one of two pairs loses its worker.
+"""Measures what clients of a gateway notice when one of two pairs loses its worker.
 
     python -m bench.worker_loss
 
@@ -49,7 +49,7 @@ PROMPTS = ("Once there was", "One day", "The little fox", "A bear", "In the fore
 
 @dataclass
 class Answer:
-    """Of one request. Times are in seconds, at last since the worker was killed."""
+    """The answer to one request. Times are in seconds, in the end since the worker was killed."""
 
     kind: str
     sent_at: float
@@ -63,13 +63,13 @@ class Answer:
         return self.begun_at - self.sent_at
 
     def set_origin(self, origin: float) -> None:
-        """Of its times."""
+        """Sets the time from which its times count."""
         self.sent_at, self.begun_at = self.sent_at - origin, self.begun_at - origin
         self.ended_at -= origin
 
 
 class Clients:
-    """All that is asked of one gateway."""
+    """The clients of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -77,11 +77,11 @@ class Clients:
         self.answers: list[Answer] = []
 
     def hold_long_stream(self, prompt: str, has_begun: threading.Event) -> str:
-        """Its text."""
+        """Streams a long answer, and returns its text."""
         return self._stream("long", has_begun, prompt=prompt, max_tokens=1900, ignore_eos=True, seed=1)
 
     def ask(self, until: threading.Event) -> None:
-        """One short request after the other."""
+        """Sends one short request after the other."""
         while not until.is_set():
             number = next(self._numbers)
             body = {"prompt": f"{number} {PROMPTS[number % len(PROMPTS)]}", "seed": number, "max_tokens": 24}
@@ -151,7 +151,7 @@ def lose_a_worker(clients: Clients, systems: list[System]) -> dict[str, Any]:
     with ThreadPoolExecutor(len(PROMPTS) + NUM_CLIENTS) as pool:
 
         def hold_long_streams() -> Iterator[str]:
-            """Their texts, to be waited for, once all have begun."""
+            """Begins long streams. Returns tasks for their texts, once all have begun."""
             begun = [threading.Event() for _ in PROMPTS]
             texts = pool.map(clients.hold_long_stream, PROMPTS, begun)
             for event in begun:

@@ -104,7 +104,7 @@ def worker_page() -> str:
 
 
 def _described(source: str) -> FileDescriptorProto:
-    """With its comments."""
+    """Returns the description of a .proto file, with its comments."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "descriptors"
         command = [sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", "--include_source_info"]
@@ -203,7 +203,7 @@ class ProtoPage:
         return name
 
     def _map(self, message: DescriptorProto, type_name: str) -> str:
-        """What a map holds; empty for any other type."""
+        """Returns the types of a map's keys and values, or nothing for any other type."""
         for nested in message.nested_type:
             if nested.options.map_entry and type_name.endswith(f".{message.name}.{nested.name}"):
                 key, value = (self._type(nested, field) for field in nested.field)

@@ -1,4 +1,4 @@
-"""vLLM's offline engine."""
+"""Runs batches through vLLM's offline engine."""
 
 import argparse
 import json

@@ -23,7 +23,7 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=24)
 
 
 class Completer:
-    """What an actor is: made once, called with every batch it gets, and ended with it."""
+    """An actor's object, which is made once, called with every batch that the actor gets, and ended with it."""
 
     def __init__(self, model: str) -> None:
         self._llm = LLM(model, num_threads=CPUS_PER_ACTOR)
