@@ -10,6 +10,7 @@ from tests.project.sources import PACKAGES, sources
 
 _WORKER_WIRE = "both sides of the wire between scheduler and worker have the message as a type of their own"
 _PUBLIC_WIRE = "the client has its own type of a message that the scheduler makes of its own"
+_TO_BE_NAMED = "two concepts, one of which gets another name"
 # Why a name is defined more than once.
 TWICE = {
     "Candidates": _WORKER_WIRE,
@@ -28,9 +29,20 @@ TWICE = {
     "RequestReport": _PUBLIC_WIRE,
     "ServerInfo": _PUBLIC_WIRE,
     "TokenLogprobs": _PUBLIC_WIRE,
+    "Event": _TO_BE_NAMED,
+    "ProtocolError": _TO_BE_NAMED,
+    "Reading": _TO_BE_NAMED,
+    "Session": _TO_BE_NAMED,
+    "StepClock": _TO_BE_NAMED,
+    "_Ended": _TO_BE_NAMED,
+    "_Request": _TO_BE_NAMED,
+    "_Server": _TO_BE_NAMED,
+    "_Stream": _TO_BE_NAMED,
 }
 # Protocols with one implementation, and why they are none the less.
-IMPLEMENTED_ONCE: dict[str, str] = {}
+IMPLEMENTED_ONCE = {
+    "scheduler_service.serving.step_loop.StepObserver": "`bench.split.NoObserver` answers to any name",
+}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

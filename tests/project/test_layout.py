@@ -130,7 +130,7 @@ ALLOWED_IMPORTS = {
     ),
     "pagewire.llm": ("pagewire",),
     "pagewire.cli": ("pagewire", "scheduler_service", "worker_service"),
-    "pagewire.bench": ("pagewire",),
+    "pagewire.bench": ("pagewire", "scheduler_service.serving.model_info"),
 }
 # Packages of pagewire that the client library does without.
 BESIDE_THE_CLIENT = ("bench", "cli", "hosting", "kernels", "llm")
@@ -139,7 +139,7 @@ DOORS = (
     *(f"worker_service.{name}" for name in ("attention", "cache", "device", "host", "rows")),
     "pagewire.cli",
 )
-SIDE_DOORS = ("worker_service.attention.cached_attend", "pagewire.cli.chat")
+SIDE_DOORS = ("worker_service.attention.cached_attend", "pagewire.cli.chat", "pagewire.cli.services")
 # The only modules of a service that may import its rpc package from outside it.
 COMPOSERS = ("scheduler_service.server", "scheduler_service.front_end", "worker_service.server")
 # The standard library of the core: nothing that does I/O, tells the time, draws at random or runs beside it.
