@@ -133,7 +133,8 @@ ENDS = {
 def test_a_process_ends_whether_or_not_its_last_lines_are_read(full_pipe: Pipe, end: str) -> None:
     body, code = ENDS[end]
     program = (
-        "import logging, sys\nfrom pagewire.hosting import logs\nlogs.FLUSH_TIMEOUT = 0.1\nlogs.configure(logs.LogConfig())\n"
+        "import logging, sys\nfrom pagewire.hosting import logs\nlogs.FLUSH_TIMEOUT = 0.1\n"
+        "logs.configure(logs.LogConfig())\n"
         f"for number in range(300):\n    logging.info('line %d', number)\n{body}"
     )
     command = [sys.executable, "-c", program]
