@@ -1,12 +1,13 @@
-"""What carries requests out, for whoever takes their calls: the step loop, or a front end's link to its scheduler."""
+"""The contract of whatever carries requests out: the step loop, or a front end's link to its scheduler."""
 
 from typing import Protocol
 
-from scheduler_service.core.request import OutputMode
+from scheduler_service.core.request import OutputMode, Request
+from scheduler_service.serving.token_stream import Receiver
 
 
 class DescribedWorker(Protocol):
-    """A worker as clients are told of it, by itself (`WorkerCapacity`) or by its scheduler (the message)."""
+    """The worker that clients are told of: its own description (`WorkerCapacity`), or its scheduler's (a message)."""
 
     @property
     def block_size(self) -> int: ...
@@ -19,7 +20,7 @@ class DescribedWorker(Protocol):
 
 
 class RequestEngine(Protocol):
-    """How requests are queued is left out: a link hears of refusals later than a step loop."""
+    """Carries requests out, of which those that take calls know nothing but this."""
 
     # Whether it serves, and what fits
 
@@ -51,7 +52,11 @@ class RequestEngine(Protocol):
     def now(self) -> float:
         """The clock of `Request.deadline`."""
 
-    # Requests that were queued
+    # Requests
+
+    def submit(self, request: Request, receiver: Receiver) -> list[int]:
+        """Queue a request; the ids of its sequences. Raises AdmissionError or another error if it is refused at once; a
+        link hears of some refusals later, and tells the receiver."""
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises KeyError if there is no such request."""

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
 
@@ -31,6 +31,25 @@ class Delta(NamedTuple):
 
 # Called on the event loop; must not raise.
 Deliver = Callable[[Delta], None]
+
+
+class Receiver(Protocol):
+    """Gets what comes of a request. Its methods are called on the event loop, never before the request is queued, and
+    must not raise."""
+
+    @property
+    def outlet(self) -> "Outlet | None":
+        """Where plain tokens may wait for their reader instead of being delivered one by one."""
+
+    @property
+    def label(self) -> int:
+        """The first sample's name in the outlet; those of the others follow it."""
+
+    def deliver(self, delta: Delta) -> None:
+        """Take what one of the samples got."""
+
+    def fail(self, code: int, message: str, field: str = "") -> None:
+        """The request, which was queued, ends with a gRPC status code; `field` is the path of the field at fault."""
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ from scheduler_service.core.request import TokenLogprobs
 
 
 class LogprobColumns:
-    """A sequence of positions, each with its token and its most likely ones."""
+    """A list of positions, each with its token and its most likely ones, that can be lengthened and read in slices."""
 
     def __init__(self) -> None:
         self._token_ids = array("I")
@@ -24,22 +24,18 @@ class LogprobColumns:
     def num_bytes(self) -> int:
         return 20 * len(self._token_ids) + 12 * len(self._top_token_ids)
 
-    def add(self, entry: TokenLogprobs) -> None:
-        self._token_ids.append(entry.token_id)
-        self._logprobs.append(entry.logprob)
-        self._ranks.append(entry.rank)
-        for token_id, logprob in entry.top:
-            self._top_token_ids.append(token_id)
-            self._top_logprobs.append(logprob)
-        self._top_ends.append(len(self._top_token_ids))
-
     def extend(self, entries: Sequence[TokenLogprobs]) -> None:
         for entry in entries:
-            self.add(entry)
+            self._token_ids.append(entry.token_id)
+            self._logprobs.append(entry.logprob)
+            self._ranks.append(entry.rank)
+            for token_id, logprob in entry.top:
+                self._top_token_ids.append(token_id)
+                self._top_logprobs.append(logprob)
+            self._top_ends.append(len(self._top_token_ids))
 
-    def entries(self, first: int, stop: int) -> list[TokenLogprobs]:
-        """Those of positions [first, stop), as far as there are some."""
-        return [self._entry(position) for position in range(first, min(stop, len(self)))]
+    def __getitem__(self, positions: slice) -> list[TokenLogprobs]:
+        return [self._entry(position) for position in range(*positions.indices(len(self)))]
 
     def _entry(self, position: int) -> TokenLogprobs:
         start, end = self._top_ends[position], self._top_ends[position + 1]

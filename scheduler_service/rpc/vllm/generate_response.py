@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from smg_grpc_proto import vllm_engine_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import Request
 
 _FINISH_REASONS = {
     scheduler_pb2.FINISH_REASON_STOP: "stop",
@@ -17,9 +18,9 @@ _FINISH_REASONS = {
 class ResponseTranslator:
     """For one call. Output tokens are kept until the end of their sample, since `complete` repeats them."""
 
-    def __init__(
-        self, message: vllm_engine_pb2.GenerateRequest, prompt_token_ids: Sequence[int], num_samples: int
-    ) -> None:
+    def __init__(self, message: vllm_engine_pb2.GenerateRequest, request: Request) -> None:
+        """`message` asked for what `request` is."""
+        prompt_token_ids, num_samples = request.prompt_token_ids, request.n
         sampling = message.sampling_params
         self._is_streaming = message.stream
         self._prompt_token_ids = prompt_token_ids

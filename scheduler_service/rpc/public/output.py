@@ -1,0 +1,317 @@
+"""All that one sample has got, its tokens, text and log-probabilities, and how it ended; and a reader's place in it.
+
+An output that is not kept has one reader, and what that one has read is dropped: deltas that come meanwhile wait here
+together, so that a slow reader gets longer responses, and what waits is at most the sample itself. An output that is
+kept can be read from any token on, any number of times: its tokens are decoded one by one, so that each has a text of
+its own, which is what it completed. Text that comes with the end alone belongs to no token and follows the last.
+"""
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
+from scheduler_service.rpc.public.logprob_columns import LogprobColumns
+from scheduler_service.serving.token_stream import Delta
+from scheduler_service.serving.tokenizer import TextDecoder
+
+# Tokens, or prompt log-probabilities, of one response: keeps it far below a client's message limit of 4 MiB.
+MAX_RESPONSE_TOKENS = 2048
+_PIECE_TOKENS = 256  # of a whole output: less than a millisecond's work, log-probabilities included
+_MAX_TEXTS = 256  # texts of tokens that wait to be joined
+_BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
+_FINISH_REASONS = {
+    EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
+    EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
+    EndReason.ABORT: scheduler_pb2.FINISH_REASON_ABORT,
+}
+
+
+class Output:
+    """What one sample has got so far. One that is kept takes some 16 bytes per token; with log-probabilities 20 more,
+    and 12 for each of the most likely tokens."""
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        decoder: TextDecoder | None,
+        *,
+        with_logprobs: bool,
+        keep_stop_token_text: bool = False,
+        is_kept: bool = False,
+    ) -> None:
+        """Without a `decoder` all text is empty. `keep_stop_token_text`: the token that ends the output leaves text."""
+        self._request_id = request_id
+        self._index = index
+        self._decoder = decoder
+        self._with_logprobs = with_logprobs
+        self._keep_stop_token_text = keep_stop_token_text
+        self._is_kept = is_kept
+        self._stop_text: str | None = None
+        self.num_tokens = 0  # of the output so far
+        self.end: SequenceEnd | None = None  # the output ended well
+        self.failure: SequenceEnd | None = None  # the output ended, but not well
+        # Below, what was dropped is missing: everything before this token, and before this character of the text.
+        self._first_token = self._first_char = 0
+        self._token_ids = array("I")
+        self._text = ""
+        self._texts: list[str] = []  # that follow it
+        self._num_chars = 0  # of the output so far
+        self._text_ends = array("I")  # the number of characters up to the end of each token's text
+        self._logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
+        self._cumulative_logprobs = array("d")  # up to each token
+        self._cumulative_logprob: float | None = 0.0 if with_logprobs else None
+        self._first_prompt_logprob = 0
+        self._prompt_logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop text ended the output."""
+        return self._stop_text is not None
+
+    @property
+    def is_over(self) -> bool:
+        return self.end is not None or self.failure is not None
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return self._first_prompt_logprob + len(self._prompt_logprobs)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that a kept output takes, more or less."""
+        assert isinstance(self._logprobs, LogprobColumns)
+        assert isinstance(self._prompt_logprobs, LogprobColumns)
+        columns = self._logprobs.num_bytes + self._prompt_logprobs.num_bytes
+        return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._whole_text()) + columns
+
+    def add(self, delta: Delta) -> None:
+        """Take what the sequence got. The end comes with the last token, or alone; with it comes all text there is."""
+        if delta.prompt_logprobs and self._index == 0:
+            self._prompt_logprobs.extend(delta.prompt_logprobs)
+        last = len(delta.token_ids) - 1
+        if not self._is_kept or last < 1:
+            self._add(delta.first_token, delta.token_ids, delta.logprobs, delta.end)
+        else:
+            for position, token_id in enumerate(delta.token_ids):
+                end = delta.end if position == last else None
+                self._add(delta.first_token + position, [token_id], delta.logprobs[position : position + 1], end)
+        if delta.cumulative_logprob is not None:
+            self._cumulative_logprob = delta.cumulative_logprob
+
+    def skip_to(self, num_tokens: int) -> None:
+        """The tokens before this one have gone to the client another way, and have no text."""
+        self.num_tokens = self._first_token = num_tokens
+
+    def has_more(self, first_token: int) -> bool:
+        """Whether there is anything to tell from a token on."""
+        return (
+            first_token < self.num_tokens or self.end is not None or self._chars_before(first_token) < self._num_chars
+        )
+
+    def response(self, first_token: int, num_tokens: int) -> scheduler_pb2.GenerateResponse:
+        """So many tokens from one on. With the last token comes the end, if the output has ended well."""
+        start = first_token - self._first_token
+        stop = start + num_tokens
+        is_last = first_token + num_tokens == self.num_tokens
+        text = self._whole_text()
+        if start or not is_last:
+            end_of_text = self._num_chars if is_last else self._chars_before(first_token + num_tokens)
+            text = text[self._chars_before(first_token) - self._first_char : end_of_text - self._first_char]
+        response = scheduler_pb2.GenerateResponse(
+            request_id=self._request_id,
+            index=self._index,
+            first_token=first_token,
+            token_ids=self._token_ids[start:stop],
+            text=text,
+        )
+        if self._with_logprobs:
+            response.logprobs.extend(encode_logprobs(entry) for entry in self._logprobs[start:stop])
+            response.cumulative_logprob = self._cumulative_logprobs[stop - 1] if stop else self._cumulative_logprob
+        if is_last and self.end is not None:
+            self._finish(response, self.end)
+        return response
+
+    def prompt_response(self, first: int, count: int) -> scheduler_pb2.GenerateResponse:
+        """So many log-probabilities of prompt tokens from one on."""
+        start = first - self._first_prompt_logprob
+        return scheduler_pb2.GenerateResponse(
+            request_id=self._request_id,
+            index=self._index,
+            first_token=self._first_token,
+            prompt_logprobs=[encode_logprobs(entry) for entry in self._prompt_logprobs[start : start + count]],
+        )
+
+    def drop(self, num_tokens: int, num_prompt_logprobs: int) -> None:
+        """Forget so many tokens and prompt log-probabilities from the beginning of the output, which have been read,
+        with their text. An output that is kept stays whole."""
+        if self._is_kept:
+            return
+        count = num_tokens - self._first_token
+        num_chars = self._num_chars if num_tokens == self.num_tokens else self._chars_before(num_tokens)
+        self._text = self._whole_text()[num_chars - self._first_char :]
+        self._first_token, self._first_char = num_tokens, num_chars
+        del self._token_ids[:count], self._text_ends[:count]
+        if self._with_logprobs:
+            self._logprobs = self._logprobs[count:]
+            del self._cumulative_logprobs[:count]
+        if num_prompt_logprobs > self._first_prompt_logprob:
+            self._prompt_logprobs = self._prompt_logprobs[num_prompt_logprobs - self._first_prompt_logprob :]
+            self._first_prompt_logprob = num_prompt_logprobs
+
+    async def whole(self) -> scheduler_pb2.GenerateResponse:
+        """Everything so far in one message, made in pieces between which others have their turn."""
+        whole, texts = self.prompt_response(0, 0), []
+        for first in range(0, self.num_prompt_logprobs, _PIECE_TOKENS):
+            whole.MergeFrom(self.prompt_response(first, _PIECE_TOKENS))
+            await asyncio.sleep(0)
+        first_token = 0
+        while True:
+            num_tokens = min(_PIECE_TOKENS, self.num_tokens - first_token)
+            piece = self.response(first_token, num_tokens)
+            first_token += num_tokens
+            texts.append(piece.text)
+            piece.ClearField("first_token")
+            whole.MergeFrom(piece)
+            if first_token == self.num_tokens:
+                whole.text = "".join(texts)
+                return whole
+            await asyncio.sleep(0)
+
+    def _add(
+        self, first_token: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None
+    ) -> None:
+        """Take tokens whose text comes with the last of them. Those after a stop text do not belong to the output."""
+        if not self.is_stopped:
+            if first_token != self.num_tokens:
+                raise RuntimeError(f"a delta begins at token {first_token}, but token {self.num_tokens} is next")
+            num_kept, text = self._decode(token_ids, end)
+            self.num_tokens += num_kept
+            if num_kept:
+                self._token_ids.extend(token_ids if num_kept == len(token_ids) else token_ids[:num_kept])
+                if num_kept > 1:
+                    self._text_ends.extend([self._num_chars] * (num_kept - 1))
+                self._text_ends.append(self._num_chars + len(text))
+            if text:
+                self._add_text(text)
+            if self._with_logprobs:
+                self._add_logprobs(logprobs[:num_kept])
+        if end is not None and not self.is_stopped and end.reason not in _FINISH_REASONS:
+            self.failure = end
+        elif end is not None:
+            self.end = end
+
+    def _decode(self, token_ids: Sequence[int], end: SequenceEnd | None) -> tuple[int, str]:
+        """How many of the next tokens belong to the output, and the text that they complete."""
+        if self._decoder is None:
+            return len(token_ids), ""
+        num_with_text = len(token_ids)
+        if end is not None and end.stop_token_id is not None and not self._keep_stop_token_text:
+            num_with_text = max(0, num_with_text - 1)
+        text = ""
+        if num_with_text:
+            decoded = self._decoder.push(token_ids[:num_with_text])
+            text, self._stop_text = decoded.text, decoded.stop_text
+            if decoded.stop_text is not None:
+                return decoded.num_tokens, text
+        return len(token_ids), text if end is None else text + self._decoder.flush()
+
+    def _add_text(self, text: str) -> None:
+        self._num_chars += len(text)
+        self._texts.append(text)
+        if len(self._texts) == _MAX_TEXTS:
+            self._whole_text()
+
+    def _whole_text(self) -> str:
+        """All text that is here, in one piece from now on."""
+        if self._texts:
+            self._text += "".join(self._texts)
+            self._texts.clear()
+        return self._text
+
+    def _chars_before(self, token: int) -> int:
+        """Characters of the output before the text of a token."""
+        position = token - self._first_token
+        return self._text_ends[position - 1] if position else self._first_char
+
+    def _add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        assert self._cumulative_logprob is not None
+        for entry in entries:
+            self._cumulative_logprob += entry.logprob
+            self._cumulative_logprobs.append(self._cumulative_logprob)
+        self._logprobs.extend(entries)
+
+    def _finish(self, response: scheduler_pb2.GenerateResponse, end: SequenceEnd) -> None:
+        """Make a response the last one of an output that ended well."""
+        if self._stop_text is not None:
+            response.finish_reason = scheduler_pb2.FINISH_REASON_STOP
+            response.stop_text = self._stop_text
+        else:
+            response.finish_reason = _FINISH_REASONS[end.reason]
+            if end.stop_token_id is not None:
+                response.stop_token_id = end.stop_token_id
+        if self._cumulative_logprob is not None:
+            response.cumulative_logprob = self._cumulative_logprob
+        response.usage.prompt_tokens = end.num_prompt_tokens
+        response.usage.cached_tokens = end.num_cached_tokens
+        response.usage.completion_tokens = self.num_tokens
+
+
+class OutputReader:
+    """One reader's place in an output: the only one, if the output is not kept."""
+
+    def __init__(self, output: Output, first_token: int = 0) -> None:
+        """Prompt log-probabilities are for those who read from the beginning."""
+        self._output = output
+        self._next_token = first_token
+        self._next_prompt_logprob = sys.maxsize if first_token else 0
+        self._has_ended = False
+
+    def skip_to(self, num_tokens: int) -> None:
+        """The tokens before this one have gone to the client another way."""
+        self._next_token = num_tokens
+        self._output.skip_to(num_tokens)
+
+    def take(self) -> Iterable[scheduler_pb2.GenerateResponse]:
+        """The responses that are due, none if there is nothing new. They are made as they are taken: those that are
+        left are there the next time."""
+        output = self._output
+        is_long = output.num_tokens - self._next_token > MAX_RESPONSE_TOKENS
+        if is_long or self._next_prompt_logprob < output.num_prompt_logprobs:
+            return self._pieces()
+        return (self._response(),) if self._is_due() else ()
+
+    def _pieces(self) -> Iterator[scheduler_pb2.GenerateResponse]:
+        while self._next_prompt_logprob < self._output.num_prompt_logprobs:
+            first = self._next_prompt_logprob
+            count = min(MAX_RESPONSE_TOKENS, self._output.num_prompt_logprobs - first)
+            response = self._output.prompt_response(first, count)
+            self._next_prompt_logprob += count
+            self._output.drop(self._next_token, self._next_prompt_logprob)
+            yield response
+        while self._is_due():
+            yield self._response()
+
+    def _is_due(self) -> bool:
+        return not self._has_ended and self._output.has_more(self._next_token)
+
+    def _response(self) -> scheduler_pb2.GenerateResponse:
+        output = self._output
+        count = min(MAX_RESPONSE_TOKENS, output.num_tokens - self._next_token)
+        response = output.response(self._next_token, count)
+        self._next_token += count
+        self._has_ended = output.is_over and self._next_token == output.num_tokens
+        output.drop(self._next_token, self._next_prompt_logprob)
+        return response
+
+
+def encode_logprobs(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
+    return scheduler_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top=[scheduler_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+    )
