@@ -252,13 +252,9 @@ class SchedulerLink:
                 await call.wait_for_connection()
             async for message in call:
                 if message.HasField("server_info"):
-                    if message.server_info.model_digest != self._model_digest:
-                        reason = _other_model(message.server_info.model_digest, self._model_digest)
-                        return _LostCall(reason, sending is not None)
-                    if message.server_info.has_tenants and self._tenants_revision is None:
-                        # With the front end's own credentials anybody could name any tenant.
-                        reason = "it knows tenants; start this front end with the same --tenants"
-                        return _LostCall(reason, sending is not None)
+                    mismatch = self._mismatch(message.server_info)
+                    if mismatch:
+                        return _LostCall(mismatch, sending is not None)
                     self._server_info = message.server_info
                     if message.server_info.HasField("worker"):
                         self._worker = message.server_info.worker
@@ -277,6 +273,16 @@ class SchedulerLink:
             call.cancel()
             if sending is not None:
                 sending.cancel()
+
+    def _mismatch(self, info: scheduler_pb2.GetServerInfoResponse) -> str:
+        """Why this front end cannot serve for that scheduler, or nothing."""
+        if info.model_digest != self._model_digest:
+            digests = f"digest {info.model_digest.hex()[:16]}, here {self._model_digest.hex()[:16]}"
+            return f"it serves another model ({digests}); start both with the same --model"
+        if info.has_tenants and self._tenants_revision is None:
+            # With the front end's own credentials anybody could name any tenant.
+            return "it knows tenants; start this front end with the same --tenants"
+        return ""
 
     def _set_reason(self, reason: str) -> None:
         self._reason = reason
@@ -367,11 +373,6 @@ def _describe(error: grpc.aio.AioRpcError, was_connected: bool) -> _LostCall:
         return _LostCall("the connection broke", was_connected)
     is_calm = error.code() is grpc.StatusCode.UNAVAILABLE
     return _LostCall(f"{error.code().name}: {error.details()}", was_connected, is_calm)
-
-
-def _other_model(theirs: bytes, ours: bytes) -> str:
-    digests = f"digest {theirs.hex()[:16]}, here {ours.hex()[:16]}"
-    return f"it serves another model ({digests}); start both with the same --model"
 
 
 def _decode_end(stream_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:
