@@ -1,9 +1,10 @@
 """All that one sample has got, its tokens, text and log-probabilities, and how it ended; and a reader's place in it.
 
-An output that is not kept has one reader, and what that one has read is dropped: deltas that come meanwhile wait here
-together, so that a slow reader gets longer responses, and what waits is at most the sample itself. An output that is
-kept can be read from any token on, any number of times: its tokens are decoded one by one, so that each has a text of
-its own, which is what it completed. Text that comes with the end alone belongs to no token and follows the last.
+An output that is not kept has one reader, and what that one has read is forgotten: deltas that come before it reads
+again wait here together, so that a slow reader gets longer responses, and what waits is at most the sample itself. An
+output that is kept can be read from any token on, any number of times: its tokens are decoded one by one, so that each
+has a text of its own, which is what it completed. Text that comes with the end alone belongs to no token and follows
+the last.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ _FINISH_REASONS = {
 
 
 class Output:
-    """What one sample has got so far. One that is kept takes some 16 bytes per token; with log-probabilities 20 more,
-    and 12 for each of the most likely tokens."""
+    """One sample's. It takes some 16 bytes per token; with log-probabilities 20 more, and 12 for each of the most
+    likely tokens."""
 
     def __init__(
         self,
@@ -51,21 +52,20 @@ class Output:
         self._keep_stop_token_text = keep_stop_token_text
         self._is_kept = is_kept
         self._stop_text: str | None = None
-        self.num_tokens = 0  # of the output so far
+        self.num_tokens = 0
         self.end: SequenceEnd | None = None  # the output ended well
         self.failure: SequenceEnd | None = None  # the output ended, but not well
-        # Below, what was dropped is missing: everything before this token, and before this character of the text.
-        self._first_token = self._first_char = 0
+        # What was forgotten is in none of the columns below, which begin with this token and prompt log-probability.
+        self._first_token = self._first_prompt_logprob = 0
         self._token_ids = array("I")
         self._text = ""
         self._texts: list[str] = []  # that follow it
-        self._num_chars = 0  # of the output so far
-        self._text_ends = array("I")  # the number of characters up to the end of each token's text
-        self._logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
+        self._num_chars = 0  # of both
+        self._text_ends = array("I")  # where in the text each token's own ends
+        self._logprobs = LogprobColumns()
         self._cumulative_logprobs = array("d")  # up to each token
         self._cumulative_logprob: float | None = 0.0 if with_logprobs else None
-        self._first_prompt_logprob = 0
-        self._prompt_logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
+        self._prompt_logprobs = LogprobColumns()
 
     @property
     def is_stopped(self) -> bool:
@@ -82,9 +82,7 @@ class Output:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that a kept output takes, more or less."""
-        assert isinstance(self._logprobs, LogprobColumns)
-        assert isinstance(self._prompt_logprobs, LogprobColumns)
+        """The memory that the output takes, more or less."""
         columns = self._logprobs.num_bytes + self._prompt_logprobs.num_bytes
         return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._whole_text()) + columns
 
@@ -108,9 +106,9 @@ class Output:
 
     def has_more(self, first_token: int) -> bool:
         """Whether there is anything to tell from a token on."""
-        return (
-            first_token < self.num_tokens or self.end is not None or self._chars_before(first_token) < self._num_chars
-        )
+        if first_token < self.num_tokens or self.end is not None:
+            return True
+        return self._chars_before(first_token) < self._num_chars
 
     def response(self, first_token: int, num_tokens: int) -> scheduler_pb2.GenerateResponse:
         """So many tokens from one on. With the last token comes the end, if the output has ended well."""
@@ -120,7 +118,7 @@ class Output:
         text = self._whole_text()
         if start or not is_last:
             end_of_text = self._num_chars if is_last else self._chars_before(first_token + num_tokens)
-            text = text[self._chars_before(first_token) - self._first_char : end_of_text - self._first_char]
+            text = text[self._chars_before(first_token) : end_of_text]
         response = scheduler_pb2.GenerateResponse(
             request_id=self._request_id,
             index=self._index,
@@ -129,7 +127,7 @@ class Output:
             text=text,
         )
         if self._with_logprobs:
-            response.logprobs.extend(encode_logprobs(entry) for entry in self._logprobs[start:stop])
+            response.logprobs.extend(self._logprobs.messages(start, stop))
             response.cumulative_logprob = self._cumulative_logprobs[stop - 1] if stop else self._cumulative_logprob
         if is_last and self.end is not None:
             self._finish(response, self.end)
@@ -142,44 +140,32 @@ class Output:
             request_id=self._request_id,
             index=self._index,
             first_token=self._first_token,
-            prompt_logprobs=[encode_logprobs(entry) for entry in self._prompt_logprobs[start : start + count]],
+            prompt_logprobs=self._prompt_logprobs.messages(start, start + count),
         )
 
-    def drop(self, num_tokens: int, num_prompt_logprobs: int) -> None:
-        """Forget so many tokens and prompt log-probabilities from the beginning of the output, which have been read,
-        with their text. An output that is kept stays whole."""
+    def forget(self) -> None:
+        """Everything so far has been read, and is kept only if the output is."""
         if self._is_kept:
             return
-        count = num_tokens - self._first_token
-        num_chars = self._num_chars if num_tokens == self.num_tokens else self._chars_before(num_tokens)
-        self._text = self._whole_text()[num_chars - self._first_char :]
-        self._first_token, self._first_char = num_tokens, num_chars
-        del self._token_ids[:count], self._text_ends[:count]
+        self._first_token, self._first_prompt_logprob = self.num_tokens, self.num_prompt_logprobs
+        self._text, self._num_chars = "", 0
+        del self._token_ids[:], self._text_ends[:]
         if self._with_logprobs:
-            self._logprobs = self._logprobs[count:]
-            del self._cumulative_logprobs[:count]
-        if num_prompt_logprobs > self._first_prompt_logprob:
-            self._prompt_logprobs = self._prompt_logprobs[num_prompt_logprobs - self._first_prompt_logprob :]
-            self._first_prompt_logprob = num_prompt_logprobs
+            self._logprobs.clear()
+            del self._cumulative_logprobs[:]
+        if self._prompt_logprobs:
+            self._prompt_logprobs.clear()
 
     async def whole(self) -> scheduler_pb2.GenerateResponse:
-        """Everything so far in one message, made in pieces between which others have their turn."""
-        whole, texts = self.prompt_response(0, 0), []
-        for first in range(0, self.num_prompt_logprobs, _PIECE_TOKENS):
-            whole.MergeFrom(self.prompt_response(first, _PIECE_TOKENS))
-            await asyncio.sleep(0)
-        first_token = 0
-        while True:
-            num_tokens = min(_PIECE_TOKENS, self.num_tokens - first_token)
-            piece = self.response(first_token, num_tokens)
-            first_token += num_tokens
+        """Everything so far in one message, made in pieces between which others have their turn. The output is kept."""
+        whole, texts = self.response(0, 0), []
+        for piece in OutputReader(self, max_tokens=_PIECE_TOKENS).take():
             texts.append(piece.text)
             piece.ClearField("first_token")
             whole.MergeFrom(piece)
-            if first_token == self.num_tokens:
-                whole.text = "".join(texts)
-                return whole
             await asyncio.sleep(0)
+        whole.text = "".join(texts)
+        return whole
 
     def _add(
         self, first_token: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None
@@ -196,7 +182,10 @@ class Output:
                     self._text_ends.extend([self._num_chars] * (num_kept - 1))
                 self._text_ends.append(self._num_chars + len(text))
             if text:
-                self._add_text(text)
+                self._num_chars += len(text)
+                self._texts.append(text)
+                if len(self._texts) == _MAX_TEXTS:
+                    self._whole_text()
             if self._with_logprobs:
                 self._add_logprobs(logprobs[:num_kept])
         if end is not None and not self.is_stopped and end.reason not in _FINISH_REASONS:
@@ -219,11 +208,12 @@ class Output:
                 return decoded.num_tokens, text
         return len(token_ids), text if end is None else text + self._decoder.flush()
 
-    def _add_text(self, text: str) -> None:
-        self._num_chars += len(text)
-        self._texts.append(text)
-        if len(self._texts) == _MAX_TEXTS:
-            self._whole_text()
+    def _add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        assert self._cumulative_logprob is not None
+        for entry in entries:
+            self._cumulative_logprob += entry.logprob
+            self._cumulative_logprobs.append(self._cumulative_logprob)
+        self._logprobs.extend(entries)
 
     def _whole_text(self) -> str:
         """All text that is here, in one piece from now on."""
@@ -233,16 +223,9 @@ class Output:
         return self._text
 
     def _chars_before(self, token: int) -> int:
-        """Characters of the output before the text of a token."""
+        """Where in the text that of a token begins."""
         position = token - self._first_token
-        return self._text_ends[position - 1] if position else self._first_char
-
-    def _add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        assert self._cumulative_logprob is not None
-        for entry in entries:
-            self._cumulative_logprob += entry.logprob
-            self._cumulative_logprobs.append(self._cumulative_logprob)
-        self._logprobs.extend(entries)
+        return self._text_ends[position - 1] if position else 0
 
     def _finish(self, response: scheduler_pb2.GenerateResponse, end: SequenceEnd) -> None:
         """Make a response the last one of an output that ended well."""
@@ -263,9 +246,10 @@ class Output:
 class OutputReader:
     """One reader's place in an output: the only one, if the output is not kept."""
 
-    def __init__(self, output: Output, first_token: int = 0) -> None:
-        """Prompt log-probabilities are for those who read from the beginning."""
+    def __init__(self, output: Output, first_token: int = 0, max_tokens: int = MAX_RESPONSE_TOKENS) -> None:
+        """Prompt log-probabilities are for those who read from the beginning. `max_tokens` are of one response."""
         self._output = output
+        self._max_tokens = max_tokens
         self._next_token = first_token
         self._next_prompt_logprob = sys.maxsize if first_token else 0
         self._has_ended = False
@@ -279,7 +263,7 @@ class OutputReader:
         """The responses that are due, none if there is nothing new. They are made as they are taken: those that are
         left are there the next time."""
         output = self._output
-        is_long = output.num_tokens - self._next_token > MAX_RESPONSE_TOKENS
+        is_long = output.num_tokens - self._next_token > self._max_tokens
         if is_long or self._next_prompt_logprob < output.num_prompt_logprobs:
             return self._pieces()
         return (self._response(),) if self._is_due() else ()
@@ -287,11 +271,8 @@ class OutputReader:
     def _pieces(self) -> Iterator[scheduler_pb2.GenerateResponse]:
         while self._next_prompt_logprob < self._output.num_prompt_logprobs:
             first = self._next_prompt_logprob
-            count = min(MAX_RESPONSE_TOKENS, self._output.num_prompt_logprobs - first)
-            response = self._output.prompt_response(first, count)
-            self._next_prompt_logprob += count
-            self._output.drop(self._next_token, self._next_prompt_logprob)
-            yield response
+            self._next_prompt_logprob = min(first + self._max_tokens, self._output.num_prompt_logprobs)
+            yield self._output.prompt_response(first, self._next_prompt_logprob - first)
         while self._is_due():
             yield self._response()
 
@@ -299,19 +280,12 @@ class OutputReader:
         return not self._has_ended and self._output.has_more(self._next_token)
 
     def _response(self) -> scheduler_pb2.GenerateResponse:
-        output = self._output
-        count = min(MAX_RESPONSE_TOKENS, output.num_tokens - self._next_token)
-        response = output.response(self._next_token, count)
-        self._next_token += count
-        self._has_ended = output.is_over and self._next_token == output.num_tokens
-        output.drop(self._next_token, self._next_prompt_logprob)
+        """The next one, after those of the prompt."""
+        output, first_token = self._output, self._next_token
+        self._next_token = min(first_token + self._max_tokens, output.num_tokens)
+        response = output.response(first_token, self._next_token - first_token)
+        if self._next_token == output.num_tokens:
+            self._has_ended = output.is_over
+            if self._next_prompt_logprob >= output.num_prompt_logprobs:
+                output.forget()
         return response
-
-
-def encode_logprobs(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
-    return scheduler_pb2.TokenLogprobs(
-        token_id=entry.token_id,
-        logprob=entry.logprob,
-        rank=entry.rank,
-        top=[scheduler_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
-    )

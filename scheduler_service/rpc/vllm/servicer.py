@@ -78,7 +78,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         try:
             await self._generate(request, context)
         except RpcError as error:
-            raise _in_their_words(error) from None
+            raise _in_their_words(error.with_traceback(None)) from None
 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
