@@ -112,16 +112,15 @@ class Generation:
         news = News()
         news.tell()
         self.listeners.add(news.tell)
-        num_open = len(readers)
         try:
-            while num_open:
+            while readers:
                 await news.wait()
                 for reader in readers:
                     for response in reader.take():
-                        num_open -= response.HasField("usage")
                         yield response
                 if self.error is not None:
                     raise self.error
+                readers = [reader for reader in readers if not reader.has_ended]
         finally:
             self.listeners.discard(news.tell)
 

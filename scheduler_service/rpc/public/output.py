@@ -10,7 +10,7 @@ the last.
 import asyncio
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
@@ -55,17 +55,20 @@ class Output:
         self.num_tokens = 0
         self.end: SequenceEnd | None = None  # the output ended well
         self.failure: SequenceEnd | None = None  # the output ended, but not well
+        self.is_over = False  # one of them
+        self.num_prompt_logprobs = 0
         # What was forgotten is in none of the columns below, which begin with this token and prompt log-probability.
+        # Lists are faster where little is in them, arrays smaller.
         self._first_token = self._first_prompt_logprob = 0
-        self._token_ids = array("I")
+        self._token_ids: MutableSequence[int] = array("I") if is_kept else []
         self._text = ""
         self._texts: list[str] = []  # that follow it
         self._num_chars = 0  # of both
-        self._text_ends = array("I")  # where in the text each token's own ends
-        self._logprobs = LogprobColumns()
-        self._cumulative_logprobs = array("d")  # up to each token
+        self._text_ends: MutableSequence[int] = array("I") if is_kept else []  # where in the text each token's own ends
+        self._logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
+        self._cumulative_logprobs: MutableSequence[float] = array("d") if is_kept else []  # up to each token
         self._cumulative_logprob: float | None = 0.0 if with_logprobs else None
-        self._prompt_logprobs = LogprobColumns()
+        self._prompt_logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
 
     @property
     def is_stopped(self) -> bool:
@@ -73,32 +76,26 @@ class Output:
         return self._stop_text is not None
 
     @property
-    def is_over(self) -> bool:
-        return self.end is not None or self.failure is not None
-
-    @property
-    def num_prompt_logprobs(self) -> int:
-        return self._first_prompt_logprob + len(self._prompt_logprobs)
-
-    @property
     def num_bytes(self) -> int:
-        """The memory that the output takes, more or less."""
-        columns = self._logprobs.num_bytes + self._prompt_logprobs.num_bytes
-        return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._whole_text()) + columns
+        """The memory that an output which is kept takes, more or less."""
+        columns = (self._logprobs, self._prompt_logprobs)
+        in_columns = sum(each.num_bytes for each in columns if isinstance(each, LogprobColumns))
+        return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._whole_text()) + in_columns
 
     def add(self, delta: Delta) -> None:
         """Take what the sequence got. The end comes with the last token, or alone; with it comes all text there is."""
-        if delta.prompt_logprobs and self._index == 0:
-            self._prompt_logprobs.extend(delta.prompt_logprobs)
-        last = len(delta.token_ids) - 1
-        if not self._is_kept or last < 1:
-            self._add(delta.first_token, delta.token_ids, delta.logprobs, delta.end)
-        else:
-            for position, token_id in enumerate(delta.token_ids):
-                end = delta.end if position == last else None
-                self._add(delta.first_token + position, [token_id], delta.logprobs[position : position + 1], end)
-        if delta.cumulative_logprob is not None:
-            self._cumulative_logprob = delta.cumulative_logprob
+        _, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob = delta
+        if prompt_logprobs and self._index == 0:
+            self._prompt_logprobs.extend(prompt_logprobs)
+            self.num_prompt_logprobs += len(prompt_logprobs)
+        if self._is_kept and len(token_ids) > 1:
+            last = len(token_ids) - 1
+            for position in range(last):
+                self._add(first_token + position, token_ids[position : position + 1], logprobs[position : position + 1])
+            first_token, token_ids, logprobs = first_token + last, token_ids[last:], logprobs[last:]
+        self._add(first_token, token_ids, logprobs, end)
+        if cumulative_logprob is not None:
+            self._cumulative_logprob = cumulative_logprob
 
     def skip_to(self, num_tokens: int) -> None:
         """The tokens before this one have gone to the client another way, and have no text."""
@@ -115,19 +112,20 @@ class Output:
         start = first_token - self._first_token
         stop = start + num_tokens
         is_last = first_token + num_tokens == self.num_tokens
-        text = self._whole_text()
+        text, token_ids = self._whole_text() if self._texts else self._text, self._token_ids
         if start or not is_last:
             end_of_text = self._num_chars if is_last else self._chars_before(first_token + num_tokens)
             text = text[self._chars_before(first_token) : end_of_text]
+            token_ids = token_ids[start:stop]
         response = scheduler_pb2.GenerateResponse(
             request_id=self._request_id,
             index=self._index,
             first_token=first_token,
-            token_ids=self._token_ids[start:stop],
+            token_ids=token_ids,
             text=text,
         )
         if self._with_logprobs:
-            response.logprobs.extend(self._logprobs.messages(start, stop))
+            response.logprobs.extend(_encoded(entry) for entry in self._logprobs[start:stop])
             response.cumulative_logprob = self._cumulative_logprobs[stop - 1] if stop else self._cumulative_logprob
         if is_last and self.end is not None:
             self._finish(response, self.end)
@@ -140,21 +138,23 @@ class Output:
             request_id=self._request_id,
             index=self._index,
             first_token=self._first_token,
-            prompt_logprobs=self._prompt_logprobs.messages(start, start + count),
+            prompt_logprobs=[_encoded(entry) for entry in self._prompt_logprobs[start : start + count]],
         )
 
     def forget(self) -> None:
         """Everything so far has been read, and is kept only if the output is."""
         if self._is_kept:
             return
-        self._first_token, self._first_prompt_logprob = self.num_tokens, self.num_prompt_logprobs
+        self._first_token = self.num_tokens
         self._text, self._num_chars = "", 0
-        del self._token_ids[:], self._text_ends[:]
+        self._token_ids.clear()
+        self._text_ends.clear()
         if self._with_logprobs:
-            self._logprobs.clear()
-            del self._cumulative_logprobs[:]
-        if self._prompt_logprobs:
-            self._prompt_logprobs.clear()
+            self._logprobs = []
+            self._cumulative_logprobs.clear()
+        if self._first_prompt_logprob != self.num_prompt_logprobs:
+            self._first_prompt_logprob = self.num_prompt_logprobs
+            self._prompt_logprobs = []
 
     async def whole(self) -> scheduler_pb2.GenerateResponse:
         """Everything so far in one message, made in pieces between which others have their turn. The output is kept."""
@@ -168,10 +168,10 @@ class Output:
         return whole
 
     def _add(
-        self, first_token: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None
+        self, first_token: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None = None
     ) -> None:
         """Take tokens whose text comes with the last of them. Those after a stop text do not belong to the output."""
-        if not self.is_stopped:
+        if self._stop_text is None:
             if first_token != self.num_tokens:
                 raise RuntimeError(f"a delta begins at token {first_token}, but token {self.num_tokens} is next")
             num_kept, text = self._decode(token_ids, end)
@@ -188,10 +188,12 @@ class Output:
                     self._whole_text()
             if self._with_logprobs:
                 self._add_logprobs(logprobs[:num_kept])
-        if end is not None and not self.is_stopped and end.reason not in _FINISH_REASONS:
-            self.failure = end
-        elif end is not None:
-            self.end = end
+        if end is not None:
+            self.is_over = True
+            if self._stop_text is None and end.reason not in _FINISH_REASONS:
+                self.failure = end
+            else:
+                self.end = end
 
     def _decode(self, token_ids: Sequence[int], end: SequenceEnd | None) -> tuple[int, str]:
         """How many of the next tokens belong to the output, and the text that they complete."""
@@ -217,9 +219,8 @@ class Output:
 
     def _whole_text(self) -> str:
         """All text that is here, in one piece from now on."""
-        if self._texts:
-            self._text += "".join(self._texts)
-            self._texts.clear()
+        self._text += "".join(self._texts)
+        self._texts.clear()
         return self._text
 
     def _chars_before(self, token: int) -> int:
@@ -252,7 +253,7 @@ class OutputReader:
         self._max_tokens = max_tokens
         self._next_token = first_token
         self._next_prompt_logprob = sys.maxsize if first_token else 0
-        self._has_ended = False
+        self.has_ended = False  # everything was read of an output that is over
 
     def skip_to(self, num_tokens: int) -> None:
         """The tokens before this one have gone to the client another way."""
@@ -263,10 +264,10 @@ class OutputReader:
         """The responses that are due, none if there is nothing new. They are made as they are taken: those that are
         left are there the next time."""
         output = self._output
-        is_long = output.num_tokens - self._next_token > self._max_tokens
-        if is_long or self._next_prompt_logprob < output.num_prompt_logprobs:
+        num_tokens = output.num_tokens - self._next_token
+        if num_tokens > self._max_tokens or self._next_prompt_logprob < output.num_prompt_logprobs:
             return self._pieces()
-        return (self._response(),) if self._is_due() else ()
+        return (self._response(num_tokens),) if num_tokens or self._is_due() else ()
 
     def _pieces(self) -> Iterator[scheduler_pb2.GenerateResponse]:
         while self._next_prompt_logprob < self._output.num_prompt_logprobs:
@@ -274,18 +275,27 @@ class OutputReader:
             self._next_prompt_logprob = min(first + self._max_tokens, self._output.num_prompt_logprobs)
             yield self._output.prompt_response(first, self._next_prompt_logprob - first)
         while self._is_due():
-            yield self._response()
+            yield self._response(min(self._output.num_tokens - self._next_token, self._max_tokens))
 
     def _is_due(self) -> bool:
-        return not self._has_ended and self._output.has_more(self._next_token)
+        return not self.has_ended and self._output.has_more(self._next_token)
 
-    def _response(self) -> scheduler_pb2.GenerateResponse:
+    def _response(self, num_tokens: int) -> scheduler_pb2.GenerateResponse:
         """The next one, after those of the prompt."""
-        output, first_token = self._output, self._next_token
-        self._next_token = min(first_token + self._max_tokens, output.num_tokens)
-        response = output.response(first_token, self._next_token - first_token)
+        output = self._output
+        response = output.response(self._next_token, num_tokens)
+        self._next_token += num_tokens
         if self._next_token == output.num_tokens:
-            self._has_ended = output.is_over
+            self.has_ended = output.is_over
             if self._next_prompt_logprob >= output.num_prompt_logprobs:
                 output.forget()
         return response
+
+
+def _encoded(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
+    return scheduler_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top=[scheduler_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+    )

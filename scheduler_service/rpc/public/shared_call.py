@@ -44,7 +44,6 @@ class _Submitted:
         self.error: RpcError | None = None  # that is not the generation's
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self._num_ended = 0
 
     @property
     def failure(self) -> RpcError | None:
@@ -52,14 +51,14 @@ class _Submitted:
 
     @property
     def has_ended(self) -> bool:
-        return bool(self.readers) and self._num_ended == len(self.readers)
+        """Whether all samples have ended well, and the client has been told everything."""
+        is_well = self.generation is not None and self.generation.error is None
+        return is_well and all(reader.has_ended for reader in self.readers)
 
     def responses(self) -> Iterator[scheduler_pb2.GenerateResponse]:
         """The responses that are due; those that are left in the middle are there the next time."""
         for reader in self.readers:
-            for response in reader.take():
-                self._num_ended += response.HasField("usage")
-                yield response
+            yield from reader.take()
 
 
 class SharedCall:
