@@ -41,7 +41,7 @@ class Interception(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: grpc.RpcMethodHandler, enters: Sequence[Enter]) -> grpc.RpcMethodHandler:
-    """The same handler behind `enters`, ended by an RpcError with its status."""
+    """Return the same handler behind `enters`; an RpcError ends its calls with that error's status."""
     make, serve = _parts(handler)
     readable = _readable_stream if handler.request_streaming else _readable
 
@@ -80,7 +80,7 @@ def _decoder(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _readable(request: Any) -> Any:
-    """The request, which is the client's mistake if it could not be read. Raises RpcError."""
+    """Return the request. Raises RpcError for one that could not be read, which is the client's mistake."""
     if isinstance(request, _Malformed):
         reason = f"the request is not a message of this method ({request.reason})"
         raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, f"{reason}; compare the .proto files of both sides")
@@ -94,7 +94,7 @@ async def _readable_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 @contextmanager
 def _ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
-    """Where a call ends by itself, by an RpcError, or by being cancelled once its status is set."""
+    """Serve a call inside the block, which may end it by an RpcError, or by cancelling it once its status is set."""
     try:
         yield
     except RpcError as error:
@@ -106,7 +106,7 @@ def _ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
 
 
 def _parts(handler: grpc.RpcMethodHandler) -> tuple[Callable[..., grpc.RpcMethodHandler], Callable[..., Any]]:
-    """The function that makes a handler of this kind, and the one that serves its calls."""
+    """Return the function that makes a handler of this kind, and the one that serves its calls."""
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler, handler.stream_stream
     if handler.request_streaming:

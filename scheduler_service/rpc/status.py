@@ -30,7 +30,7 @@ class RpcError(Exception):
 
 
 def invalid(field: str, message: str) -> RpcError:
-    """The error for a field that cannot be taken as it is."""
+    """Return the error for a field that cannot be taken as it is."""
     return RpcError(grpc.StatusCode.INVALID_ARGUMENT, message, field)
 
 
@@ -46,12 +46,12 @@ def set_status(context: grpc.aio.ServicerContext, error: RpcError) -> None:
 
 
 def has_status(context: grpc.aio.ServicerContext) -> bool:
-    """Whether the status with which the call ends is chosen already."""
+    """Say whether the status with which the call ends is chosen already."""
     return context.code() not in (None, 0, grpc.StatusCode.OK)
 
 
 def _details(error: RpcError) -> tuple[tuple[str, bytes], ...]:
-    """The trailing metadata that names the field at fault and says when to try again."""
+    """Make the trailing metadata that names the field at fault and says when to try again."""
     if status_pb2 is None:
         return ()
     status = status_pb2.Status(code=error.code.value[0], message=str(error))

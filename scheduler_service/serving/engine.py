@@ -20,7 +20,7 @@ class DescribedWorker(Protocol):
 
 
 class RequestEngine(Protocol):
-    """Carries requests out, of which those that take calls know nothing but this."""
+    """Whatever carries requests out; those that take calls know nothing else of it."""
 
     # Whether it serves, and what fits
 
@@ -29,14 +29,14 @@ class RequestEngine(Protocol):
 
     @property
     def unavailable_reason(self) -> str:
-        """Why requests are refused now, or nothing."""
+        """The reason why requests are refused now, or nothing."""
 
     def refusal(self, output_mode: OutputMode) -> str:
-        """Why requests of this kind are refused now, or nothing."""
+        """Return why requests of this kind are refused now, or nothing."""
 
     @property
     def missing_reason(self) -> str:
-        """Why there is no worker, as far as is known."""
+        """The reason why there is no worker, as far as is known."""
 
     @property
     def capacity(self) -> DescribedWorker | None:
@@ -44,13 +44,14 @@ class RequestEngine(Protocol):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Prompt and output that one sequence may have."""
+        """The tokens of prompt and output that one sequence may have."""
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Before it, nobody knows what fits. Returns too when requests of this kind are refused meanwhile."""
+        """Return when the first worker has come: before, nobody knows what fits. Returns too when requests of this kind
+        are refused meanwhile."""
 
     def now(self) -> float:
-        """The clock of `Request.deadline`."""
+        """Read the clock of `Request.deadline`."""
 
     # Requests
 
@@ -59,10 +60,10 @@ class RequestEngine(Protocol):
         link hears of some refusals later, and tells the receiver."""
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Raises KeyError if there is no such request."""
+        """Let a request end with ABORT. Raises KeyError if there is none of that name."""
 
     def cancel(self, sequence_ids: list[int]) -> None:
-        """Nobody wants what is left of a request any more."""
+        """End what is left of a request, of which nobody wants anything any more."""
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
-        """A stop text ended a sequence after this many tokens."""
+        """End a sequence after this many tokens, since a stop text was found in them."""

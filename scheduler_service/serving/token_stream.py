@@ -39,7 +39,7 @@ class Receiver(Protocol):
 
     @property
     def outlet(self) -> "Outlet | None":
-        """Where plain tokens may wait for their reader instead of being delivered one by one."""
+        """The place where plain tokens may wait for their reader instead of being delivered one by one."""
 
     @property
     def label(self) -> int:
@@ -49,12 +49,13 @@ class Receiver(Protocol):
         """Take what one of the samples got."""
 
     def fail(self, code: int, message: str, field: str = "") -> None:
-        """The request, which was queued, ends with a gRPC status code; `field` is the path of the field at fault."""
+        """Take note that the request, which was queued, ends with a gRPC status code; `field` is the path of the field
+        at fault."""
 
 
 @dataclass(slots=True, eq=False)
 class Outlet:
-    """Where the streams of many requests wait together for one reader, who takes them when it likes."""
+    """The place where streams of many requests wait together for one reader, who takes them when it likes."""
 
     on_news: Callable[[], None]  # called on the event loop when `streams` is no longer empty
     streams: "list[TokenStream]" = field(default_factory=list)  # those with something new
@@ -64,7 +65,7 @@ class Outlet:
         return streams
 
     def put_back(self, streams: "Sequence[TokenStream]") -> None:
-        """Streams that were taken, but not read: they come first the next time."""
+        """Give back streams that were taken, but not read: they come first the next time."""
         self.streams[:0] = streams
 
 
@@ -100,7 +101,7 @@ class TokenStream:
         self.last_token_at = now
 
     def finish(self, end: SequenceEnd) -> None:
-        """The end says how many tokens the output has; those published past a stop text are dropped."""
+        """Take the end, which says how many tokens the output has; those published past a stop text are dropped."""
         if self.end is not None:
             raise RuntimeError(f"sequence {end.sequence_id} ended twice")
         if end.num_output_tokens > self.num_published:
@@ -114,7 +115,7 @@ class TokenStream:
         self.end = end
 
     def take_tokens(self) -> list[int] | None:
-        """What is new, if that is nothing but tokens."""
+        """Take what is new, if that is nothing but tokens; None otherwise."""
         if self.end is not None or self.logprobs or self.prompt_logprobs:
             return None
         token_ids = self.token_ids

@@ -86,8 +86,8 @@ class SchedulerLink:
         read_metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
         tenants_revision: Callable[[], str] | None = None,
     ) -> None:
-        """`address` is for messages. `read_metadata` gives what shows who this is, and may raise OSError;
-        `tenants_revision` that of the tenants by which callers were told apart, None: they were not."""
+        """`address` is for messages. `read_metadata` gives what shows who this is, and may raise OSError.
+        `tenants_revision` gives that of the file by which callers were told apart; without it they were not."""
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         self._address = address
         self._model_digest = model_digest
@@ -113,7 +113,7 @@ class SchedulerLink:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why requests are refused now, or nothing."""
+        """The reason why requests are refused now, or nothing."""
         if self._is_draining:
             return "the front end is shutting down; send the request to another one"
         if self._outbox is None:
@@ -121,11 +121,12 @@ class SchedulerLink:
         return self._server_info.unavailable_reason
 
     def refusal(self, output_mode: OutputMode) -> str:
-        """Detached requests, which a scheduler may still take, do not come here."""
+        """Return why requests are refused now, whatever their kind: detached ones do not come here."""
         return self.unavailable_reason
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
-        """The scheduler's, as it told it last; empty before. Why requests are refused is of now, and of here."""
+        """Return what the scheduler told of itself last, empty before that; why requests are refused is of now, and of
+        here."""
         info = scheduler_pb2.GetServerInfoResponse()
         info.CopyFrom(self._server_info)
         info.unavailable_reason = self.unavailable_reason
@@ -141,16 +142,16 @@ class SchedulerLink:
 
     @property
     def capacity(self) -> scheduler_pb2.WorkerInfo | None:
-        """Of the worker that is there or was there last."""
+        """The worker that is there or was there last."""
         return self._worker
 
     @property
     def missing_reason(self) -> str:
-        """Why there has been no worker yet."""
+        """The reason why there has been no worker yet."""
         return f"the scheduler at {self._address} has no worker yet"
 
     async def loads(self) -> scheduler_pb2.GetLoadsResponse:
-        """What the scheduler has to do now. Raises RpcError."""
+        """Ask the scheduler what it has to do now. Raises RpcError."""
         if self._outbox is None:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
         if self._loads is None:
@@ -163,7 +164,7 @@ class SchedulerLink:
         return time.monotonic()
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Before the scheduler has answered, nobody knows what fits. It waits for its worker itself."""
+        """Return when the scheduler has answered: before, nobody knows what fits. It waits for its worker itself."""
         await self._connected.wait()
 
     def submit(self, request: Request, receiver: Receiver) -> list[int]:
@@ -190,18 +191,18 @@ class SchedulerLink:
         return sent.stream_ids
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Its stream ends with ABORT. Raises KeyError if there is no such request here."""
+        """Let a request end with ABORT. Raises KeyError if there is none of that name here."""
         self._send_abort(self._requests[tenant, request_id])
 
     def cancel(self, sequence_ids: list[int]) -> None:
-        """Nobody wants what is left of a request any more."""
+        """End what is left of a request, of which nobody wants anything any more."""
         sent = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
         if sent is not None:
             self._send_abort(sent)
             self._forget(sent)
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
-        """A stop text ended a sequence after this many tokens."""
+        """Tell the scheduler that a stop text ended a sequence after this many tokens."""
         if self._outbox is not None and sequence_id in self._streams:
             stop = scheduler_pb2.StreamStop(stream_id=sequence_id, num_tokens=num_output_tokens)
             self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(stop=stop))
@@ -209,7 +210,7 @@ class SchedulerLink:
     # Running
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Hold one call after the other, until cancelled."""
         backoff = _MIN_BACKOFF
         while True:
             ended = await self._hold()
@@ -240,7 +241,7 @@ class SchedulerLink:
         self._fail_all(message)
 
     async def _hold(self) -> "_LostCall":
-        """One call, to its end."""
+        """Hold one call to its end, and say why it ended."""
         try:
             metadata = self._read_metadata()
         except OSError as error:
@@ -275,7 +276,7 @@ class SchedulerLink:
                 sending.cancel()
 
     def _mismatch(self, info: scheduler_pb2.GetServerInfoResponse) -> str:
-        """Why this front end cannot serve for that scheduler, or nothing."""
+        """Return why this front end cannot serve for that scheduler, or nothing."""
         if info.model_digest != self._model_digest:
             digests = f"digest {info.model_digest.hex()[:16]}, here {self._model_digest.hex()[:16]}"
             return f"it serves another model ({digests}); start both with the same --model"

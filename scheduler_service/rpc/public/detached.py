@@ -16,7 +16,7 @@ class DetachedRequests:
     """The detached requests of all tenants. Those that have ended are kept for a time, up to a number and a size."""
 
     def __init__(self, *, retention: float, max_ended: int, max_bytes: int) -> None:
-        """`retention` in seconds. One alone is kept however many bytes it has."""
+        """`retention` is in seconds. One request alone is kept however many bytes it has."""
         self._retention = retention
         self._max_ended = max_ended
         self._max_bytes = max_bytes
@@ -28,7 +28,7 @@ class DetachedRequests:
         self.num_bytes = 0  # of all that have ended
 
     def add(self, generation: Generation) -> None:
-        """A request that runs, of a name that is not here."""
+        """Take a request that runs, of a name that is not here."""
         key = (generation.request.tenant, generation.request.request_id)
         self._generations[key] = generation
         generation.on_end = partial(self._keep, key)
@@ -37,7 +37,8 @@ class DetachedRequests:
         return (tenant, request_id) in self._generations
 
     def find(self, tenant: str, request_id: str) -> Generation:
-        """Raises RpcError if there is none: whether it never was, is another tenant's or has expired is not told."""
+        """Return the request of that name. Raises RpcError if there is none, but not whether it never was, is another
+        tenant's or has expired."""
         try:
             return self._generations[tenant, request_id]
         except KeyError:
@@ -45,7 +46,7 @@ class DetachedRequests:
             raise RpcError(grpc.StatusCode.NOT_FOUND, message, "request_id") from None
 
     def _keep(self, key: tuple[str, str]) -> None:
-        """A request has ended, or it has failed and what is left of it ends now."""
+        """Keep a request for a while that has ended, or that has failed: then what is left of it ends now."""
         generation = self._generations[key]
         generation.cancel()
         self._ended[key] = asyncio.get_running_loop().call_later(self._retention, self._forget, key)
@@ -59,7 +60,7 @@ class DetachedRequests:
             self._forget(self._dispensable(self._ended_bytes))
 
     def _dispensable(self, amounts: Counter[str]) -> tuple[str, str]:
-        """The oldest of the tenant that has most: nobody can push out what others keep."""
+        """Choose the oldest of the tenant that has most: nobody can push out what others keep."""
         most = max(amounts.values())
         return next(key for key in self._ended if amounts[key[0]] == most)
 
@@ -75,7 +76,7 @@ class DetachedRequests:
 
 
 async def result_of(generation: Generation) -> scheduler_pb2.GetResultResponse:
-    """Everything so far."""
+    """Return everything that came of a request so far, and whether it has ended."""
     outputs = [await output.whole() for output in generation.outputs]
     state = scheduler_pb2.RESULT_STATE_FINISHED if generation.has_ended else scheduler_pb2.RESULT_STATE_RUNNING
     response = scheduler_pb2.GetResultResponse(request_id=generation.request.request_id, state=state, outputs=outputs)
@@ -89,8 +90,8 @@ async def result_of(generation: Generation) -> scheduler_pb2.GetResultResponse:
 def responses_from(
     message: scheduler_pb2.AttachRequest, generation: Generation
 ) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
-    """The samples' responses from the tokens on that the message names. Raises RpcError: at once for tokens that are
-    not there, in the course of it if the request fails."""
+    """Yield the samples' responses from the tokens on that the message names. Raises RpcError: at once for tokens that
+    are not there, in the course of it if the request fails."""
     num_samples = len(generation.outputs)
     if len(message.from_tokens) > num_samples:
         raise invalid(

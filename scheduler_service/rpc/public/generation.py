@@ -30,7 +30,8 @@ _FAILURES = {
 
 
 class Generation:
-    """Receives what an engine makes of a request (`serving.token_stream.Receiver`)."""
+    """A request that an engine carries out: it is the receiver of what comes of it
+    (`serving.token_stream.Receiver`)."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Generation:
         outlet: Outlet | None = None,
         label: int = 0,
     ) -> None:
-        """With an `outlet`, plain tokens wait there, under labels from `label` on."""
+        """With an `outlet` plain tokens wait there, under labels from `label` on."""
         self.request = request
         self.outputs = outputs
         self.outlet = outlet
@@ -73,23 +74,23 @@ class Generation:
             self._look_for_end()
 
     def fail(self, code: int, message: str, field: str = "") -> None:
-        """The request ends with an error of this gRPC status code; `field` is the path of the field at fault."""
+        """End the request with an error of this gRPC status code; `field` is the path of the field at fault."""
         self.error = RpcError(CODES[code], message, field)
         for tell in self.listeners:
             tell()
         self._look_for_end()
 
     def stop(self, index: int, num_tokens: int) -> None:
-        """One of the samples has ended after so many tokens."""
+        """Let one of the samples end after so many tokens, since a stop text was found in them."""
         self._engine.stop(self.sequence_ids[index], num_tokens)
 
     def abort(self) -> None:
-        """Its samples end with ABORT."""
+        """Let the samples that have not ended end with ABORT."""
         self._engine.cancel(self.sequence_ids)
 
     def cancel(self) -> None:
-        """Nobody wants what is left of it any more, and nobody listens. Those who did and this no longer refer to each
-        other, so that both are freed without a garbage collection."""
+        """End what is left of the request, of which nobody wants anything any more. Those who listened and this no
+        longer refer to each other, so that both are freed without a garbage collection."""
         self.abort()
         self.listeners.clear()
 
@@ -105,8 +106,8 @@ class Generation:
     async def responses(
         self, first_tokens: Sequence[int] | None = None
     ) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
-        """All samples, each from its first token on or from the one that is named, until they have ended. Raises
-        RpcError when the request fails, after what came before that."""
+        """Yield what comes of all samples until they have ended: of each from its first token on, or from the one that
+        is named. Raises RpcError when the request fails, after what came before that."""
         places = zip(self.outputs, first_tokens or [0] * len(self.outputs), strict=True)
         readers = [OutputReader(output, first_token) for output, first_token in places]
         news = News()
@@ -132,7 +133,7 @@ class Generation:
 
 
 async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
-    """Write them as they come, and end them when the call ends."""
+    """Write messages as they come, and close their source when the call ends."""
     async with contextlib.aclosing(messages) as closing:
         async for message in closing:
             await context.write(message)

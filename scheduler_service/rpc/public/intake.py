@@ -75,7 +75,7 @@ class Intake:
     async def _resolve(
         self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None, output_mode: OutputMode
     ) -> Request:
-        """The request in full. Raises RpcError."""
+        """Make the request in full, in which every value is set. Raises RpcError."""
         deadline = None if time_remaining is None else self._engine.now() + time_remaining
         message.tenant = tenant_of_call(message.tenant)
         check_before_tokenizing(message, self._model)
@@ -92,7 +92,7 @@ class Intake:
         return replace(request, output_mode=output_mode)
 
     async def _tokenize(self, message: scheduler_pb2.GenerateRequest, output_mode: OutputMode) -> list[int]:
-        """The tokens of the prompt, once it is known what fits."""
+        """Return the tokens of the prompt, once it is known what fits."""
         self._num_pending += 1
         try:
             await self._engine.wait_for_first_worker(output_mode)
@@ -104,7 +104,7 @@ class Intake:
             self._num_pending -= 1
 
     def _outputs(self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool) -> list[Output]:
-        """One for each sample. Those of a detached request are kept."""
+        """Make an output for each sample. The outputs of a detached request are kept."""
         options = text_options(message)
         outputs = []
         for index in range(request.n):
@@ -129,7 +129,7 @@ class Intake:
         return outputs
 
     def _submit(self, generation: Generation) -> None:
-        """Raises RpcError."""
+        """Hold the request against what is kept, its tenant's quota and the engine, and queue it. Raises RpcError."""
         request = generation.request
         self._check_available(request.output_mode)
         if self._detached is not None and self._detached.has(request.tenant, request.request_id):
@@ -156,6 +156,6 @@ class Intake:
 
 
 def _is_plain(request: Request) -> bool:
-    """Whether there are only tokens to tell."""
+    """Say whether a request's outputs have nothing but tokens to tell."""
     sampling = request.sampling
     return request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None

@@ -31,8 +31,8 @@ _FINISH_REASONS = {
 
 
 class Output:
-    """One sample's. It takes some 16 bytes per token; with log-probabilities 20 more, and 12 for each of the most
-    likely tokens."""
+    """What one sample has got so far. Kept, a token takes some 16 bytes; with log-probabilities 20 more, and 12 for
+    each of the most likely tokens."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Output:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that an output which is kept takes, more or less."""
+        """Estimate the memory that an output which is kept takes."""
         columns = (self._logprobs, self._prompt_logprobs)
         in_columns = sum(each.num_bytes for each in columns if isinstance(each, LogprobColumns))
         return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._whole_text()) + in_columns
@@ -98,17 +98,18 @@ class Output:
             self._cumulative_logprob = cumulative_logprob
 
     def skip_to(self, num_tokens: int) -> None:
-        """The tokens before this one have gone to the client another way, and have no text."""
+        """Begin at this token: those before it, which have no text, have gone to the client another way."""
         self.num_tokens = self._first_token = num_tokens
 
     def has_more(self, first_token: int) -> bool:
-        """Whether there is anything to tell from a token on."""
+        """Say whether there is anything to tell from a token on."""
         if first_token < self.num_tokens or self.end is not None:
             return True
         return self._chars_before(first_token) < self._num_chars
 
     def response(self, first_token: int, num_tokens: int) -> scheduler_pb2.GenerateResponse:
-        """So many tokens from one on. With the last token comes the end, if the output has ended well."""
+        """Make a response of so many tokens from one on. With the last token comes the end, if the output has ended
+        well."""
         start = first_token - self._first_token
         stop = start + num_tokens
         is_last = first_token + num_tokens == self.num_tokens
@@ -132,7 +133,7 @@ class Output:
         return response
 
     def prompt_response(self, first: int, count: int) -> scheduler_pb2.GenerateResponse:
-        """So many log-probabilities of prompt tokens from one on."""
+        """Make a response of so many log-probabilities of prompt tokens from one on."""
         start = first - self._first_prompt_logprob
         return scheduler_pb2.GenerateResponse(
             request_id=self._request_id,
@@ -142,7 +143,7 @@ class Output:
         )
 
     def forget(self) -> None:
-        """Everything so far has been read, and is kept only if the output is."""
+        """Forget everything so far, which has been read, unless the output is kept."""
         if self._is_kept:
             return
         self._first_token = self.num_tokens
@@ -157,7 +158,8 @@ class Output:
             self._prompt_logprobs = []
 
     async def whole(self) -> scheduler_pb2.GenerateResponse:
-        """Everything so far in one message, made in pieces between which others have their turn. The output is kept."""
+        """Put everything so far of an output that is kept into one message, in pieces between which others have their
+        turn."""
         whole, texts = self.response(0, 0), []
         for piece in OutputReader(self, max_tokens=_PIECE_TOKENS).take():
             texts.append(piece.text)
@@ -196,7 +198,7 @@ class Output:
                 self.end = end
 
     def _decode(self, token_ids: Sequence[int], end: SequenceEnd | None) -> tuple[int, str]:
-        """How many of the next tokens belong to the output, and the text that they complete."""
+        """Return how many of the next tokens belong to the output, and the text that they complete."""
         if self._decoder is None:
             return len(token_ids), ""
         num_with_text = len(token_ids)
@@ -218,13 +220,13 @@ class Output:
         self._logprobs.extend(entries)
 
     def _whole_text(self) -> str:
-        """All text that is here, in one piece from now on."""
+        """Return all text that is here, which is in one piece from now on."""
         self._text += "".join(self._texts)
         self._texts.clear()
         return self._text
 
     def _chars_before(self, token: int) -> int:
-        """Where in the text that of a token begins."""
+        """Return where in the text that of a token begins."""
         position = token - self._first_token
         return self._text_ends[position - 1] if position else 0
 
@@ -256,13 +258,13 @@ class OutputReader:
         self.has_ended = False  # everything was read of an output that is over
 
     def skip_to(self, num_tokens: int) -> None:
-        """The tokens before this one have gone to the client another way."""
+        """Begin at this token: those before it have gone to the client another way."""
         self._next_token = num_tokens
         self._output.skip_to(num_tokens)
 
     def take(self) -> Iterable[scheduler_pb2.GenerateResponse]:
-        """The responses that are due, none if there is nothing new. They are made as they are taken: those that are
-        left are there the next time."""
+        """Make the responses that are due, none if there is nothing new. Each is made when it is taken: those that are
+        left are due the next time."""
         output = self._output
         num_tokens = output.num_tokens - self._next_token
         if num_tokens > self._max_tokens or self._next_prompt_logprob < output.num_prompt_logprobs:
@@ -281,7 +283,7 @@ class OutputReader:
         return not self.has_ended and self._output.has_more(self._next_token)
 
     def _response(self, num_tokens: int) -> scheduler_pb2.GenerateResponse:
-        """The next one, after those of the prompt."""
+        """Make the next response, of so many tokens."""
         output = self._output
         response = output.response(self._next_token, num_tokens)
         self._next_token += num_tokens

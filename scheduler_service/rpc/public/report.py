@@ -19,22 +19,22 @@ _STATES = {
 
 
 def encode_worker(capacity: WorkerCapacity, epoch: int) -> scheduler_pb2.WorkerInfo:
-    """Tell of the worker that is there."""
+    """Encode what clients are told of the worker that is there."""
     return scheduler_pb2.WorkerInfo(**_common(capacity, scheduler_pb2.WorkerInfo), epoch=epoch)
 
 
 def encode_loads(stats: SchedulerStats) -> scheduler_pb2.GetLoadsResponse:
-    """Tell of the load all that the core knows of it."""
+    """Encode all that the core knows of the load."""
     return scheduler_pb2.GetLoadsResponse(**_common(stats, scheduler_pb2.GetLoadsResponse))
 
 
 def decode_stats(loads: scheduler_pb2.GetLoadsResponse) -> SchedulerStats:
-    """The core's statistics, of those that `encode_loads` told."""
+    """Return the core's statistics that `encode_loads` encoded."""
     return SchedulerStats(**{field.name: getattr(loads, field.name) for field in fields(SchedulerStats)})
 
 
 def encode_report(report: RequestReport, now: float) -> scheduler_pb2.GetRequestResponse:
-    """Tell of one request; `now` is of the clock that the report's times are of."""
+    """Encode what one request is doing; `now` is of the clock that the report's times are of."""
     same = _common(report, scheduler_pb2.GetRequestResponse)
     same["state"] = _STATES[report.state]
     same["holders"] = [{"request_id": holder.request_id, "num_blocks": holder.num_blocks} for holder in report.holders]
@@ -48,6 +48,6 @@ def encode_block_map(block_map: BlockMap) -> scheduler_pb2.GetBlocksResponse:
 
 
 def _common(record: Any, message: type[Message]) -> dict[str, Any]:
-    """The values of a record whose names a kind of message has too."""
+    """Return the values of a record whose names a kind of message has too."""
     names = message.DESCRIPTOR.fields_by_name
     return {field.name: getattr(record, field.name) for field in fields(record) if field.name in names}

@@ -46,7 +46,7 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 
     def announce(self) -> None:
-        """The server's state has changed: tell those that share a call."""
+        """Tell calls of GenerateMany that the server's state has changed."""
         self._shared_calls.announce()
 
     def close(self) -> None:
@@ -85,6 +85,6 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return await self._tokenization.detokenize(request)
 
     def _unknown(self, request_id: str) -> RpcError:
-        """The error for a request that is not there, or is another tenant's."""
+        """Return the error for a request that is not there, or is another tenant's."""
         message = f"no request {request_id!r} is running for this tenant"
         return RpcError(grpc.StatusCode.NOT_FOUND, message, "request_id")

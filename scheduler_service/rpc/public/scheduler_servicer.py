@@ -24,7 +24,7 @@ from scheduler_service.serving.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What does not change while the server runs."""
+    """All that clients are told of the server which does not change while it runs, and its limits."""
 
     version: str
     served_model_name: str

@@ -51,12 +51,12 @@ class _Submitted:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all samples have ended well, and the client has been told everything."""
+        """Say whether all samples have ended well, and the client has been told everything."""
         is_well = self.generation is not None and self.generation.error is None
         return is_well and all(reader.has_ended for reader in self.readers)
 
     def responses(self) -> Iterator[scheduler_pb2.GenerateResponse]:
-        """The responses that are due; those that are left in the middle are there the next time."""
+        """Yield the responses that are due; those that are left are due the next time."""
         for reader in self.readers:
             yield from reader.take()
 
@@ -85,19 +85,19 @@ class SharedCall:
         self._is_closing = False  # nothing more is submitted
 
     def announce(self) -> None:
-        """The server's state has changed."""
+        """Tell the client in the next message that the server's state has changed."""
         self._announces = True
         self._news.tell()
 
     def close(self) -> None:
-        """The call ends with its last request."""
+        """Let the call end with its last request."""
         self._is_closing = True
         self._news.tell()
 
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """Until the client has half-closed, or `close`, and every request has ended. Raises RpcError."""
+        """Serve the call until the client has half-closed, or `close`, and every request has ended. Raises RpcError."""
         reading = asyncio.create_task(self._read(requests))
         reading.add_done_callback(lambda _: self.close())
         try:
@@ -226,7 +226,7 @@ class SharedCall:
         self._mark_ready(request)
 
     def _cancel(self, request: _Submitted) -> None:
-        """The request is over, and whatever is left of it ends."""
+        """End a request that is over, and whatever is left of it."""
         del self._requests[request.stream_id]
         if request.error is not None:
             self.num_unread_failures -= 1
@@ -253,7 +253,7 @@ class SharedCall:
         return bool(self._outlet.streams or self._ready or self._announces or self._tells_loads)
 
     def _take(self) -> scheduler_pb2.GenerateManyResponse:
-        """A message of what is new, as much of it as one holds."""
+        """Make a message of what is new, as much of it as one holds."""
         message = scheduler_pb2.GenerateManyResponse()
         if self._announces:
             self._announces = False
@@ -322,13 +322,13 @@ class SharedCalls:
 
     @property
     def num_unread_failures(self) -> int:
-        """Of all calls. May be asked from any thread."""
+        """Count those of all calls. May be asked from any thread."""
         return sum(call.num_unread_failures for call in tuple(self._calls))
 
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """One call, to its end. Raises RpcError."""
+        """Serve one call to its end. Raises RpcError."""
         call = self._make_call()
         self._calls.add(call)
         try:

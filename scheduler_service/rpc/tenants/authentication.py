@@ -21,14 +21,14 @@ _WATCH_INTERVAL = 1.0
 
 
 class Caller(Protocol):
-    """Who makes a call."""
+    """Whoever makes a call."""
 
     def tenant(self, named: str) -> str:
-        """The tenant of a request that itself names `named`. Raises RpcError."""
+        """Return the tenant of a request that itself names `named`. Raises RpcError."""
         ...
 
     def is_operator(self) -> bool:
-        """Whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
+        """Say whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
         ...
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
@@ -39,12 +39,12 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 
 
 def tenant_of_call(named: str) -> str:
-    """The tenant of the call that is being served; `named` is what the request itself says. Raises RpcError."""
+    """Return the tenant of the call that is being served; `named` is what the request itself says. Raises RpcError."""
     return _calling().tenant(named)
 
 
 def is_operator() -> bool:
-    """Whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
+    """Say whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
     return _calling().is_operator()
 
 
@@ -64,7 +64,7 @@ def _check_operator(caller: Caller, what: str) -> None:
 
 
 def _calling() -> Caller:
-    """Raises RpcError where nothing has told who calls: nobody is trusted by default."""
+    """Return who calls. Raises RpcError where nothing has told that: nobody is trusted by default."""
     caller = _caller.get(None)
     if caller is None:
         raise RpcError(grpc.StatusCode.UNAUTHENTICATED, "the server has not told who calls; this is a defect of it")
@@ -75,7 +75,8 @@ class Anybody:
     """Callers of a server without tenants: a request names its tenant, and everything may be seen."""
 
     async def enter(self, context: grpc.aio.ServicerContext) -> None:
-        """Run before every call. Raises RpcError for a key that nobody would look at: its sender relies on it."""
+        """Admit a call, before it is served. Raises RpcError for a key that nobody would look at: its sender relies on
+        it."""
         if "authorization" in dict(context.invocation_metadata() or ()):
             message = (
                 "this server knows no tenants, and would ignore the API key; start it with --tenants, or send none"
@@ -102,7 +103,7 @@ class Authentication:
         self._calls: dict[asyncio.Task[object], tuple[_IdentifiedCaller, grpc.aio.ServicerContext]] = {}
 
     async def enter(self, context: grpc.aio.ServicerContext) -> None:
-        """Run before every call. Raises RpcError for a stranger's."""
+        """Admit a call, before it is served. Raises RpcError for a stranger's."""
         caller = _IdentifiedCaller(self._tenants, context)
         caller.identify()
         _caller.set(caller)
@@ -140,7 +141,8 @@ class _IdentifiedCaller:
         self._certificate_names = tuple(name.decode(errors="replace") for name in identity.get("peer_dns", ()))
 
     def identify(self) -> Tenant:
-        """Raises RpcError. A key counts before a certificate; a wrong one is never overlooked."""
+        """Return the tenant. A key counts before a certificate, and a wrong one is never overlooked. Raises
+        RpcError."""
         if self._authorization is not None:
             text = self._authorization if isinstance(self._authorization, str) else ""
             key = text[len(_BEARER) :] if text.lower().startswith(_BEARER) else ""
@@ -173,7 +175,7 @@ class _IdentifiedCaller:
         return self.identify().is_operator
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
-        """A tenant that only the front end's file has may be one that was revoked here."""
+        """Refuse a tenant that only the front end's file has: it may be one that was revoked here. Raises RpcError."""
         _check_operator(self, "what a front end forwards")
         if not self._tenants.has(tenant):
             is_same = revision == self._tenants.revision

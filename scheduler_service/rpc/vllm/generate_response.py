@@ -16,10 +16,11 @@ _FINISH_REASONS = {
 
 
 class ResponseTranslator:
-    """For one call. Output tokens are kept until the end of their sample, since `complete` repeats them."""
+    """The responses of one call. Output tokens are kept until the end of their sample, since `complete` repeats
+    them."""
 
     def __init__(self, message: vllm_engine_pb2.GenerateRequest, request: Request) -> None:
-        """`message` asked for what `request` is."""
+        """`request` is what was made of the call's `message`."""
         prompt_token_ids, num_samples = request.prompt_token_ids, request.n
         sampling = message.sampling_params
         self._is_streaming = message.stream
@@ -39,7 +40,7 @@ class ResponseTranslator:
         self._has_sent_chunk = False
 
     def translate(self, response: scheduler_pb2.GenerateResponse) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """What is to be sent for it."""
+        """Yield what is to be sent for one of our responses."""
         index = response.index
         self._take_prompt_logprobs(response.prompt_logprobs)
         self._token_ids[index].extend(response.token_ids)

@@ -62,7 +62,7 @@ def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
 
 
 def engine_load(load: Load) -> common_pb2.EngineLoad:
-    """What routing needs of it."""
+    """Encode what routing needs of the load."""
     return common_pb2.EngineLoad(
         running_requests=load.num_running,
         waiting_requests=load.num_waiting,

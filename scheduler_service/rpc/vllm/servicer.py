@@ -55,8 +55,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         read_load: Callable[[], Awaitable[Load]],
         cache: tuple[StepLoop, Callable[[], Load]] | None,
     ) -> None:
-        """`intake` is that of all services of this server. `read_load` may raise RpcError. `cache` None: this is a
-        front end; the load that comes with it is told with the cache's events."""
+        """`intake` is that of all services of this server. `read_load` may raise RpcError. A front end has no `cache`;
+        the load that comes with one is told with its events."""
         self._engine = engine
         self._intake = intake
         self._model = model
@@ -83,7 +83,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.AbortResponse:
-        """Requests that have ended are as well: the gateway cannot know."""
+        """Abort the requests that run. One that has ended is no error: the gateway cannot know."""
         tenant = tenant_of_call(_TENANT)
         for request_id in request.request_ids:
             with contextlib.suppress(KeyError):
@@ -91,7 +91,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm_engine_pb2.AbortResponse()
 
     async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext) -> NoReturn:
-        """INVALID_ARGUMENT, since trying again never helps: see generate_request.py."""
+        """Refuse with INVALID_ARGUMENT, since trying again never helps (see generate_request.py)."""
         message = "this server generates text and makes no embeddings"
         raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
@@ -100,7 +100,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model before."""
+        """Answer UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model
+        before."""
         if self._engine.is_serving and self._engine.capacity is not None:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
         reason = self._engine.unavailable_reason
@@ -120,7 +121,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        """What all tenants are doing is for operators."""
+        """Describe the server; what all tenants are doing is told to operators alone."""
         info = server_info(self._engine.capacity, self._info().max_num_seqs)
         if is_operator():
             load = await self._read_load()
@@ -207,7 +208,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             generation.cancel()
 
     async def _tokenizer_archive(self) -> bytes:
-        """Made once, off the event loop. Raises RpcError."""
+        """Return the archive, which is made once, off the event loop. Raises RpcError."""
         if not self._model.has_tokenizer:
             raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:
