@@ -20,9 +20,9 @@ from scheduler_service.config import FrontEndConfig
 from scheduler_service.rpc.front_end.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.front_end.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.rpc.interception import Interception
-from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.public.prompt_text import TextLimits
-from scheduler_service.rpc.public.scheduler_servicer import SERVICE_NAME
+from scheduler_service.rpc.public.report import decode_stats
+from scheduler_service.rpc.public.request_servicer import SERVICE_NAME
 from scheduler_service.rpc.tenants.authentication import Anybody, Authentication
 from scheduler_service.rpc.tenants.tenant_file import TenantFile
 from scheduler_service.rpc.trace_context import note_trace_context
@@ -86,7 +86,7 @@ class _FrontEnd:
         )
         self._authentication = Authentication(tenants) if tenants is not None else None
         callers = self._authentication or Anybody()
-        interceptors = [Interception([callers.enter, note_trace_context]), MalformedRequests()]
+        interceptors = [Interception([callers.enter, note_trace_context])]
         self._server = grpc.aio.server(interceptors=interceptors, options=(*SERVER_OPTIONS, connections_option()))
         self._servicer = FrontEndServicer(
             self._link,
@@ -113,7 +113,7 @@ class _FrontEnd:
             loads, worker = await self._link.loads(), self._link.capacity
             throughput = round(loads.generation_throughput, 1)
             max_num_seqs = self._link.server_info().max_num_seqs
-            return vllm.Load(loads, worker.block_size if worker else 0, max_num_seqs, throughput)
+            return vllm.Load(decode_stats(loads), worker.block_size if worker else 0, max_num_seqs, throughput)
 
         servicer = vllm.VllmServicer(self._link, self._servicer.intake, model, self._link.server_info, read_load, None)
         servicer.add_to(self._server)

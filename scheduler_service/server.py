@@ -28,11 +28,11 @@ from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MetricsServer
 from scheduler_service.rpc.interception import Enter, Interception
-from scheduler_service.rpc.malformed import MalformedRequests
 from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.prompt_text import TextLimits
-from scheduler_service.rpc.public.scheduler_servicer import SERVICE_NAME, SchedulerServicer, ServerInfo
+from scheduler_service.rpc.public.request_servicer import SERVICE_NAME
+from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer, ServerInfo
 from scheduler_service.rpc.tenants.authentication import Anybody, Authentication
 from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.rpc.tenants.tenant_file import TenantFile
@@ -361,11 +361,11 @@ def _request_observers(config: SchedulerConfig, tracing: "Tracing | None") -> di
 
 
 def _interceptors(callers: Authentication | Anybody, tracing: "Tracing | None") -> list[grpc.aio.ServerInterceptor]:
-    """What stands before a call: who calls comes first, then whether it can be read."""
+    """What stands before a call: who calls comes first."""
     enters: list[Enter] = [callers.enter]
     if tracing is not None:
         enters.append(note_trace_context)
-    return [Interception(enters), MalformedRequests()]
+    return [Interception(enters)]
 
 
 def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> ServerInfo:

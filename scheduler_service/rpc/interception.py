@@ -1,25 +1,31 @@
-"""What happens around every call, for all services of a port: what comes before it, and where `status.abort` ends. It
-runs in the call's own task, so that whoever serves the call sees the context variables that are set before it."""
+"""The frame around every call of a port: what is done before it is served, and the status with which an error ends it,
+which a request that cannot be read is too.
+
+All of it runs in the call's own task, so that whoever serves the call sees the context variables that are set before.
+"""
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from scheduler_service.rpc.status import CallEnded, has_status
+from scheduler_service.rpc.status import RpcError, has_status, set_status
 
 Enter = Callable[[grpc.aio.ServicerContext], Awaitable[None]]
 
-# What says nothing about anybody's requests, and what probes ask, is answered to everyone.
+# These services tell nothing of anybody's requests, and probes ask them: they answer everyone.
 _OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
 
 
 class Interception(grpc.aio.ServerInterceptor):
     def __init__(self, enters: Sequence[Enter]) -> None:
-        """Each gets the call; one that aborts it is the last."""
+        """Each of `enters` gets the call before it is served, and may raise RpcError, which ends it."""
         self._enters = enters
 
     async def intercept_service(
@@ -28,48 +34,79 @@ class Interception(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(_OPEN_SERVICES):
+        if handler is None:
             return handler
-        return self._guarded(handler)
+        is_open = handler_call_details.method.startswith(_OPEN_SERVICES)
+        return _guarded(handler, () if is_open else self._enters)
 
-    def _guarded(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        make, serve = _parts(handler)
-        settings = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
 
-        async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            try:
-                await self._enter(context)
-                return await serve(request, context)
-            except CallEnded:
-                return None
-            except asyncio.CancelledError:
-                if not has_status(context):
-                    raise
-                return None
+def _guarded(handler: grpc.RpcMethodHandler, enters: Sequence[Enter]) -> grpc.RpcMethodHandler:
+    """Return the same handler behind `enters`; an RpcError ends its calls with that error's status."""
+    make, serve = _parts(handler)
+    readable = _readable_stream if handler.request_streaming else _readable
 
-        async def guarded_generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            try:
-                await self._enter(context)
-                async for response in serve(request, context):
-                    yield response
-            except CallEnded:
-                return
-            except asyncio.CancelledError:
-                if not has_status(context):
-                    raise
+    async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        with _ending(context):
+            for enter in enters:
+                await enter(context)
+            return await serve(readable(request), context)
 
-        return make(guarded_generator if inspect.isasyncgenfunction(serve) else guarded, **settings)
+    async def guarded_generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        with _ending(context):
+            for enter in enters:
+                await enter(context)
+            async for response in serve(readable(request), context):
+                yield response
 
-    async def _enter(self, context: grpc.aio.ServicerContext) -> None:
-        for enter in self._enters:
-            await enter(context)
+    behavior = guarded_generator if inspect.isasyncgenfunction(serve) else guarded
+    return make(behavior, _decoder(handler.request_deserializer), handler.response_serializer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands for a request that is no message of its method: gRPC itself would call that UNKNOWN and log a trace."""
+
+    reason: str
+
+
+def _decoder(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decode(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Malformed(str(error))
+
+    return decode
+
+
+def _readable(request: Any) -> Any:
+    """Return the request. Raises RpcError for one that could not be read, which is the client's mistake."""
+    if isinstance(request, _Malformed):
+        reason = f"the request is not a message of this method ({request.reason})"
+        raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, f"{reason}; compare the .proto files of both sides")
+    return request
+
+
+async def _readable_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request)
+
+
+@contextmanager
+def _ending(context: grpc.aio.ServicerContext) -> Iterator[None]:
+    """Serve a call inside the block, which may end it by an RpcError, or by cancelling it once its status is set."""
+    try:
+        yield
+    except RpcError as error:
+        # Without its traceback, whose frames may refer to a request that keeps the error.
+        set_status(context, error.with_traceback(None))
+    except asyncio.CancelledError:
+        if not has_status(context):
+            raise
 
 
 def _parts(handler: grpc.RpcMethodHandler) -> tuple[Callable[..., grpc.RpcMethodHandler], Callable[..., Any]]:
-    """What makes a handler of this kind, and its behavior."""
+    """Return the function that makes a handler of this kind, and the one that serves its calls."""
     if handler.request_streaming and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler, handler.stream_stream
     if handler.request_streaming:

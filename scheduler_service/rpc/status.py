@@ -1,7 +1,5 @@
 """How errors look to clients: one status code, one sentence, and google.rpc details."""
 
-from typing import NoReturn
-
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
@@ -16,8 +14,14 @@ DETAILS_KEY = "grpc-status-details-bin"  # of the trailing metadata, as grpcio-s
 RETRY_DELAYS = {grpc.StatusCode.RESOURCE_EXHAUSTED: 1, grpc.StatusCode.UNAVAILABLE: 2}
 
 
+CODES = {code.value[0]: code for code in grpc.StatusCode}  # by the numbers of the wire
+
+
 class RpcError(Exception):
-    """Ends a call. The text names limit, actual value and remedy; `field` is the path of the field at fault."""
+    """Raised by whoever serves a call, it ends that call with its status (see `interception.py`).
+
+    The text names limit, actual value and remedy; `field` is the path of the field at fault.
+    """
 
     def __init__(self, code: grpc.StatusCode, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -26,38 +30,28 @@ class RpcError(Exception):
 
 
 def invalid(field: str, message: str) -> RpcError:
+    """Return the error for a field that cannot be taken as it is."""
     return RpcError(grpc.StatusCode.INVALID_ARGUMENT, message, field)
 
 
-class CallEnded(BaseException):
-    """Unwinds a call whose status is set, to `interception.py`, which is where it ends. Nobody else takes it for an
-    error."""
-
-
-async def abort(context: grpc.aio.ServicerContext, error: RpcError) -> NoReturn:
-    """End the call with the error's status.
-
-    gRPC's own abort keeps its exception with the call, and so the call, its frames and its request refer to each other
-    until a garbage collection comes.
-    """
-    set_status(context, error)
-    raise CallEnded
-
-
 def set_status(context: grpc.aio.ServicerContext, error: RpcError) -> None:
-    """With what the call ends, when it ends."""
+    """Choose the status with which the call ends when it ends.
+
+    gRPC's own `abort` keeps its exception with the call, and so the call, its frames and its request refer to each
+    other until a garbage collection comes.
+    """
     context.set_trailing_metadata(_details(error))
     context.set_details(str(error))
     context.set_code(error.code)
 
 
 def has_status(context: grpc.aio.ServicerContext) -> bool:
-    """Whether somebody has set with what the call ends."""
+    """Say whether the status with which the call ends is chosen already."""
     return context.code() not in (None, 0, grpc.StatusCode.OK)
 
 
 def _details(error: RpcError) -> tuple[tuple[str, bytes], ...]:
-    """The trailing metadata that tells of the field at fault and of when to try again."""
+    """Make the trailing metadata that names the field at fault and says when to try again."""
     if status_pb2 is None:
         return ()
     status = status_pb2.Status(code=error.code.value[0], message=str(error))

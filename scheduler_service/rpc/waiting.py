@@ -1,4 +1,4 @@
-"""What is told of the time in which the other side of a link is not there: calmly where that is how a start looks."""
+"""Log lines of the time in which the other side of a link is not there, calm ones where that is how a start looks."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ class Waiting:
         self._told: tuple[str, float] | None = None  # a reason without its numbers, and when
 
     def tell(self, reason: str, *, is_calm: bool) -> None:
-        """`is_calm`: it passes by itself, as when the other side is starting."""
+        """Log the reason; `is_calm` says that it passes by itself, as when the other side is starting."""
         kind, now = _DIGITS.sub("", reason), self._clock()
         if self._told is not None and self._told[0] == kind and now - self._told[1] < _REPEAT_AFTER:
             return
@@ -45,7 +45,7 @@ class Waiting:
             self._logger.warning("no session with %s: %s", self._name, reason)
 
     def end(self) -> None:
-        """The other side has come. Should it go, everything is new again."""
+        """Take note that the other side has come. Should it go, everything is new again."""
         self._told = None
 
     @asynccontextmanager

@@ -1,12 +1,13 @@
-"""What carries requests out, for whoever takes their calls: the step loop, or a front end's link to its scheduler."""
+"""The contract of whatever carries requests out: the step loop, or a front end's link to its scheduler."""
 
 from typing import Protocol
 
-from scheduler_service.core.request import OutputMode
+from scheduler_service.core.request import OutputMode, Request
+from scheduler_service.serving.token_stream import Receiver
 
 
 class DescribedWorker(Protocol):
-    """A worker as clients are told of it, by itself (`WorkerCapacity`) or by its scheduler (the message)."""
+    """The worker that clients are told of: its own description (`WorkerCapacity`), or its scheduler's (a message)."""
 
     @property
     def block_size(self) -> int: ...
@@ -19,7 +20,7 @@ class DescribedWorker(Protocol):
 
 
 class RequestEngine(Protocol):
-    """How requests are queued is left out: a link hears of refusals later than a step loop."""
+    """Whatever carries requests out; those that take calls know nothing else of it."""
 
     # Whether it serves, and what fits
 
@@ -28,14 +29,14 @@ class RequestEngine(Protocol):
 
     @property
     def unavailable_reason(self) -> str:
-        """Why requests are refused now, or nothing."""
+        """The reason why requests are refused now, or nothing."""
 
     def refusal(self, output_mode: OutputMode) -> str:
-        """Why requests of this kind are refused now, or nothing."""
+        """Return why requests of this kind are refused now, or nothing."""
 
     @property
     def missing_reason(self) -> str:
-        """Why there is no worker, as far as is known."""
+        """The reason why there is no worker, as far as is known."""
 
     @property
     def capacity(self) -> DescribedWorker | None:
@@ -43,21 +44,26 @@ class RequestEngine(Protocol):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Prompt and output that one sequence may have."""
+        """The tokens of prompt and output that one sequence may have."""
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Before it, nobody knows what fits. Returns too when requests of this kind are refused meanwhile."""
+        """Return when the first worker has come: before, nobody knows what fits. Returns too when requests of this kind
+        are refused meanwhile."""
 
     def now(self) -> float:
-        """The clock of `Request.deadline`."""
+        """Read the clock of `Request.deadline`."""
 
-    # Requests that were queued
+    # Requests
+
+    def submit(self, request: Request, receiver: Receiver) -> list[int]:
+        """Queue a request; the ids of its sequences. Raises AdmissionError or another error if it is refused at once; a
+        link hears of some refusals later, and tells the receiver."""
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Raises KeyError if there is no such request."""
+        """Let a request end with ABORT. Raises KeyError if there is none of that name."""
 
     def cancel(self, sequence_ids: list[int]) -> None:
-        """Nobody wants what is left of a request any more."""
+        """End what is left of a request, of which nobody wants anything any more."""
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
-        """A stop text ended a sequence after this many tokens."""
+        """End a sequence after this many tokens, since a stop text was found in them."""

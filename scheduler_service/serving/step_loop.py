@@ -29,7 +29,7 @@ from scheduler_service.core.request import (
 from scheduler_service.core.scheduler import ProtocolError, Scheduler
 from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.serving.recording_scheduler import RecordingScheduler
-from scheduler_service.serving.token_stream import Deliver, FanOut, Outlet, TokenStream
+from scheduler_service.serving.token_stream import FanOut, Receiver, TokenStream
 
 logger = logging.getLogger(__name__)
 
@@ -127,12 +127,8 @@ class StepLoop:
 
     # Requests
 
-    def submit(self, request: Request, deliver: Deliver, outlet: Outlet | None = None, label: int = 0) -> list[int]:
-        """Queue a request; the ids of its sequences. `deliver` gets their deltas, never before this returns.
-
-        With an outlet, they wait there instead under labels from `label` on, until their reader takes them.
-        Raises RefusedError, AdmissionError.
-        """
+    def submit(self, request: Request, receiver: Receiver) -> list[int]:
+        """Queue a request; the ids of its sequences. Raises RefusedError, AdmissionError."""
         refusal = self.refusal(request.output_mode)
         if refusal:
             raise RefusedError(refusal)
@@ -140,7 +136,9 @@ class StepLoop:
         request = self._begin_trace(request)
         sequence_ids = self._scheduler.add(request, now)
         for index, sequence_id in enumerate(sequence_ids):
-            self._streams[sequence_id] = TokenStream(request, index, deliver, now, outlet, label + index)
+            self._streams[sequence_id] = TokenStream(
+                request, index, receiver.deliver, now, receiver.outlet, receiver.label + index
+            )
         self._on_submitted(request)
         self._idle.clear()
         self._wake.set()

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
 
@@ -33,9 +33,29 @@ class Delta(NamedTuple):
 Deliver = Callable[[Delta], None]
 
 
+class Receiver(Protocol):
+    """Gets what comes of a request. Its methods are called on the event loop, never before the request is queued, and
+    must not raise."""
+
+    @property
+    def outlet(self) -> "Outlet | None":
+        """The place where plain tokens may wait for their reader instead of being delivered one by one."""
+
+    @property
+    def label(self) -> int:
+        """The first sample's name in the outlet; those of the others follow it."""
+
+    def deliver(self, delta: Delta) -> None:
+        """Take what one of the samples got."""
+
+    def fail(self, code: int, message: str, field: str = "") -> None:
+        """Take note that the request, which was queued, ends with a gRPC status code; `field` is the path of the field
+        at fault."""
+
+
 @dataclass(slots=True, eq=False)
 class Outlet:
-    """Where the streams of many requests wait together for one reader, who takes them when it likes."""
+    """The place where streams of many requests wait together for one reader, who takes them when it likes."""
 
     on_news: Callable[[], None]  # called on the event loop when `streams` is no longer empty
     streams: "list[TokenStream]" = field(default_factory=list)  # those with something new
@@ -45,7 +65,7 @@ class Outlet:
         return streams
 
     def put_back(self, streams: "Sequence[TokenStream]") -> None:
-        """Streams that were taken, but not read: they come first the next time."""
+        """Give back streams that were taken, but not read: they come first the next time."""
         self.streams[:0] = streams
 
 
@@ -81,7 +101,7 @@ class TokenStream:
         self.last_token_at = now
 
     def finish(self, end: SequenceEnd) -> None:
-        """The end says how many tokens the output has; those published past a stop text are dropped."""
+        """Take the end, which says how many tokens the output has; those published past a stop text are dropped."""
         if self.end is not None:
             raise RuntimeError(f"sequence {end.sequence_id} ended twice")
         if end.num_output_tokens > self.num_published:
@@ -95,7 +115,7 @@ class TokenStream:
         self.end = end
 
     def take_tokens(self) -> list[int] | None:
-        """What is new, if that is nothing but tokens."""
+        """Take what is new, if that is nothing but tokens; None otherwise."""
         if self.end is not None or self.logprobs or self.prompt_logprobs:
             return None
         token_ids = self.token_ids

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.public.history import History, HistoryReader
-from scheduler_service.rpc.public.transcript import Transcript
+from scheduler_service.rpc.public.output import Output, OutputReader
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import Tokenizer as ServedTokenizer
 from tests.contract.scheduler_stack import (
@@ -303,13 +302,13 @@ async def test_results_are_kept_up_to_a_size(checkpoint: Path) -> None:
 
 async def test_a_large_result_is_made_between_the_turns_of_others() -> None:
     rng = random.Random(1)
-    history = History("id", 0, Transcript(None, keep_stop_token_text=False), with_logprobs=True)
+    output = Output("id", 0, None, with_logprobs=True, is_kept=True)
     entries = []
     for position in range(3000):
         top = tuple((rng.randrange(1000), rng.random()) for _ in range(rng.randrange(4)))
         entries.append(TokenLogprobs(rng.randrange(1000), rng.random(), rng.randrange(1, 9), top))
-        history.add(Delta(0, position, [entries[-1].token_id], entries[-1:], [], None))
-    making = asyncio.create_task(history.whole())
+        output.add(Delta(0, position, [entries[-1].token_id], entries[-1:], [], None))
+    making = asyncio.create_task(output.whole())
     num_turns = 0
     while not making.done():
         num_turns += 1
@@ -322,7 +321,7 @@ async def test_a_large_result_is_made_between_the_turns_of_others() -> None:
         for each in whole.logprobs
     ]
     assert read == [approximately(entry) for entry in entries]
-    assert history.num_bytes < 3000 * 100
+    assert output.num_bytes < 3000 * 100
 
 
 def approximately(entry: TokenLogprobs) -> TokenLogprobs:
@@ -423,7 +422,7 @@ async def test_drain_waits_for_detached_requests(checkpoint: Path) -> None:
         assert await stack.running == 0
 
 
-# Histories
+# Outputs that are kept
 
 
 def end_of(num_tokens: int, stop_token_id: int | None = None) -> SequenceEnd:
@@ -442,8 +441,8 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
     decoder = tokenizer.text_decoder(
         (5, 6), stop=stop, min_tokens=0, include_stop_text=bool(seed % 3), skip_special_tokens=True
     )
-    history = History("id", 0, Transcript(decoder, keep_stop_token_text=seed % 4 == 0), with_logprobs=False)
-    live = HistoryReader(history, 0)
+    output = Output("id", 0, decoder, with_logprobs=False, keep_stop_token_text=seed % 4 == 0, is_kept=True)
+    live = OutputReader(output, 0)
     received: list[pb.GenerateResponse] = []
     done = 0
     while done < len(token_ids):
@@ -451,24 +450,24 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
         chunk = token_ids[done : done + size]
         is_last = done + size >= len(token_ids)
         end = end_of(len(token_ids), rng.choice([None, chunk[-1]])) if is_last and rng.random() < 0.5 else None
-        history.add(Delta(0, done, chunk, [], [], end))
+        output.add(Delta(0, done, chunk, [], [], end))
         done += len(chunk)
         if rng.random() < 0.5:
             received += live.take()
-    if history.transcript.end is None:
-        history.add(Delta(0, history.num_tokens, [], [], [], end_of(history.num_tokens)))
+    if output.end is None:
+        output.add(Delta(0, output.num_tokens, [], [], [], end_of(output.num_tokens)))
     received += live.take()
-    whole = asyncio.run(history.whole())
+    whole = asyncio.run(output.whole())
     assert whole.HasField("usage")
     assert "".join(response.text for response in received) == whole.text
     assert [token for response in received for token in response.token_ids] == list(whole.token_ids)
     texts = []
-    for first in range(history.num_tokens + 1):
-        rest = list(HistoryReader(history, first).take())
+    for first in range(output.num_tokens + 1):
+        rest = list(OutputReader(output, first).take())
         assert [token for response in rest for token in response.token_ids] == list(whole.token_ids)[first:]
         texts.append("".join(response.text for response in rest))
     assert texts[0] == whole.text
     for first, (text, rest_text) in enumerate(pairwise(texts)):
         assert text.endswith(rest_text)
-        if first + 1 < history.num_tokens:  # what comes with the last token may include what follows it
-            assert text == history.response(first, 1).text + rest_text
+        if first + 1 < output.num_tokens:  # what comes with the last token may include what follows it
+            assert text == output.response(first, 1).text + rest_text

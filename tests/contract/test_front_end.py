@@ -20,7 +20,7 @@ from scheduler_service import front_end
 from scheduler_service.config import FrontEndConfig
 from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.public.generate_request import resolve_request
-from scheduler_service.rpc.public.scheduler_servicer import SERVICE_NAME
+from scheduler_service.rpc.public.request_servicer import SERVICE_NAME
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.scheduler_stack import (
     EOS,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
-from scheduler_service.core.request import Request
+from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.shared_call import SharedCall
 from scheduler_service.rpc.status import RpcError
 from tests.contract.scheduler_stack import VOCAB_SIZE, details, expected_tokens, request, serve, status_of
@@ -325,7 +325,7 @@ async def test_random_requests_together(checkpoint: Path, seed: int) -> None:
 
 
 class RefusingIntake:
-    async def resolve(self, message: pb.GenerateRequest, time_remaining: float | None) -> Request:
+    async def begin(self, *_: object, **__: object) -> Generation:
         raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "x" * 100)
 
 
@@ -346,7 +346,7 @@ async def test_failures_that_nobody_reads_are_bounded() -> None:
             yield pb.GenerateManyRequest(submit=pb.Submission(stream_id=taken))
             await asyncio.sleep(0)
 
-    call = SharedCall(RefusingIntake(), None, pb.GetServerInfoResponse, None)
+    call = SharedCall(RefusingIntake(), pb.GetServerInfoResponse, None)
     serving = asyncio.create_task(call.serve(submissions(), UnreadContext()))
     turns_without_news, before = 0, -1
     while turns_without_news < 100:

@@ -12,9 +12,8 @@ from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, Wo
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
-from scheduler_service.rpc.public.call import Call
-from scheduler_service.rpc.public.sample import Sample
-from scheduler_service.rpc.public.transcript import Transcript
+from scheduler_service.rpc.public.generation import Generation
+from scheduler_service.rpc.public.output import Output, OutputReader
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
@@ -96,6 +95,8 @@ async def running_loop(
 
 
 class Reader:
+    outlet, label = None, 0
+
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.end: SequenceEnd | None = None
@@ -109,6 +110,9 @@ class Reader:
             self.end = delta.end
             self.ended.set()
 
+    def fail(self, code: int, message: str, field: str = "") -> None:
+        raise AssertionError(f"a step loop refuses at once: {message}")
+
 
 def make_request(name: int, num_tokens: int = 20) -> Request:
     return Request(str(name), "", (name % VOCAB_SIZE, 1, 2, 3, 4), SamplingParams(), num_tokens)
@@ -120,7 +124,7 @@ async def test_plans_flow_two_at_a_time_and_tokens_come_out() -> None:
         loop.worker_ready(CAPACITY, 1, link)
         readers = [Reader() for _ in range(20)]
         for name, reader in enumerate(readers):
-            loop.submit(make_request(name), reader.deliver)
+            loop.submit(make_request(name), reader)
         for name, reader in enumerate(readers):
             await asyncio.wait_for(reader.ended.wait(), 5)
             prompt = make_request(name).prompt_token_ids
@@ -134,7 +138,7 @@ async def test_a_result_that_does_not_fit_ends_the_epoch() -> None:
         link = LocalLink(loop)
         loop.worker_ready(CAPACITY, 1, link)
         reader = Reader()
-        loop.submit(make_request(1), reader.deliver)
+        loop.submit(make_request(1), reader)
         await asyncio.sleep(0)
         loop.result(replace(SimulatedWorker(100, 4, VOCAB_SIZE, 8, 32).execute(_one_step()), epoch=1, step=77))
         while not link.closed:  # noqa: ASYNC110
@@ -153,7 +157,7 @@ async def test_moves_are_done_when_the_worker_says_so() -> None:
         loop.worker_ready(replace(CAPACITY, num_device_blocks=30, num_host_blocks=60, swap_bandwidth=1e9), 1, link)
         readers = [Reader() for _ in range(12)]
         for name, reader in enumerate(readers):
-            loop.submit(make_request(name, num_tokens=60), reader.deliver)
+            loop.submit(make_request(name, num_tokens=60), reader)
         for name, reader in enumerate(readers):
             await asyncio.wait_for(reader.ended.wait(), 20)
             prompt = make_request(name).prompt_token_ids
@@ -189,7 +193,7 @@ async def test_a_broken_invariant_ends_the_epoch_and_nothing_else(monkeypatch: p
         for _ in range(5):
             readers = [Reader() for _ in range(5)]
             for name, reader in enumerate(readers):
-                loop.submit(make_request(name, num_tokens=150), reader.deliver)
+                loop.submit(make_request(name, num_tokens=150), reader)
             while not all(reader.ended.is_set() for reader in readers):
                 await asyncio.sleep(0)
                 if not loop.is_connected:
@@ -218,7 +222,7 @@ async def _wait_for_kv_events(loop: StepLoop) -> None:
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     reader = Reader()
-    loop.submit(make_request(1), reader.deliver)
+    loop.submit(make_request(1), reader)
     batches = await asyncio.wait_for(asyncio.gather(*waiting), 5)
     assert {batch.sequence_number for batch in batches} == {start + 1}
     assert batches[0].events
@@ -237,16 +241,16 @@ def _one_step() -> StepPlan:
 async def test_no_worker_for_too_long() -> None:
     async with running_loop(worker_timeout=0.05) as loop:
         reader = Reader()
-        loop.submit(make_request(1), reader.deliver)
+        loop.submit(make_request(1), reader)
         assert not loop.is_serving
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert reader.end is not None
         assert reader.end.reason is EndReason.NO_WORKER
         with pytest.raises(RefusedError, match="no worker"):
-            loop.submit(make_request(2), Reader().deliver)
+            loop.submit(make_request(2), Reader())
         loop.worker_ready(CAPACITY, 1, LocalLink(loop))
         assert loop.is_serving
-        loop.submit(make_request(2), Reader().deliver)
+        loop.submit(make_request(2), Reader())
 
 
 async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
@@ -260,9 +264,9 @@ async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
             assert not loop.is_serving
             for mode in (OutputMode.STREAMED, OutputMode.WHOLE):
                 with pytest.raises(RefusedError, match="connected for 0 s; send the request to another server"):
-                    loop.submit(replace(make_request(1), output_mode=mode), Reader().deliver)
+                    loop.submit(replace(make_request(1), output_mode=mode), Reader())
             reader = Reader()
-            loop.submit(detached, reader.deliver)
+            loop.submit(detached, reader)
             waiting = asyncio.create_task(loop.wait_for_first_worker(OutputMode.DETACHED))
             await asyncio.wait_for(loop.wait_for_first_worker(OutputMode.STREAMED), 5)
             assert epoch == 2 or not waiting.done(), "nobody knows what fits"
@@ -280,7 +284,7 @@ async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
 async def test_ten_epochs_without_a_token() -> None:
     async with running_loop() as loop:
         for epoch in range(1, 11):
-            loop.submit(make_request(epoch), Reader().deliver)
+            loop.submit(make_request(epoch), Reader())
             assert epoch == 1 or loop.is_serving
             link = LocalLink(loop)
             link.closed = "swallows plans"
@@ -291,7 +295,7 @@ async def test_ten_epochs_without_a_token() -> None:
         assert not loop.is_serving
         loop.worker_ready(CAPACITY, 11, LocalLink(loop))
         reader = Reader()
-        loop.submit(make_request(99), reader.deliver)
+        loop.submit(make_request(99), reader)
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert loop.is_serving
 
@@ -350,28 +354,29 @@ async def test_a_stop_text_ends_the_sequence_while_nobody_reads() -> None:
         def stop(self, sequence_id: int, num_output_tokens: int) -> None:
             stops.append((sequence_id, num_output_tokens))
 
-    sample = Sample("id", 0, Transcript(LetterDecoder(), keep_stop_token_text=False), with_logprobs=False)
-    call = Call([sample], Stopper())
-    call.delivery.sequence_ids = [42]
-    call.delivery.deliver(Delta(0, 0, [0, 1], [], [], None))
-    call.delivery.deliver(Delta(0, 2, [2, 3, 4, 5], [], [], None))
+    output = Output("id", 0, LetterDecoder(), with_logprobs=False)
+    generation = Generation(make_request(0), [output], Stopper())
+    generation.sequence_ids = [42]
+    generation.deliver(Delta(0, 0, [0, 1], [], [], None))
+    generation.deliver(Delta(0, 2, [2, 3, 4, 5], [], [], None))
     assert stops == [(42, 4)]
-    call.delivery.deliver(Delta(0, 6, [], [], [], end_of(4)))
-    (response,) = [response async for response in call.responses()]
+    generation.deliver(Delta(0, 6, [], [], [], end_of(4)))
+    (response,) = [response async for response in generation.responses()]
     assert list(response.token_ids) == [0, 1, 2, 3]
     assert (response.text, response.stop_text) == ("abc", "d")
     assert response.usage.completion_tokens == 4
 
 
 async def test_long_outputs_leave_in_several_responses() -> None:
-    sample = Sample("id", 0, Transcript(LetterDecoder(), keep_stop_token_text=False), with_logprobs=True)
+    output = Output("id", 0, LetterDecoder(), with_logprobs=True)
+    reader = OutputReader(output)
     logprobs = [TokenLogprobs(0, -1.0, 1) for _ in range(5000)]
-    sample.add(Delta(0, 0, [0] * 5000, logprobs, logprobs, end_of(5000, EndReason.LENGTH)))
-    responses = list(sample.take())
+    output.add(Delta(0, 0, [0] * 5000, logprobs, logprobs, end_of(5000, EndReason.LENGTH)))
+    responses = list(reader.take())
     assert [len(response.prompt_logprobs) for response in responses] == [2048, 2048, 904, 0, 0, 0]
     assert [response.first_token for response in responses] == [0, 0, 0, 0, 2048, 4096]
     assert [len(response.logprobs) for response in responses][3:] == [2048, 2048, 904]
     assert responses[-1].cumulative_logprob == -5000
     assert responses[-1].text == "a" * 5000
     assert responses[-1].usage.completion_tokens == 5000
-    assert list(sample.take()) == []
+    assert list(reader.take()) == []

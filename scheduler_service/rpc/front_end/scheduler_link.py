@@ -1,6 +1,7 @@
 """A front end's way to its scheduler: one GenerateMany call, and the next when that is lost.
 
-To what takes calls in it looks like a step loop. Tokens come back in columns, and go to their requests' deliveries.
+It is the front end's engine, as the step loop is the scheduler's. Tokens come back in columns, and go to the receivers
+of their requests.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from scheduler_service.rpc.front_end.request_encoding import encode_request
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.waiting import Waiting
-from scheduler_service.serving.token_stream import Deliver, Delta
+from scheduler_service.serving.token_stream import Delta, Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ _MIN_BACKOFF = 0.1
 _MAX_BACKOFF = 1.0
 # What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
 _FAILED_WRITE = "Internal error from Core"
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
 _END_REASONS = {
     scheduler_pb2.FINISH_REASON_STOP: EndReason.STOP,
     scheduler_pb2.FINISH_REASON_LENGTH: EndReason.LENGTH,
@@ -45,28 +46,32 @@ _END_REASONS = {
 }
 
 
-class _Stream:
-    """A sample on its way."""
+class _Sent:
+    """A request that the scheduler has. Its samples' streams count up from `stream_id`."""
 
-    __slots__ = ("index", "num_tokens", "request")
-
-    def __init__(self, request: "_Request", index: int) -> None:
-        self.request = request
-        self.index = index
-        self.num_tokens = 0
-
-
-class _Request:
-    """A request that the scheduler has; streams are named from `stream_id` on."""
-
-    def __init__(self, stream_id: int, request: Request, deliver: Deliver, fail: Callable[[RpcError], None]) -> None:
+    def __init__(self, stream_id: int, request: Request, receiver: Receiver) -> None:
         self.stream_id = stream_id
         self.stream_ids = list(range(stream_id, stream_id + request.n))
         self.key = (request.tenant, request.request_id)
-        self.deliver = deliver
-        self.fail = fail
         self.is_beam_search = request.beam is not None
         self.num_open = request.n
+        self.receiver = receiver
+        self._num_tokens = [0] * request.n  # that came of each sample
+
+    def deliver(
+        self,
+        stream_id: int,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs],
+        end: SequenceEnd | None = None,
+        cumulative_logprob: float | None = None,
+    ) -> None:
+        """Hand on what a stream got."""
+        index = stream_id - self.stream_id
+        first_token = self._num_tokens[index]
+        self._num_tokens[index] += len(token_ids)
+        self.receiver.deliver(Delta(index, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob))
 
 
 class SchedulerLink:
@@ -81,8 +86,8 @@ class SchedulerLink:
         read_metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
         tenants_revision: Callable[[], str] | None = None,
     ) -> None:
-        """`address` is for messages. `read_metadata` gives what shows who this is, and may raise OSError;
-        `tenants_revision` that of the tenants by which callers were told apart, None: they were not."""
+        """`address` is for messages. `read_metadata` gives what shows who this is, and may raise OSError.
+        `tenants_revision` gives that of the file by which callers were told apart; without it they were not."""
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         self._address = address
         self._model_digest = model_digest
@@ -96,8 +101,8 @@ class SchedulerLink:
         self._connected = asyncio.Event()  # for the first time, or nobody waits for it any more
         self._idle = asyncio.Event()
         self._idle.set()
-        self._streams: dict[int, _Stream] = {}
-        self._requests: dict[tuple[str, str], _Request] = {}
+        self._streams: dict[int, _Sent] = {}  # requests by each of their streams that has not ended
+        self._requests: dict[tuple[str, str], _Sent] = {}  # by tenant and request id
         self._next_stream_id = 0  # never used twice, whatever the call
         self._is_draining = False
         self._server_info = scheduler_pb2.GetServerInfoResponse()  # the latest
@@ -108,7 +113,7 @@ class SchedulerLink:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why requests are refused now, or nothing."""
+        """The reason why requests are refused now, or nothing."""
         if self._is_draining:
             return "the front end is shutting down; send the request to another one"
         if self._outbox is None:
@@ -116,11 +121,12 @@ class SchedulerLink:
         return self._server_info.unavailable_reason
 
     def refusal(self, output_mode: OutputMode) -> str:
-        """Detached requests, which a scheduler may still take, do not come here."""
+        """Return why requests are refused now, whatever their kind: detached ones do not come here."""
         return self.unavailable_reason
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
-        """The scheduler's, as it told it last; empty before. Why requests are refused is of now, and of here."""
+        """Return what the scheduler told of itself last, empty before that; why requests are refused is of now, and of
+        here."""
         info = scheduler_pb2.GetServerInfoResponse()
         info.CopyFrom(self._server_info)
         info.unavailable_reason = self.unavailable_reason
@@ -136,16 +142,16 @@ class SchedulerLink:
 
     @property
     def capacity(self) -> scheduler_pb2.WorkerInfo | None:
-        """Of the worker that is there or was there last."""
+        """The worker that is there or was there last."""
         return self._worker
 
     @property
     def missing_reason(self) -> str:
-        """Why there has been no worker yet."""
+        """The reason why there has been no worker yet."""
         return f"the scheduler at {self._address} has no worker yet"
 
     async def loads(self) -> scheduler_pb2.GetLoadsResponse:
-        """What the scheduler has to do now. Raises RpcError."""
+        """Ask the scheduler what it has to do now. Raises RpcError."""
         if self._outbox is None:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
         if self._loads is None:
@@ -158,17 +164,17 @@ class SchedulerLink:
         return time.monotonic()
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Before the scheduler has answered, nobody knows what fits. It waits for its worker itself."""
+        """Return when the scheduler has answered: before, nobody knows what fits. It waits for its worker itself."""
         await self._connected.wait()
 
-    def submit(self, request: Request, deliver: Deliver, fail: Callable[[RpcError], None]) -> list[int]:
-        """Send a request on its way; the ids of its sequences. `fail` hears of refusals. Raises RpcError."""
+    def submit(self, request: Request, receiver: Receiver) -> list[int]:
+        """Send a request on its way; the ids of its sequences. The receiver hears of the scheduler's refusals, and gets
+        all deltas one by one, outlet or not. Raises RpcError."""
         if self._outbox is None or self._is_draining:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, self.unavailable_reason)
-        sent = _Request(self._next_stream_id, request, deliver, fail)
+        sent = _Sent(self._next_stream_id, request, receiver)
         self._next_stream_id += request.n
-        for index, stream_id in enumerate(sent.stream_ids):
-            self._streams[stream_id] = _Stream(sent, index)
+        self._streams.update(dict.fromkeys(sent.stream_ids, sent))
         self._requests.setdefault(sent.key, sent)
         self._idle.clear()
         timeout = None if request.deadline is None else max(0.0, request.deadline - self.now())
@@ -185,18 +191,18 @@ class SchedulerLink:
         return sent.stream_ids
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Its stream ends with ABORT. Raises KeyError if there is no such request here."""
+        """Let a request end with ABORT. Raises KeyError if there is none of that name here."""
         self._send_abort(self._requests[tenant, request_id])
 
     def cancel(self, sequence_ids: list[int]) -> None:
-        """Nobody wants what is left of a request any more."""
-        stream = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
-        if stream is not None:
-            self._send_abort(stream.request)
-            self._forget(stream.request)
+        """End what is left of a request, of which nobody wants anything any more."""
+        sent = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
+        if sent is not None:
+            self._send_abort(sent)
+            self._forget(sent)
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
-        """A stop text ended a sequence after this many tokens."""
+        """Tell the scheduler that a stop text ended a sequence after this many tokens."""
         if self._outbox is not None and sequence_id in self._streams:
             stop = scheduler_pb2.StreamStop(stream_id=sequence_id, num_tokens=num_output_tokens)
             self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(stop=stop))
@@ -204,7 +210,7 @@ class SchedulerLink:
     # Running
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Hold one call after the other, until cancelled."""
         backoff = _MIN_BACKOFF
         while True:
             ended = await self._hold()
@@ -230,16 +236,16 @@ class SchedulerLink:
     def end_all(self, message: str) -> None:
         """End every request with UNAVAILABLE and this message."""
         self._is_draining = True
-        for stream in list(self._streams.values()):
-            self._send_abort(stream.request)
+        for sent in set(self._streams.values()):
+            self._send_abort(sent)
         self._fail_all(message)
 
-    async def _hold(self) -> "_Ended":
-        """One call, to its end."""
+    async def _hold(self) -> "_LostCall":
+        """Hold one call to its end, and say why it ended."""
         try:
             metadata = self._read_metadata()
         except OSError as error:
-            return _Ended(str(error), False)
+            return _LostCall(str(error), False)
         call = self._stub.GenerateMany(wait_for_ready=True, metadata=tuple(metadata))
         sending: asyncio.Task[None] | None = None
         try:
@@ -247,13 +253,9 @@ class SchedulerLink:
                 await call.wait_for_connection()
             async for message in call:
                 if message.HasField("server_info"):
-                    if message.server_info.model_digest != self._model_digest:
-                        reason = _other_model(message.server_info.model_digest, self._model_digest)
-                        return _Ended(reason, sending is not None)
-                    if message.server_info.has_tenants and self._tenants_revision is None:
-                        # With the front end's own credentials anybody could name any tenant.
-                        reason = "it knows tenants; start this front end with the same --tenants"
-                        return _Ended(reason, sending is not None)
+                    mismatch = self._mismatch(message.server_info)
+                    if mismatch:
+                        return _LostCall(mismatch, sending is not None)
                     self._server_info = message.server_info
                     if message.server_info.HasField("worker"):
                         self._worker = message.server_info.worker
@@ -264,7 +266,7 @@ class SchedulerLink:
                         logger.info("connected to the scheduler at %s", self._address)
                     self._on_availability_changed()
                 self._take(message)
-            return _Ended("it has shut down", sending is not None, is_calm=True)
+            return _LostCall("it has shut down", sending is not None, is_calm=True)
         except grpc.aio.AioRpcError as error:
             return _describe(error, sending is not None)
         finally:
@@ -272,6 +274,16 @@ class SchedulerLink:
             call.cancel()
             if sending is not None:
                 sending.cancel()
+
+    def _mismatch(self, info: scheduler_pb2.GetServerInfoResponse) -> str:
+        """Return why this front end cannot serve for that scheduler, or nothing."""
+        if info.model_digest != self._model_digest:
+            digests = f"digest {info.model_digest.hex()[:16]}, here {self._model_digest.hex()[:16]}"
+            return f"it serves another model ({digests}); start both with the same --model"
+        if info.has_tenants and self._tenants_revision is None:
+            # With the front end's own credentials anybody could name any tenant.
+            return "it knows tenants; start this front end with the same --tenants"
+        return ""
 
     def _set_reason(self, reason: str) -> None:
         self._reason = reason
@@ -285,63 +297,48 @@ class SchedulerLink:
         counts = message.num_tokens or [1] * len(message.stream_ids)
         token_ids, start = list(message.token_ids), 0
         for stream_id, count in zip(message.stream_ids, counts, strict=True):
-            stream = self._streams.get(stream_id)
-            if stream is not None:
-                self._deliver(stream, token_ids[start : start + count])
+            sent = self._streams.get(stream_id)
+            if sent is not None:
+                sent.deliver(stream_id, token_ids[start : start + count], [], [])
             start += count
         for entry in message.deltas:
-            stream = self._streams.get(entry.stream_id)
-            if stream is not None:
-                self._take_delta(entry.stream_id, stream, entry.delta)
+            sent = self._streams.get(entry.stream_id)
+            if sent is not None:
+                self._take_delta(entry.stream_id, sent, entry.delta)
         for failure in message.failures:
-            stream = self._streams.get(failure.stream_id)
-            if stream is not None:
-                self._forget(stream.request)
-                stream.request.fail(RpcError(_CODES[failure.code], failure.message, failure.field))
+            sent = self._streams.get(failure.stream_id)
+            if sent is not None:
+                self._forget(sent)
+                sent.receiver.fail(failure.code, failure.message, failure.field)
 
-    def _take_delta(self, stream_id: int, stream: _Stream, delta: scheduler_pb2.GenerateResponse) -> None:
+    def _take_delta(self, stream_id: int, sent: _Sent, delta: scheduler_pb2.GenerateResponse) -> None:
         end = None
         if delta.HasField("usage"):
             end = _decode_end(stream_id, delta)
             del self._streams[stream_id]
-            stream.request.num_open -= 1
-            if stream.request.num_open == 0:
-                self._forget(stream.request)
-        self._deliver(
-            stream,
+            sent.num_open -= 1
+            if sent.num_open == 0:
+                self._forget(sent)
+        sent.deliver(
+            stream_id,
             list(delta.token_ids),
             [_decode_logprobs(entry) for entry in delta.logprobs],
             [_decode_logprobs(entry) for entry in delta.prompt_logprobs],
             end,
-            # A hypothesis' own; of a sample it follows from its log-probabilities.
-            delta.cumulative_logprob if end is not None and stream.request.is_beam_search else None,
+            # That of a hypothesis; a sample's follows from its log-probabilities.
+            delta.cumulative_logprob if end is not None and sent.is_beam_search else None,
         )
 
-    def _deliver(
-        self,
-        stream: _Stream,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
-        end: SequenceEnd | None = None,
-        cumulative_logprob: float | None = None,
-    ) -> None:
-        first_token = stream.num_tokens
-        stream.num_tokens += len(token_ids)
-        stream.request.deliver(
-            Delta(stream.index, first_token, token_ids, logprobs or [], prompt_logprobs or [], end, cumulative_logprob)
-        )
-
-    def _send_abort(self, request: _Request) -> None:
+    def _send_abort(self, sent: _Sent) -> None:
         if self._outbox is not None:
-            abort = scheduler_pb2.StreamAbort(stream_id=request.stream_id)
+            abort = scheduler_pb2.StreamAbort(stream_id=sent.stream_id)
             self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(abort=abort))
 
-    def _forget(self, request: _Request) -> None:
-        for stream_id in request.stream_ids:
+    def _forget(self, sent: _Sent) -> None:
+        for stream_id in sent.stream_ids:
             self._streams.pop(stream_id, None)
-        if self._requests.get(request.key) is request:
-            del self._requests[request.key]
+        if self._requests.get(sent.key) is sent:
+            del self._requests[sent.key]
         if not self._streams:
             self._idle.set()
 
@@ -351,9 +348,9 @@ class SchedulerLink:
             self._loads.exception()  # whoever asked may have gone
             self._loads = None
         while self._streams:
-            request = next(iter(self._streams.values())).request
-            self._forget(request)
-            request.fail(RpcError(grpc.StatusCode.UNAVAILABLE, message))
+            sent = next(iter(self._streams.values()))
+            self._forget(sent)
+            sent.receiver.fail(_UNAVAILABLE, message)
 
 
 async def _send(call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest]) -> None:
@@ -364,24 +361,19 @@ async def _send(call: grpc.aio.StreamStreamCall, outbox: asyncio.Queue[scheduler
         pass  # reading ends with what was wrong
 
 
-class _Ended(NamedTuple):
-    """Why a call to the scheduler is over, and whether it ever served."""
+class _LostCall(NamedTuple):
+    """A call to the scheduler that is over: why, and whether it ever served."""
 
     reason: str
     was_connected: bool
     is_calm: bool = False  # it passes by itself
 
 
-def _describe(error: grpc.aio.AioRpcError, was_connected: bool) -> _Ended:
+def _describe(error: grpc.aio.AioRpcError, was_connected: bool) -> _LostCall:
     if error.details() == _FAILED_WRITE:
-        return _Ended("the connection broke", was_connected)
+        return _LostCall("the connection broke", was_connected)
     is_calm = error.code() is grpc.StatusCode.UNAVAILABLE
-    return _Ended(f"{error.code().name}: {error.details()}", was_connected, is_calm)
-
-
-def _other_model(theirs: bytes, ours: bytes) -> str:
-    digests = f"digest {theirs.hex()[:16]}, here {ours.hex()[:16]}"
-    return f"it serves another model ({digests}); start both with the same --model"
+    return _LostCall(f"{error.code().name}: {error.details()}", was_connected, is_calm)
 
 
 def _decode_end(stream_id: int, delta: scheduler_pb2.GenerateResponse) -> SequenceEnd:

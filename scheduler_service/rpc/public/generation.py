@@ -1,37 +1,139 @@
-"""One Generate call, from its message to its last response."""
+"""One request from when it is queued to its end: what comes of it goes to the outputs of its samples, and from there to
+whoever reads them. A client of `Generate`, of `GenerateMany`, of `VllmEngine` and one that attaches all read this."""
 
 import contextlib
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.rpc.public.call import Call
-from scheduler_service.rpc.public.intake import Intake
-from scheduler_service.rpc.public.sample import Sample
+from scheduler_service.core.request import EndReason, Request
+from scheduler_service.rpc.public.news import News
+from scheduler_service.rpc.public.output import Output, OutputReader
+from scheduler_service.rpc.status import CODES, RpcError
+from scheduler_service.rpc.tenants.quota import Claim
 from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.token_stream import Delta, Outlet
+
+logger = logging.getLogger(__name__)
+
+_FAILURES = {
+    EndReason.NAN_LOGITS: grpc.StatusCode.INTERNAL,
+    EndReason.OUT_OF_MEMORY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    EndReason.CRASHES_WORKER: grpc.StatusCode.INTERNAL,
+    EndReason.NO_LONGER_FITS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    EndReason.NO_WORKER: grpc.StatusCode.UNAVAILABLE,
+}
 
 
-async def generate(
-    message: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext, intake: Intake, engine: RequestEngine
-) -> None:
-    """Serve the call. A client that goes away takes its request with it. Raises RpcError."""
-    request = await intake.resolve(message, context.time_remaining())
-    with_logprobs = request.sampling.num_logprobs is not None
-    samples = [
-        Sample(request.request_id, index, transcript, with_logprobs=with_logprobs)
-        for index, transcript in enumerate(intake.transcripts(message, request))
-    ]
-    call = Call(samples, engine)
-    intake.submit(request, call.delivery)
-    try:
-        await write_all(call.responses(), context)
-    finally:
-        engine.cancel(call.delivery.sequence_ids)
+class Generation:
+    """A request that an engine carries out: it is the receiver of what comes of it
+    (`serving.token_stream.Receiver`)."""
+
+    def __init__(
+        self,
+        request: Request,
+        outputs: Sequence[Output],
+        engine: RequestEngine,
+        outlet: Outlet | None = None,
+        label: int = 0,
+    ) -> None:
+        """With an `outlet` plain tokens wait there, under labels from `label` on."""
+        self.request = request
+        self.outputs = outputs
+        self.outlet = outlet
+        self.label = label
+        self.sequence_ids: list[int] = []  # known before the first delta
+        self.claim: Claim | None = None  # on its tenant's quota
+        self.error: RpcError | None = None  # the request failed
+        self.has_ended = False
+        self.on_end: Callable[[], None] | None = None  # called once
+        self.listeners: set[Callable[[], None]] = set()  # called after every delta
+        self._engine = engine
+
+    def deliver(self, delta: Delta) -> None:
+        """Take what a sequence got. A stop text in it ends the sequence, whether or not anybody reads."""
+        if self.claim is not None:
+            self.claim.take_news(delta)
+        output = self.outputs[delta.index]
+        try:
+            output.add(delta)
+            if output.is_stopped and delta.end is None:
+                self.stop(delta.index, output.num_tokens)
+        except Exception:
+            logger.exception("a delta of sequence %d cannot be delivered", self.sequence_ids[delta.index])
+            self.error = RpcError(grpc.StatusCode.INTERNAL, "the output cannot be delivered; see the server's log")
+        if output.failure is not None:
+            self.error = RpcError(_FAILURES[output.failure.reason], output.failure.message)
+        for tell in self.listeners:
+            tell()
+        if output.is_over or self.error is not None:
+            self._look_for_end()
+
+    def fail(self, code: int, message: str, field: str = "") -> None:
+        """End the request with an error of this gRPC status code; `field` is the path of the field at fault."""
+        self.error = RpcError(CODES[code], message, field)
+        for tell in self.listeners:
+            tell()
+        self._look_for_end()
+
+    def stop(self, index: int, num_tokens: int) -> None:
+        """Let one of the samples end after so many tokens, since a stop text was found in them."""
+        self._engine.stop(self.sequence_ids[index], num_tokens)
+
+    def abort(self) -> None:
+        """Let the samples that have not ended end with ABORT."""
+        self._engine.cancel(self.sequence_ids)
+
+    def cancel(self) -> None:
+        """End what is left of the request, of which nobody wants anything any more. Those who listened and this no
+        longer refer to each other, so that both are freed without a garbage collection."""
+        self.abort()
+        self.listeners.clear()
+
+    async def wait_for_end(self) -> None:
+        """Return when every sample has ended, without having been woken before. Raises RpcError if one fails."""
+        news = News()
+        self.on_end = news.tell
+        if not self.has_ended:
+            await news.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def responses(
+        self, first_tokens: Sequence[int] | None = None
+    ) -> AsyncGenerator[scheduler_pb2.GenerateResponse, None]:
+        """Yield what comes of all samples until they have ended: of each from its first token on, or from the one that
+        is named. Raises RpcError when the request fails, after what came before that."""
+        places = zip(self.outputs, first_tokens or [0] * len(self.outputs), strict=True)
+        readers = [OutputReader(output, first_token) for output, first_token in places]
+        news = News()
+        news.tell()
+        self.listeners.add(news.tell)
+        try:
+            while readers:
+                await news.wait()
+                for reader in readers:
+                    for response in reader.take():
+                        yield response
+                if self.error is not None:
+                    raise self.error
+                readers = [reader for reader in readers if not reader.has_ended]
+        finally:
+            self.listeners.discard(news.tell)
+
+    def _look_for_end(self) -> None:
+        if not self.has_ended and (self.error is not None or all(output.end is not None for output in self.outputs)):
+            self.has_ended = True
+            if self.on_end is not None:
+                self.on_end()
 
 
 async def write_all(messages: AsyncGenerator[Any, None], context: grpc.aio.ServicerContext) -> None:
+    """Write messages as they come, and close their source when the call ends."""
     async with contextlib.aclosing(messages) as closing:
         async for message in closing:
             await context.write(message)

@@ -1,23 +1,23 @@
-"""The way of a GenerateRequest into the scheduler: checked, tokenized, admitted."""
+"""The one way of a request into the engine: checked, tokenized, held against quotas, queued."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import grpc
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import AdmissionError, AdmissionReason, OutputMode, Request
-from scheduler_service.rpc.public.delivery import Delivery
+from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.generate_request import check_before_tokenizing, resolve_request, text_options
+from scheduler_service.rpc.public.generation import Generation
+from scheduler_service.rpc.public.output import Output
 from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
-from scheduler_service.rpc.public.transcript import Transcript
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
-from scheduler_service.rpc.tenants.quota import Claim, Quotas
+from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.model_info import ModelInfo
-from scheduler_service.serving.token_stream import Delta, Outlet
+from scheduler_service.serving.token_stream import Outlet
 from scheduler_service.serving.tokenizer import Tokenizer
 
 _ADMISSION_CODES = {
@@ -26,43 +26,56 @@ _ADMISSION_CODES = {
     AdmissionReason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
-# Queues a request: what takes its deltas, what takes the error if it is refused later, an outlet for plain tokens and
-# the label of its first sample there. The ids of its sequences. Raises AdmissionError, RpcError.
-Submit = Callable[[Request, Callable[[Delta], None], Callable[[RpcError], None], Outlet | None, int], list[int]]
-
 
 class Intake:
     def __init__(
         self,
         engine: RequestEngine,
-        submit: Submit,
         model: ModelInfo,
         tokenizer: Tokenizer | None,
         *,
         max_pending_calls: int,
         text_limits: TextLimits,
-        is_taken: Callable[[str, str], bool],
+        detached: DetachedRequests | None = None,
         quotas: Quotas | None = None,
     ) -> None:
-        """`is_taken` says of a tenant and a request id whether a request that has ended still bears that name. Without
-        `quotas` tenants are held to none."""
+        """The names of `detached` requests are taken as long as those are kept. Without `quotas` tenants are held to
+        none."""
         self._engine = engine
-        self._submit = submit
         self._model = model
         self._tokenizer = tokenizer
         self.texts = PromptTexts(tokenizer, text_limits) if tokenizer is not None else None
         self._max_pending_calls = max_pending_calls
-        self._is_taken = is_taken
+        self._detached = detached
         self._quotas = quotas
-        self._num_pending = 0  # calls whose request is not in the scheduler yet
+        self._num_pending = 0  # calls whose request is not in the engine yet
 
-    async def resolve(
+    async def begin(
         self,
         message: scheduler_pb2.GenerateRequest,
         time_remaining: float | None,
         output_mode: OutputMode = OutputMode.STREAMED,
+        *,
+        with_text: bool = True,
+        outlet: Outlet | None = None,
+        label: int = 0,
+    ) -> Generation:
+        """Queue what the message asks for, to be done within so many seconds.
+
+        Without text there is nothing to watch for stop texts in either. If there are only tokens to tell, they wait in
+        the `outlet`, under labels from `label` on; what has more goes through its outputs, so that nothing overtakes.
+        Raises RpcError.
+        """
+        request = await self._resolve(message, time_remaining, output_mode)
+        outputs = self._outputs(message, request, with_text=with_text)
+        generation = Generation(request, outputs, self._engine, outlet if _is_plain(request) else None, label)
+        self._submit(generation)
+        return generation
+
+    async def _resolve(
+        self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None, output_mode: OutputMode
     ) -> Request:
-        """The request in full, which must be done within so many seconds. Raises RpcError."""
+        """Make the request in full, in which every value is set. Raises RpcError."""
         deadline = None if time_remaining is None else self._engine.now() + time_remaining
         message.tenant = tenant_of_call(message.tenant)
         check_before_tokenizing(message, self._model)
@@ -79,7 +92,7 @@ class Intake:
         return replace(request, output_mode=output_mode)
 
     async def _tokenize(self, message: scheduler_pb2.GenerateRequest, output_mode: OutputMode) -> list[int]:
-        """The tokens of the prompt, once it is known what fits."""
+        """Return the tokens of the prompt, once it is known what fits."""
         self._num_pending += 1
         try:
             await self._engine.wait_for_first_worker(output_mode)
@@ -90,13 +103,11 @@ class Intake:
         finally:
             self._num_pending -= 1
 
-    def transcripts(
-        self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool = True
-    ) -> list[Transcript]:
-        """One for each sample. Without text there is nothing to watch for stop texts in either."""
+    def _outputs(self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool) -> list[Output]:
+        """Make an output for each sample. The outputs of a detached request are kept."""
         options = text_options(message)
-        transcripts = []
-        for _ in range(request.n):
+        outputs = []
+        for index in range(request.n):
             decoder = None
             if with_text and self._tokenizer is not None:
                 decoder = self._tokenizer.text_decoder(
@@ -106,25 +117,33 @@ class Intake:
                     include_stop_text=options.include_stop_text,
                     skip_special_tokens=options.skip_special_tokens,
                 )
-            transcripts.append(Transcript(decoder, keep_stop_token_text=options.include_stop_text))
-        return transcripts
+            output = Output(
+                request.request_id,
+                index,
+                decoder,
+                with_logprobs=request.sampling.num_logprobs is not None,
+                keep_stop_token_text=options.include_stop_text,
+                is_kept=request.output_mode is OutputMode.DETACHED,
+            )
+            outputs.append(output)
+        return outputs
 
-    def submit(self, request: Request, delivery: Delivery, outlet: Outlet | None = None, label: int = 0) -> None:
-        """Queue a request whose output goes this way, or waits in an outlet of the step loop's. Raises RpcError."""
+    def _submit(self, generation: Generation) -> None:
+        """Hold the request against what is kept, its tenant's quota and the engine, and queue it. Raises RpcError."""
+        request = generation.request
         self._check_available(request.output_mode)
-        if self._is_taken(request.tenant, request.request_id):
+        if self._detached is not None and self._detached.has(request.tenant, request.request_id):
             raise RpcError(
                 grpc.StatusCode.ALREADY_EXISTS,
                 f"the result of a detached request {request.request_id!r} is kept; choose another request_id",
                 "request_id",
             )
         claim = self._quotas.claim(request) if self._quotas is not None else None
+        if claim is not None:
+            # What waits in an outlet is not delivered, and would not be counted.
+            generation.claim, generation.outlet = claim, None
         try:
-            deliver: Callable[[Delta], None] = delivery.deliver
-            if claim is not None:
-                # What waits in an outlet is not delivered, and would not be counted.
-                deliver, outlet = _deliver_and_count(delivery, claim), None
-            delivery.sequence_ids = self._submit(request, deliver, delivery.fail, outlet, label)
+            generation.sequence_ids = self._engine.submit(request, generation)
         except AdmissionError as error:
             if claim is not None:
                 claim.release()
@@ -136,9 +155,7 @@ class Intake:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, reason)
 
 
-def _deliver_and_count(delivery: Delivery, claim: Claim) -> Callable[[Delta], None]:
-    def deliver(delta: Delta) -> None:
-        claim.take_news(delta)
-        delivery.deliver(delta)
-
-    return deliver
+def _is_plain(request: Request) -> bool:
+    """Say whether a request's outputs have nothing but tokens to tell."""
+    sampling = request.sampling
+    return request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None

@@ -20,8 +20,8 @@ _TIERS = {Tier.DEVICE: scheduler_pb2.KV_TIER_DEVICE, Tier.HOST: scheduler_pb2.KV
 async def kv_event_messages(
     request: scheduler_pb2.SubscribeKvEventsRequest, step_loop: StepLoop, instance_id: str
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
-    """As long as the server lives. Raises RpcError when that ends, when the next batch is not held, or if the start is
-    another scheduler's."""
+    """Yield messages as long as the server lives. Raises RpcError when that ends, when the next batch is not held, or
+    if the start is another scheduler's."""
     if request.instance_id and request.instance_id != instance_id:
         raise RpcError(
             grpc.StatusCode.OUT_OF_RANGE,
@@ -69,7 +69,7 @@ async def _endless(
 
 
 def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsResponse]:
-    """At least one."""
+    """Make the messages of a batch, which are at least one."""
     message = scheduler_pb2.SubscribeKvEventsResponse(sequence_number=batch.sequence_number)
     num_values = 0
     for event in batch.events:
@@ -83,7 +83,7 @@ def _messages(batch: KvEventBatch) -> Iterator[scheduler_pb2.SubscribeKvEventsRe
 
 
 def _encode(event: KvEvent, message: scheduler_pb2.KvEvent) -> int:
-    """How many numbers it has, more or less."""
+    """Fill in the message of an event; about how many numbers it has."""
     if isinstance(event, BlockStored):
         stored = message.stored
         stored.block_hash, stored.parent_hash = event.block_hash, event.parent_hash

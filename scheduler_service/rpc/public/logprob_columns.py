@@ -1,47 +1,39 @@
 """Log-probabilities that are kept for long: a few bytes each, where objects would take hundreds."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from scheduler_service.core.request import TokenLogprobs
 
 
 class LogprobColumns:
-    """A sequence of positions, each with its token and its most likely ones."""
+    """A list of positions that can be lengthened and read in slices."""
 
     def __init__(self) -> None:
-        self._token_ids = array("I")
+        self._ranks = array("I")  # by position
+        self._starts = array("I", [0])  # where those of each position begin below, and where the last end
+        self._token_ids = array("I")  # of a position, its own token comes first
         self._logprobs = array("d")
-        self._ranks = array("I")
-        self._top_token_ids = array("I")
-        self._top_logprobs = array("d")
-        self._top_ends = array("I", [0])  # where the most likely tokens of each position end in these two
-
-    def __len__(self) -> int:
-        return len(self._token_ids)
 
     @property
     def num_bytes(self) -> int:
-        return 20 * len(self._token_ids) + 12 * len(self._top_token_ids)
+        return 8 * len(self._ranks) + 12 * len(self._token_ids)
 
-    def add(self, entry: TokenLogprobs) -> None:
-        self._token_ids.append(entry.token_id)
-        self._logprobs.append(entry.logprob)
-        self._ranks.append(entry.rank)
-        for token_id, logprob in entry.top:
-            self._top_token_ids.append(token_id)
-            self._top_logprobs.append(logprob)
-        self._top_ends.append(len(self._top_token_ids))
-
-    def extend(self, entries: Sequence[TokenLogprobs]) -> None:
+    def extend(self, entries: Iterable[TokenLogprobs]) -> None:
         for entry in entries:
-            self.add(entry)
+            self._ranks.append(entry.rank)
+            self._token_ids.append(entry.token_id)
+            self._logprobs.append(entry.logprob)
+            for token_id, logprob in entry.top:
+                self._token_ids.append(token_id)
+                self._logprobs.append(logprob)
+            self._starts.append(len(self._token_ids))
 
-    def entries(self, first: int, stop: int) -> list[TokenLogprobs]:
-        """Those of positions [first, stop), as far as there are some."""
-        return [self._entry(position) for position in range(first, min(stop, len(self)))]
+    def __getitem__(self, positions: slice) -> list[TokenLogprobs]:
+        return [self._entry(position) for position in range(*positions.indices(len(self._ranks)))]
 
     def _entry(self, position: int) -> TokenLogprobs:
-        start, end = self._top_ends[position], self._top_ends[position + 1]
-        top = tuple(zip(self._top_token_ids[start:end], self._top_logprobs[start:end], strict=True))
-        return TokenLogprobs(self._token_ids[position], self._logprobs[position], self._ranks[position], top)
+        start, end = self._starts[position], self._starts[position + 1]
+        (token_id, *top_token_ids), (logprob, *top_logprobs) = self._token_ids[start:end], self._logprobs[start:end]
+        top = tuple(zip(top_token_ids, top_logprobs, strict=True))
+        return TokenLogprobs(token_id, logprob, self._ranks[position], top)

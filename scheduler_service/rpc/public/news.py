@@ -17,7 +17,7 @@ class News:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until it has been told since the last wait."""
+        """Return when there has been news since the last wait."""
         if not self._is_told:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -1,4 +1,4 @@
-"""From the text of a prompt to its tokens, within bounds of time and memory whatever clients send."""
+"""The text of a prompt becomes tokens here, within bounds of time and memory whatever clients send."""
 
 import asyncio
 from collections import Counter
@@ -17,7 +17,7 @@ LONG_TEXT_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """In bytes of UTF-8. `max_waiting` and `max_tenant_waiting` are of all texts that wait for their tokens."""
+    """Limits in bytes of UTF-8; `max_waiting` and `max_tenant_waiting` are of all texts that wait for their tokens."""
 
     max_prompt: int = 1024 * 1024
     max_waiting: int = 64 * 1024 * 1024
@@ -41,7 +41,7 @@ class PromptTexts:
         field: str = "text",
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """The tokens of a prompt, which `field` of the request holds. Raises RpcError."""
+        """Return the tokens of a prompt, which `field` of the request holds. Raises RpcError."""
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
         try:
@@ -77,7 +77,7 @@ class PromptTexts:
 
     @asynccontextmanager
     async def _counted(self, size: int, tenant: str) -> AsyncIterator[None]:
-        """While the text waits, it counts. Raises RpcError."""
+        """Count the text inside the block, in which it waits for its tokens. Raises RpcError."""
         for whose, waiting, limit in (
             ("this tenant", self._waiting[tenant], self._limits.max_tenant_waiting),
             ("all tenants", self.num_waiting_bytes, self._limits.max_waiting),
@@ -105,7 +105,7 @@ class PromptTexts:
 
     @asynccontextmanager
     async def _in_turn(self, size: int, tenant: str) -> AsyncIterator[None]:
-        """A long text waits for the one before it of its tenant, so that nobody's many hold up another's one."""
+        """Let a long text wait for the one before it of its tenant, so that nobody's many hold up another's one."""
         if size <= LONG_TEXT_BYTES:
             yield
             return

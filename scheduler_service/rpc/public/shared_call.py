@@ -1,8 +1,8 @@
 """One GenerateMany call: many requests, and one message for what all of them got.
 
-Requests go the way of Generate: `intake.py` in, `delivery.py` and `sample.py` out. Only the tokens of token-only
-requests take a shorter one: they wait in an outlet and go into columns, a few list operations each. Nothing is made
-before the client has read what came before, so a slow one gets fewer and longer messages.
+Each request goes the way of Generate: `intake.py` in, the outputs of its `generation.py` out. Only the tokens of
+token-only requests go a shorter way: they wait in an outlet and are put into columns, a few list operations each.
+Nothing is made before the client has read what came before, so a slow one gets fewer and longer messages.
 """
 
 import asyncio
@@ -13,16 +13,15 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.request import OutputMode, Request
-from scheduler_service.rpc.public.delivery import Delivery
+from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.public.generate_request import MAX_SAMPLES
+from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.news import News
-from scheduler_service.rpc.public.sample import Sample
+from scheduler_service.rpc.public.output import OutputReader
 from scheduler_service.rpc.status import RETRY_DELAYS, RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import check_forwarded
 from scheduler_service.rpc.trace_context import continue_trace
-from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.token_stream import Outlet
 
 logger = logging.getLogger(__name__)
@@ -35,53 +34,50 @@ _END_OF_STREAM_IDS = 2**64
 _LOGPROBS_WEIGHT = 32  # of one position's, with 20 alternatives
 
 
-class _Request:
-    """A request of the call."""
+class _Submitted:
+    """A request of the call: on its way into the engine, or a generation with the call's place in its outputs."""
 
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
-        self.samples: list[Sample] = []
-        self.delivery: Delivery | None = None  # none before it is resolved
-        self.error: RpcError | None = None  # that is not the delivery's
+        self.generation: Generation | None = None  # none before it is queued
+        self.readers: list[OutputReader] = []  # of the samples, whose streams count up from `stream_id`
+        self.error: RpcError | None = None  # that is not the generation's
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self._num_ended = 0
 
     @property
     def failure(self) -> RpcError | None:
-        return self.error or (self.delivery.error if self.delivery is not None else None)
+        return self.error or (self.generation.error if self.generation is not None else None)
 
     @property
     def has_ended(self) -> bool:
-        return bool(self.samples) and self._num_ended == len(self.samples)
+        """Say whether all samples have ended well, and the client has been told everything."""
+        is_well = self.generation is not None and self.generation.error is None
+        return is_well and all(reader.has_ended for reader in self.readers)
 
     def responses(self) -> Iterator[scheduler_pb2.GenerateResponse]:
-        """Those that are due; whoever stops in the middle finds the rest the next time."""
-        for sample in self.samples:
-            for response in sample.take():
-                self._num_ended += response.HasField("usage")
-                yield response
+        """Yield the responses that are due; those that are left are due the next time."""
+        for reader in self.readers:
+            yield from reader.take()
 
 
 class SharedCall:
     def __init__(
         self,
         intake: Intake,
-        engine: RequestEngine,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
         self._intake = intake
-        self._engine = engine
         self._news = News()
         self._outlet = Outlet(self._news.tell)
         self._server_info = server_info
         self._loads = loads
         self._announces = True  # the next message tells the server's state
         self._tells_loads = False  # the next message does
-        self._requests: dict[int, _Request] = {}  # by first stream
-        self._streams: dict[int, _Request] = {}  # by each of their streams
-        self._ready: dict[_Request, None] = {}  # those with something new, in order
+        self._requests: dict[int, _Submitted] = {}  # by first stream
+        self._streams: dict[int, _Submitted] = {}  # by each of their streams
+        self._ready: dict[_Submitted, None] = {}  # those with something new, in order
         self._next_stream_id = 0
         self.num_unread_failures = 0  # requests whose failure the client has not been told
         self._room = asyncio.Event()  # for more of them
@@ -89,19 +85,19 @@ class SharedCall:
         self._is_closing = False  # nothing more is submitted
 
     def announce(self) -> None:
-        """The server's state has changed."""
+        """Tell the client in the next message that the server's state has changed."""
         self._announces = True
         self._news.tell()
 
     def close(self) -> None:
-        """The call ends with its last request."""
+        """Let the call end with its last request."""
         self._is_closing = True
         self._news.tell()
 
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """Until the client has half-closed, or `close`, and every request has ended. Raises RpcError."""
+        """Serve the call until the client has half-closed, or `close`, and every request has ended. Raises RpcError."""
         reading = asyncio.create_task(self._read(requests))
         reading.add_done_callback(lambda _: self.close())
         try:
@@ -148,7 +144,7 @@ class SharedCall:
             )
         num_samples = submission.request.sampling.n
         end = stream_id + (num_samples if 1 <= num_samples <= MAX_SAMPLES else 1)
-        request = _Request(stream_id)
+        request = _Submitted(stream_id)
         self._requests[stream_id] = request
         if end > _END_OF_STREAM_IDS:
             self._fail(request, _no_such_streams(stream_id, num_samples))
@@ -162,7 +158,7 @@ class SharedCall:
         else:
             request.task = asyncio.create_task(self._submit(submission, request))
 
-    async def _submit(self, submission: scheduler_pb2.Submission, request: _Request) -> None:
+    async def _submit(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
         try:
             await self._take_in(submission, request)
         except RpcError as error:
@@ -171,7 +167,7 @@ class SharedCall:
             logger.exception("a request of a shared call cannot be taken in")
             self._fail(request, RpcError(grpc.StatusCode.INTERNAL, "the request failed; see the server's log"))
 
-    async def _take_in(self, submission: scheduler_pb2.Submission, request: _Request) -> None:
+    async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
         """Raises RpcError."""
         continue_trace(submission.traceparent)
         message, token_only = submission.request, submission.token_only
@@ -181,32 +177,33 @@ class SharedCall:
             _check_token_only(message)
         timeout = submission.timeout_seconds if submission.HasField("timeout_seconds") else None
         output_mode = OutputMode.WHOLE if submission.read_whole else OutputMode.STREAMED
-        resolved = await self._intake.resolve(message, timeout, output_mode)
-        with_logprobs = resolved.sampling.num_logprobs is not None
-        transcripts = self._intake.transcripts(message, resolved, with_text=not token_only)
-        samples = [
-            Sample(resolved.request_id, index, transcript, with_logprobs=with_logprobs)
-            for index, transcript in enumerate(transcripts)
-        ]
-        delivery = Delivery(samples, self._engine, lambda: self._mark_ready(request))
-        outlet = self._outlet if token_only and _is_plain(resolved) else None
-        self._intake.submit(resolved, delivery, outlet, request.stream_id)
-        request.samples, request.delivery = samples, delivery
-        self._streams.update(dict.fromkeys(range(request.stream_id, request.stream_id + resolved.n), request))
+        generation = await self._intake.begin(
+            message,
+            timeout,
+            output_mode,
+            with_text=not token_only,
+            outlet=self._outlet if token_only else None,
+            label=request.stream_id,
+        )
+        generation.listeners.add(lambda: self._mark_ready(request))
+        request.generation = generation
+        request.readers = [OutputReader(output) for output in generation.outputs]
+        last = request.stream_id + len(request.readers)
+        self._streams.update(dict.fromkeys(range(request.stream_id, last), request))
 
     def _abort(self, stream_id: int) -> None:
         request = self._requests.get(stream_id)
         if request is None:
             return
-        if request.delivery is None:
+        if request.generation is None:
             self._fail(request, RpcError(grpc.StatusCode.CANCELLED, "the request was aborted before it was queued"))
         else:
-            self._engine.cancel(request.delivery.sequence_ids)
+            request.generation.abort()
 
     def _stop(self, stream_id: int, num_tokens: int) -> None:
         request = self._streams.get(stream_id)
-        if request is not None and request.delivery is not None:
-            self._engine.stop(request.delivery.sequence_ids[stream_id - request.stream_id], num_tokens)
+        if request is not None and request.generation is not None:
+            request.generation.stop(stream_id - request.stream_id, num_tokens)
 
     def _ask_loads(self) -> None:
         """Raises RpcError."""
@@ -215,11 +212,11 @@ class SharedCall:
         self._tells_loads = True
         self._news.tell()
 
-    def _expire(self, request: _Request) -> None:
+    def _expire(self, request: _Submitted) -> None:
         message = "the timeout passed before the request was done; raise it or ask for fewer tokens"
         self._fail(request, RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, message))
 
-    def _fail(self, request: _Request, error: RpcError) -> None:
+    def _fail(self, request: _Submitted, error: RpcError) -> None:
         if request.error is None:
             self.num_unread_failures += 1
             if self.num_unread_failures >= _MAX_UNREAD_FAILURES:
@@ -228,8 +225,8 @@ class SharedCall:
         request.error = request.failure or error.with_traceback(None)
         self._mark_ready(request)
 
-    def _cancel(self, request: _Request) -> None:
-        """It is over, and whatever is left of it ends."""
+    def _cancel(self, request: _Submitted) -> None:
+        """End a request that is over, and whatever is left of it."""
         del self._requests[request.stream_id]
         if request.error is not None:
             self.num_unread_failures -= 1
@@ -240,15 +237,14 @@ class SharedCall:
             request.task = None  # whose frames refer to the request
         if request.timer is not None:
             request.timer.cancel()
-        for index in range(len(request.samples)):
+        for index in range(len(request.readers)):
             self._streams.pop(request.stream_id + index, None)
-        if request.delivery is not None:
-            self._engine.cancel(request.delivery.sequence_ids)
-            request.delivery.close()
+        if request.generation is not None:
+            request.generation.cancel()
 
     # Down
 
-    def _mark_ready(self, request: _Request) -> None:
+    def _mark_ready(self, request: _Submitted) -> None:
         if request.stream_id in self._requests:
             self._ready[request] = None
             self._news.tell()
@@ -257,7 +253,7 @@ class SharedCall:
         return bool(self._outlet.streams or self._ready or self._announces or self._tells_loads)
 
     def _take(self) -> scheduler_pb2.GenerateManyResponse:
-        """What is new, as much of it as a message holds."""
+        """Make a message of what is new, as much of it as one holds."""
         message = scheduler_pb2.GenerateManyResponse()
         if self._announces:
             self._announces = False
@@ -284,8 +280,8 @@ class SharedCall:
                 counts.append(len(new))
                 token_ids += new
             elif (request := self._streams.get(stream.label)) is not None:
-                # Its end has come: that is told by its sample.
-                request.samples[stream.index].skip_to(stream.num_delivered)
+                # Its end has come, which its output tells.
+                request.readers[stream.index].skip_to(stream.num_delivered)
                 stream.hand_over()
         message.stream_ids.extend(stream_ids)
         message.token_ids.extend(token_ids)
@@ -316,24 +312,23 @@ class SharedCalls:
     def __init__(
         self,
         intake: Intake,
-        engine: RequestEngine,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
-        """`loads` None: nobody here can tell."""
-        self._make_call = lambda: SharedCall(intake, engine, server_info, loads)
+        """Without `loads` nobody here can say what there is to do."""
+        self._make_call = lambda: SharedCall(intake, server_info, loads)
         self._calls: set[SharedCall] = set()
         self._is_closed = False
 
     @property
     def num_unread_failures(self) -> int:
-        """Of all calls. May be asked from any thread."""
+        """Count those of all calls. May be asked from any thread."""
         return sum(call.num_unread_failures for call in tuple(self._calls))
 
     async def serve(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """One call, to its end. Raises RpcError."""
+        """Serve one call to its end. Raises RpcError."""
         call = self._make_call()
         self._calls.add(call)
         try:
@@ -367,12 +362,6 @@ def _check_token_only(message: scheduler_pb2.GenerateRequest) -> None:
         raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
     if message.sampling.stop:
         raise invalid("sampling.stop", "a token-only request has no stop texts; send stop for those you find")
-
-
-def _is_plain(request: Request) -> bool:
-    """Whether there are only tokens to tell. What has more goes through its samples, so that nothing overtakes."""
-    sampling = request.sampling
-    return request.beam is None and sampling.num_logprobs is None and sampling.num_prompt_logprobs is None
 
 
 def _weight(response: scheduler_pb2.GenerateResponse) -> int:

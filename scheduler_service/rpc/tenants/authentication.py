@@ -7,13 +7,12 @@ it is refused.
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import grpc
 import grpc.aio
 
-from scheduler_service.rpc.status import RpcError, abort, set_status
+from scheduler_service.rpc.status import RpcError, set_status
 from scheduler_service.rpc.tenants.tenant_file import Tenant, TenantFile
 
 _BEARER = "bearer "
@@ -22,14 +21,14 @@ _WATCH_INTERVAL = 1.0
 
 
 class Caller(Protocol):
-    """Who makes a call."""
+    """Whoever makes a call."""
 
     def tenant(self, named: str) -> str:
-        """The tenant of a request that itself names `named`. Raises RpcError."""
+        """Return the tenant of a request that itself names `named`. Raises RpcError."""
         ...
 
     def is_operator(self) -> bool:
-        """Whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
+        """Say whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
         ...
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
@@ -40,12 +39,12 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 
 
 def tenant_of_call(named: str) -> str:
-    """The tenant of the call that is being served; `named` is what the request itself says. Raises RpcError."""
+    """Return the tenant of the call that is being served; `named` is what the request itself says. Raises RpcError."""
     return _calling().tenant(named)
 
 
 def is_operator() -> bool:
-    """Whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
+    """Say whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
     return _calling().is_operator()
 
 
@@ -65,7 +64,7 @@ def _check_operator(caller: Caller, what: str) -> None:
 
 
 def _calling() -> Caller:
-    """Raises RpcError where nothing has told who calls: nobody is trusted by default."""
+    """Return who calls. Raises RpcError where nothing has told that: nobody is trusted by default."""
     caller = _caller.get(None)
     if caller is None:
         raise RpcError(grpc.StatusCode.UNAUTHENTICATED, "the server has not told who calls; this is a defect of it")
@@ -76,12 +75,13 @@ class Anybody:
     """Callers of a server without tenants: a request names its tenant, and everything may be seen."""
 
     async def enter(self, context: grpc.aio.ServicerContext) -> None:
-        """To be run before every call. A key that nobody would look at is refused: its sender relies on it."""
+        """Admit a call, before it is served. Raises RpcError for a key that nobody would look at: its sender relies on
+        it."""
         if "authorization" in dict(context.invocation_metadata() or ()):
             message = (
                 "this server knows no tenants, and would ignore the API key; start it with --tenants, or send none"
             )
-            await abort(context, RpcError(grpc.StatusCode.UNAUTHENTICATED, message))
+            raise RpcError(grpc.StatusCode.UNAUTHENTICATED, message)
         _caller.set(self)
 
     def tenant(self, named: str) -> str:
@@ -100,19 +100,16 @@ class Authentication:
 
     def __init__(self, tenants: TenantFile) -> None:
         self._tenants = tenants
-        self._calls: dict[asyncio.Task[object], tuple[_Credentials, grpc.aio.ServicerContext]] = {}
+        self._calls: dict[asyncio.Task[object], tuple[_IdentifiedCaller, grpc.aio.ServicerContext]] = {}
 
     async def enter(self, context: grpc.aio.ServicerContext) -> None:
-        """To be run before every call. Ends those of strangers."""
-        credentials = _Credentials.shown_in(context)
-        try:
-            credentials.identify(self._tenants)
-        except RpcError as error:
-            await abort(context, error)
-        _caller.set(_TenantCaller(self._tenants, credentials))
+        """Admit a call, before it is served. Raises RpcError for a stranger's."""
+        caller = _IdentifiedCaller(self._tenants, context)
+        caller.identify()
+        _caller.set(caller)
         task = asyncio.current_task()
         assert task is not None
-        self._calls[task] = credentials, context
+        self._calls[task] = caller, context
         task.add_done_callback(self._calls.pop)
 
     async def watch(self) -> NoReturn:
@@ -123,39 +120,37 @@ class Authentication:
             if self._tenants.revision == revision:
                 continue
             revision = self._tenants.revision
-            for task, (credentials, context) in list(self._calls.items()):
+            for task, (caller, context) in list(self._calls.items()):
                 try:
-                    credentials.identify(self._tenants)
+                    caller.identify()
                 except RpcError as error:
                     set_status(context, error)
                     task.cancel()
 
 
-@dataclass(frozen=True, slots=True)
-class _Credentials:
-    """What a call shows of its caller."""
+class _IdentifiedCaller:
+    """A caller by what its call shows, which is looked up whenever it matters: a call may outlive its caller's being a
+    tenant."""
 
-    authorization: str | bytes | None
-    certificate_names: tuple[str, ...]
-
-    @staticmethod
-    def shown_in(context: grpc.aio.ServicerContext) -> "_Credentials":
+    def __init__(self, tenants: TenantFile, context: grpc.aio.ServicerContext) -> None:
         metadata: Mapping[str, str | bytes] = dict(context.invocation_metadata() or ())
         identity: Mapping[str, Sequence[bytes]] = context.auth_context()
+        self._tenants = tenants
+        self._authorization = metadata.get("authorization")
         # DNS names alone: an authority that lets somebody choose an e-mail address did not mean a host by it.
-        names = tuple(name.decode(errors="replace") for name in identity.get("peer_dns", ()))
-        return _Credentials(metadata.get("authorization"), names)
+        self._certificate_names = tuple(name.decode(errors="replace") for name in identity.get("peer_dns", ()))
 
-    def identify(self, tenants: TenantFile) -> Tenant:
-        """Raises RpcError. A key counts before a certificate; a wrong one is never overlooked."""
-        if self.authorization is not None:
-            text = self.authorization if isinstance(self.authorization, str) else ""
+    def identify(self) -> Tenant:
+        """Return the tenant. A key counts before a certificate, and a wrong one is never overlooked. Raises
+        RpcError."""
+        if self._authorization is not None:
+            text = self._authorization if isinstance(self._authorization, str) else ""
             key = text[len(_BEARER) :] if text.lower().startswith(_BEARER) else ""
-            tenant = tenants.by_key(key.strip())
-        elif self.certificate_names:
-            tenant = tenants.by_certificate(self.certificate_names)
+            tenant = self._tenants.by_key(key.strip())
+        elif self._certificate_names:
+            tenant = self._tenants.by_certificate(self._certificate_names)
         else:
-            tenant = tenants.anonymous()
+            tenant = self._tenants.anonymous()
         if tenant is None:
             raise RpcError(
                 grpc.StatusCode.UNAUTHENTICATED,
@@ -164,16 +159,8 @@ class _Credentials:
             )
         return tenant
 
-
-class _TenantCaller:
-    """Looked up anew whenever it matters: a call may outlive its caller's being a tenant."""
-
-    def __init__(self, tenants: TenantFile, credentials: _Credentials) -> None:
-        self._tenants = tenants
-        self._credentials = credentials
-
     def tenant(self, named: str) -> str:
-        caller = self._credentials.identify(self._tenants)
+        caller = self.identify()
         if not named or named == caller.name:
             return caller.name
         if caller.is_operator:
@@ -185,10 +172,10 @@ class _TenantCaller:
         )
 
     def is_operator(self) -> bool:
-        return self._credentials.identify(self._tenants).is_operator
+        return self.identify().is_operator
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
-        """A tenant that only the front end's file has may be one that was revoked here."""
+        """Refuse a tenant that only the front end's file has: it may be one that was revoked here. Raises RpcError."""
         _check_operator(self, "what a front end forwards")
         if not self._tenants.has(tenant):
             is_same = revision == self._tenants.revision

@@ -1,4 +1,4 @@
-"""What every tenant uses now, held against what it may use."""
+"""Each tenant's use of the server is counted here, and held against its limits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ class Quotas:
 
     @contextmanager
     def pending(self, tenant: str) -> Iterator[None]:
-        """While a request is made ready it counts as one of the tenant's. Raises RpcError."""
+        """Count a request as one of the tenant's inside the block, in which it is made ready. Raises RpcError."""
         usage = self._usages.setdefault(tenant, _Usage())
         limit = self._limits_of(tenant).max_requests
         if limit is not None and usage.num_pending + usage.num_requests >= limit:
@@ -92,7 +92,7 @@ class Quotas:
         return Claim(usage, num_sequences, num_tokens, num_blocks, request.n, on_released)
 
     def _forget_if_unused(self, tenant: str) -> None:
-        """Names are the clients' to choose where an operator acts for others."""
+        """Forget a tenant that uses nothing: names are the clients' to choose where an operator acts for others."""
         usage = self._usages.get(tenant)
         if usage is not None and usage.is_nothing:
             del self._usages[tenant]
@@ -100,7 +100,7 @@ class Quotas:
 
 @dataclass(slots=True)
 class Claim:
-    """What one request uses, until all its samples have ended."""
+    """The share of a tenant's quota that one request has until all its samples have ended."""
 
     usage: _Usage
     num_sequences: int
@@ -110,7 +110,7 @@ class Claim:
     on_released: Callable[[], None] = field(repr=False)
 
     def take_news(self, delta: Delta) -> None:
-        """A sample got something."""
+        """Count on, since a sample got something."""
         self._begin()
         if delta.end is not None:
             self.num_open -= 1
@@ -125,18 +125,18 @@ class Claim:
         self.on_released()
 
     def _begin(self) -> None:
-        """It is not queued any more."""
+        """Give back the queued tokens, since the request is not queued any more."""
         self.usage.num_queued_tokens -= self.num_queued_tokens
         self.num_queued_tokens = 0
 
 
 def num_blocks_at_most(request: Request, block_size: int) -> int:
-    """Device blocks that the rows of a request hold if each comes to its last token and none shares any."""
+    """Count the device blocks that a request's rows hold if each comes to its last token and none shares any."""
     return _num_sequences(request) * -(-(len(request.prompt_token_ids) + request.max_tokens) // block_size)
 
 
 def _num_sequences(request: Request) -> int:
-    """Rows that it can come to take in a step: samples, or beams."""
+    """Count the rows that a request can come to take in a step, which are its samples or beams."""
     return request.n if request.beam is None else request.beam.beam_width
 
 

@@ -36,7 +36,7 @@ _MAX_NAME_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may use at the same time; None: no limit."""
+    """Limits on what a tenant may use at the same time; None is no limit."""
 
     max_requests: int | None = None
     max_sequences: int | None = None
@@ -62,7 +62,7 @@ class TenantFile:
         self._tenants = self._read()
 
     def by_key(self, key: str) -> Tenant | None:
-        """Compared with every key there is, so that the time tells nothing about any of them."""
+        """Compare the key with every one there is, so that the time tells nothing about any of them."""
         digest = hashlib.sha256(key.encode()).digest()
         found = None
         for tenant in self._current().values():
@@ -72,7 +72,7 @@ class TenantFile:
         return found
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
-        """The tenant that one of the names belongs to."""
+        """Return the tenant that one of the names belongs to."""
         shown = set(names)
         return next((tenant for tenant in self._current().values() if tenant.certificates & shown), None)
 
@@ -81,7 +81,7 @@ class TenantFile:
 
     @property
     def revision(self) -> str:
-        """Digest of the file's content, as far as it makes sense."""
+        """The digest of the file's last content that makes sense."""
         self._current()
         return self._revision
 
@@ -89,12 +89,12 @@ class TenantFile:
         return name in self._current()
 
     def quota(self, name: str) -> Quota:
-        """Of a tenant that an operator may have made up: then there is no limit."""
+        """Return the limits of a tenant, none for one that an operator has made up."""
         tenant = self._current().get(name)
         return Quota() if tenant is None else tenant.quota
 
     def _current(self) -> dict[str, Tenant]:
-        """A file that is gone, or makes no sense any more, changes nothing."""
+        """Return the tenants of now. A file that is gone, or makes no sense any more, changes nothing."""
         version = self._look()
         if version != self._version:
             try:
@@ -108,7 +108,7 @@ class TenantFile:
         return self._tenants
 
     def _look(self) -> tuple[int, int, int] | None:
-        """What changes with the content; None if there is no such file."""
+        """Return what changes with the file's content; None if there is no such file."""
         try:
             status = os.stat(self._path)
         except OSError:
@@ -116,7 +116,7 @@ class TenantFile:
         return status.st_mtime_ns, status.st_ino, status.st_size
 
     def _read(self) -> dict[str, Tenant]:
-        """Raises OSError, ValueError."""
+        """Read the file anew. Raises OSError, ValueError."""
         try:
             content = self._path.read_bytes()
             tenants = parse_tenants(content.decode())
@@ -127,7 +127,7 @@ class TenantFile:
 
 
 def parse_tenants(text: str) -> dict[str, Tenant]:
-    """By name. Raises ValueError that names the tenant, the key and what it must be."""
+    """Return the tenants by name. Raises ValueError that names the tenant, the key and what it must be."""
     try:
         document = _UniqueKeyLoader(text).get_single_data()
     except yaml.YAMLError as error:
@@ -199,7 +199,8 @@ def _texts(name: str, key: str, entry: Mapping[str, Any]) -> list[str]:
 
 
 def _digest(name: str, text: str) -> bytes:
-    """Errors do not repeat the text: it may be a key that somebody wrote down by mistake."""
+    """Return the digest that is written here. Errors do not repeat the text: it may be a key that somebody wrote down
+    by mistake."""
     try:
         digest = bytes.fromhex(text.removeprefix(_DIGEST_PREFIX))
     except ValueError:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from smg_grpc_proto import vllm_engine_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import Request
 
 _FINISH_REASONS = {
     scheduler_pb2.FINISH_REASON_STOP: "stop",
@@ -15,11 +16,12 @@ _FINISH_REASONS = {
 
 
 class ResponseTranslator:
-    """For one call. Output tokens are kept until the end of their sample, since `complete` repeats them."""
+    """The responses of one call. Output tokens are kept until the end of their sample, since `complete` repeats
+    them."""
 
-    def __init__(
-        self, message: vllm_engine_pb2.GenerateRequest, prompt_token_ids: Sequence[int], num_samples: int
-    ) -> None:
+    def __init__(self, message: vllm_engine_pb2.GenerateRequest, request: Request) -> None:
+        """`request` is what was made of the call's `message`."""
+        prompt_token_ids, num_samples = request.prompt_token_ids, request.n
         sampling = message.sampling_params
         self._is_streaming = message.stream
         self._prompt_token_ids = prompt_token_ids
@@ -38,7 +40,7 @@ class ResponseTranslator:
         self._has_sent_chunk = False
 
     def translate(self, response: scheduler_pb2.GenerateResponse) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """What is to be sent for it."""
+        """Yield what is to be sent for one of our responses."""
         index = response.index
         self._take_prompt_logprobs(response.prompt_logprobs)
         self._token_ids[index].extend(response.token_ids)

@@ -30,7 +30,7 @@ _LEVELS = {Tier.DEVICE: 0, Tier.HOST: 1}
 
 
 class KvEventFeed:
-    """For one subscriber."""
+    """All that one subscriber is told."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class KvEventFeed:
     async def batches(
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        """As long as the server lives."""
+        """Yield batches as long as the server lives."""
         with self._step_loop.following_kv_events():
             async with aclosing(self._batches(request)) as batches:
                 async for batch in batches:
@@ -129,11 +129,11 @@ class KvEventFeed:
         return batch
 
     def _count(self, log_number: int, num_batches: int) -> None:
-        """So many batches are told, after which the subscriber knows the log up to a number."""
+        """Count so many batches, after which the subscriber knows the log up to a number."""
         self._number = self._first_number + log_number if self._sees_all else self._number + num_batches
 
     def _batch(self, num_left: int = 0) -> common_pb2.KvEventBatch:
-        """One that so many follow of those that are told together."""
+        """Begin a batch that so many follow of those that are told together."""
         return common_pb2.KvEventBatch(sequence_number=self._number - num_left, timestamp=time.time(), dp_rank=0)
 
     def _is_load_due(self) -> bool:
@@ -157,7 +157,7 @@ def _now_us() -> int:
 
 
 def _encode(events: Sequence[KvEvent]) -> Iterator[common_pb2.KvCacheEvent]:
-    """One message for each run of blocks that follow one another, and for each run of removals."""
+    """Make one message for each run of blocks that follow one another, and for each run of removals."""
     message: common_pb2.KvCacheEvent | None = None
     previous: KvEvent | None = None
     for event in events:
@@ -201,5 +201,5 @@ def _begin(event: KvEvent) -> common_pb2.KvCacheEvent:
 
 
 def _signed(block_hash: int) -> int:
-    """The same 64 bits as a signed number."""
+    """Read the same 64 bits as a signed number."""
     return block_hash - 2**64 if block_hash >= 2**63 else block_hash

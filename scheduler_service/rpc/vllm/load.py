@@ -4,45 +4,18 @@ What can be evicted is not in use: a gateway sends no more requests to a server 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
-
-class Counts(Protocol):
-    """The scheduler's statistics, its own or as they came over the wire."""
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_swapped(self) -> int: ...
-
-    @property
-    def num_waiting_tokens(self) -> int: ...
-
-    @property
-    def num_device_blocks(self) -> int: ...
-
-    @property
-    def num_held_blocks(self) -> int: ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-    @property
-    def num_cached_prompt_tokens(self) -> int: ...
+from scheduler_service.core.request import SchedulerStats
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """One look at the scheduler. `generation_throughput` is in output tokens per second."""
 
-    stats: Counts
+    stats: SchedulerStats
     block_size: int  # of the worker that is there or was there last; 0: there was none
     max_num_seqs: int
     generation_throughput: float
@@ -89,7 +62,7 @@ def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
 
 
 def engine_load(load: Load) -> common_pb2.EngineLoad:
-    """What routing needs of it."""
+    """Encode what routing needs of the load."""
     return common_pb2.EngineLoad(
         running_requests=load.num_running,
         waiting_requests=load.num_waiting,

@@ -19,11 +19,9 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
-from scheduler_service.rpc.public.call import Call
 from scheduler_service.rpc.public.generation import write_all
 from scheduler_service.rpc.public.intake import Intake
-from scheduler_service.rpc.public.sample import Sample
-from scheduler_service.rpc.status import RpcError, abort, invalid
+from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import check_operator, is_operator, tenant_of_call
 from scheduler_service.rpc.vllm.generate_request import translate_request
 from scheduler_service.rpc.vllm.generate_response import ResponseTranslator
@@ -31,7 +29,6 @@ from scheduler_service.rpc.vllm.kv_events import KvEventFeed
 from scheduler_service.rpc.vllm.load import Load, scheduler_load
 from scheduler_service.rpc.vllm.model import model_info, server_info
 from scheduler_service.rpc.vllm.tokenizer_archive import archive_chunks, read_tokenizer_archive
-from scheduler_service.rpc.vllm.unread_call import UnreadCall
 from scheduler_service.serving.engine import RequestEngine
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.step_loop import StepLoop
@@ -58,8 +55,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         read_load: Callable[[], Awaitable[Load]],
         cache: tuple[StepLoop, Callable[[], Load]] | None,
     ) -> None:
-        """`intake` is that of all services of this server. `read_load` may raise RpcError. `cache` None: this is a
-        front end; the load that comes with it is told with the cache's events."""
+        """`intake` is that of all services of this server. `read_load` may raise RpcError. A front end has no `cache`;
+        the load that comes with one is told with its events."""
         self._engine = engine
         self._intake = intake
         self._model = model
@@ -81,12 +78,12 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         try:
             await self._generate(request, context)
         except RpcError as error:
-            await abort(context, _in_their_words(error))
+            raise _in_their_words(error.with_traceback(None)) from None
 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.AbortResponse:
-        """Requests that have ended are as well: the gateway cannot know."""
+        """Abort the requests that run. One that has ended is no error: the gateway cannot know."""
         tenant = tenant_of_call(_TENANT)
         for request_id in request.request_ids:
             with contextlib.suppress(KeyError):
@@ -94,16 +91,17 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm_engine_pb2.AbortResponse()
 
     async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext) -> NoReturn:
-        """INVALID_ARGUMENT, since trying again never helps: see generate_request.py."""
+        """Refuse with INVALID_ARGUMENT, since trying again never helps (see generate_request.py)."""
         message = "this server generates text and makes no embeddings"
-        await abort(context, RpcError(grpc.StatusCode.INVALID_ARGUMENT, message))
+        raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
     # What is served
 
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model before."""
+        """Answer UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model
+        before."""
         if self._engine.is_serving and self._engine.capacity is not None:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
         reason = self._engine.unavailable_reason
@@ -111,7 +109,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             why = self._engine.missing_reason or "no worker has joined yet"
             loading = f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
             message = f"{reason} ({loading})" if reason else loading
-            await abort(context, RpcError(grpc.StatusCode.UNAVAILABLE, message))
+            raise RpcError(grpc.StatusCode.UNAVAILABLE, message)
         message = reason or "the worker is lost again and again before it has made a token; see the server's log"
         return vllm_engine_pb2.HealthCheckResponse(healthy=False, message=message)
 
@@ -123,10 +121,10 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        """What all tenants are doing is for operators."""
+        """Describe the server; what all tenants are doing is told to operators alone."""
         info = server_info(self._engine.capacity, self._info().max_num_seqs)
         if is_operator():
-            load = await self._load(context)
+            load = await self._read_load()
             info.active_requests = load.num_running + load.num_waiting
             info.last_receive_timestamp = self._last_request_at
         info.uptime_seconds = time.monotonic() - self._started_at
@@ -135,27 +133,20 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetLoadsResponse:
-        try:
-            check_operator("the load")
-        except RpcError as error:
-            await abort(context, error)
+        check_operator("the load")
         if request.dp_rank != 0:
-            await abort(context, invalid("dp_rank", f"dp_rank is {request.dp_rank}, but there is only rank 0 here"))
+            raise invalid("dp_rank", f"dp_rank is {request.dp_rank}, but there is only rank 0 here")
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             version=self._info().version,
             dp_rank_count=1,
-            loads=[scheduler_load(await self._load(context))],
+            loads=[scheduler_load(await self._read_load())],
         )
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[common_pb2.GetTokenizerChunk, None]:
-        try:
-            archive = await self._tokenizer_archive()
-        except RpcError as error:
-            await abort(context, error)
-        for chunk in archive_chunks(archive):
+        for chunk in archive_chunks(await self._tokenizer_archive()):
             yield chunk
 
     # The prefix cache
@@ -164,7 +155,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
         if self._cache is None:
-            await _refuse(context, "a front end tells of no cache; subscribe at the scheduler itself")
+            raise _unserved("a front end tells of no cache; subscribe at the scheduler itself")
         cache, load = self._cache
         # The gateway takes the subscription for made when the headers come.
         await context.send_initial_metadata(())
@@ -178,14 +169,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.FlushCacheResponse:
         if self._cache is None:
-            await _refuse(context, "a front end has no cache to flush; call the scheduler itself")
-        try:
-            check_operator("the prefix cache")
-        except RpcError as error:
-            await abort(context, error)
+            raise _unserved("a front end has no cache to flush; call the scheduler itself")
+        check_operator("the prefix cache")
         if not 0 <= request.timeout_s <= _MAX_FLUSH_WAIT:
             message = f"timeout_s is {request.timeout_s:g}, but must be 0 to {_MAX_FLUSH_WAIT:g}"
-            await abort(context, invalid("timeout_s", message))
+            raise invalid("timeout_s", message)
         cache, read_load = self._cache
         if await cache.flush_cache(request.timeout_s):
             return common_pb2.FlushCacheResponse(success=True, message="the prefix cache is empty")
@@ -198,40 +186,29 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext
     ) -> NoReturn:
-        await _refuse(context, "this server has no profiler to start; see `pagewire bench latency --profile`")
+        raise _unserved("this server has no profiler to start; see `pagewire bench latency --profile`")
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext) -> NoReturn:
-        await _refuse(context, "this server has no profiler to stop")
+        raise _unserved("this server has no profiler to stop")
 
     async def _generate(self, message: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         translated = translate_request(message)
         output_mode = OutputMode.STREAMED if message.stream else OutputMode.WHOLE
-        request = await self._intake.resolve(translated, context.time_remaining(), output_mode)
         with_text = bool(translated.sampling.stop)
-        samples = [
-            Sample(request.request_id, index, transcript, with_logprobs=request.sampling.num_logprobs is not None)
-            for index, transcript in enumerate(self._intake.transcripts(translated, request, with_text=with_text))
-        ]
-        call = Call(samples, self._engine) if message.stream else UnreadCall(samples, self._engine)
-        translator = ResponseTranslator(message, request.prompt_token_ids, len(samples))
-        self._intake.submit(request, call.delivery)
+        generation = await self._intake.begin(translated, context.time_remaining(), output_mode, with_text=with_text)
+        translator = ResponseTranslator(message, generation.request)
         try:
-            async with contextlib.aclosing(call.responses()) as responses:
+            if not message.stream:
+                await generation.wait_for_end()
+            async with contextlib.aclosing(generation.responses()) as responses:
                 async for response in responses:
                     for translation in translator.translate(response):
                         await context.write(translation)
         finally:
-            self._engine.cancel(call.delivery.sequence_ids)
-            call.delivery.close()
-
-    async def _load(self, context: grpc.aio.ServicerContext) -> Load:
-        try:
-            return await self._read_load()
-        except RpcError as error:
-            await abort(context, error)
+            generation.cancel()
 
     async def _tokenizer_archive(self) -> bytes:
-        """Made once, off the event loop. Raises RpcError."""
+        """Return the archive, which is made once, off the event loop. Raises RpcError."""
         if not self._model.has_tokenizer:
             raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "the served checkpoint has no tokenizer.json")
         if self._archive is None:
@@ -243,8 +220,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise RpcError(grpc.StatusCode.UNAVAILABLE, f"the tokenizer's files cannot be read: {error}") from error
 
 
-async def _refuse(context: grpc.aio.ServicerContext, message: str) -> NoReturn:
-    await abort(context, RpcError(grpc.StatusCode.UNIMPLEMENTED, message))
+def _unserved(message: str) -> RpcError:
+    return RpcError(grpc.StatusCode.UNIMPLEMENTED, message)
 
 
 def _in_their_words(error: RpcError) -> RpcError:

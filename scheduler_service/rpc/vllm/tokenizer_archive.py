@@ -21,7 +21,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal files make equal archives
 
 
 def read_tokenizer_archive(directory: Path) -> bytes:
-    """The zip. Raises OSError."""
+    """Make the zip of the files that are there. Raises OSError."""
     paths = [directory / name for name in _NAMES]
     paths += [path for pattern in _PATTERNS for path in sorted(directory.glob(pattern))]
     archive = io.BytesIO()
@@ -34,7 +34,7 @@ def read_tokenizer_archive(directory: Path) -> bytes:
 
 
 def archive_chunks(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
-    """The last one carries the digest of the whole."""
+    """Cut the archive into chunks, of which the last carries the digest of the whole."""
     for start in range(0, len(archive), _CHUNK_BYTES):
         chunk = common_pb2.GetTokenizerChunk(data=archive[start : start + _CHUNK_BYTES])
         if start + _CHUNK_BYTES >= len(archive):

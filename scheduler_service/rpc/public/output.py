@@ -1,0 +1,303 @@
+"""All that one sample has got, its tokens, text and log-probabilities, and how it ended; and a reader's place in it.
+
+An output that is not kept has one reader, and what that one has read is forgotten: deltas that come before it reads
+again wait here together, so that a slow reader gets longer responses, and what waits is at most the sample itself. An
+output that is kept can be read from any token on, any number of times: its tokens are decoded one by one, so that each
+has a text of its own, which is what it completed. Text that comes with the end alone belongs to no token and follows
+the last.
+"""
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
+from scheduler_service.rpc.public.logprob_columns import LogprobColumns
+from scheduler_service.serving.token_stream import Delta
+from scheduler_service.serving.tokenizer import TextDecoder
+
+# Tokens, or prompt log-probabilities, of one response: keeps it far below a client's message limit of 4 MiB.
+MAX_RESPONSE_TOKENS = 2048
+_PIECE_TOKENS = 256  # of a whole output: less than a millisecond's work, log-probabilities included
+_MAX_TEXTS = 256  # texts of tokens that wait to be joined
+_BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
+_FINISH_REASONS = {
+    EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
+    EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
+    EndReason.ABORT: scheduler_pb2.FINISH_REASON_ABORT,
+}
+
+
+class Output:
+    """What one sample has got so far. Kept, a token takes some 16 bytes; with log-probabilities 20 more, and 12 for
+    each of the most likely tokens."""
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        decoder: TextDecoder | None,
+        *,
+        with_logprobs: bool,
+        keep_stop_token_text: bool = False,
+        is_kept: bool = False,
+    ) -> None:
+        """Without a `decoder` all text is empty. `keep_stop_token_text`: the token that ends the output leaves text."""
+        self._request_id = request_id
+        self._index = index
+        self._decoder = decoder
+        self._with_logprobs = with_logprobs
+        self._keep_stop_token_text = keep_stop_token_text
+        self._is_kept = is_kept
+        self._stop_text: str | None = None
+        self.num_tokens = 0
+        self.end: SequenceEnd | None = None  # the output ended well
+        self.failure: SequenceEnd | None = None  # the output ended, but not well
+        self.is_over = False  # one of them
+        self.num_prompt_logprobs = 0
+        # What was forgotten is in none of the columns below, which begin with this token and prompt log-probability.
+        # Lists are faster where little is in them, arrays smaller.
+        self._first_token = self._first_prompt_logprob = 0
+        self._token_ids: MutableSequence[int] = array("I") if is_kept else []
+        self._text = ""
+        self._texts: list[str] = []  # that follow it
+        self._num_chars = 0  # of both
+        self._text_ends: MutableSequence[int] = array("I") if is_kept else []  # where in the text each token's own ends
+        self._logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
+        self._cumulative_logprobs: MutableSequence[float] = array("d") if is_kept else []  # up to each token
+        self._cumulative_logprob: float | None = 0.0 if with_logprobs else None
+        self._prompt_logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop text ended the output."""
+        return self._stop_text is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimate the memory that an output which is kept takes."""
+        columns = (self._logprobs, self._prompt_logprobs)
+        in_columns = sum(each.num_bytes for each in columns if isinstance(each, LogprobColumns))
+        return _BASE_BYTES + 16 * len(self._token_ids) + sys.getsizeof(self._whole_text()) + in_columns
+
+    def add(self, delta: Delta) -> None:
+        """Take what the sequence got. The end comes with the last token, or alone; with it comes all text there is."""
+        _, first_token, token_ids, logprobs, prompt_logprobs, end, cumulative_logprob = delta
+        if prompt_logprobs and self._index == 0:
+            self._prompt_logprobs.extend(prompt_logprobs)
+            self.num_prompt_logprobs += len(prompt_logprobs)
+        if self._is_kept and len(token_ids) > 1:
+            last = len(token_ids) - 1
+            for position in range(last):
+                self._add(first_token + position, token_ids[position : position + 1], logprobs[position : position + 1])
+            first_token, token_ids, logprobs = first_token + last, token_ids[last:], logprobs[last:]
+        self._add(first_token, token_ids, logprobs, end)
+        if cumulative_logprob is not None:
+            self._cumulative_logprob = cumulative_logprob
+
+    def skip_to(self, num_tokens: int) -> None:
+        """Begin at this token: those before it, which have no text, have gone to the client another way."""
+        self.num_tokens = self._first_token = num_tokens
+
+    def has_more(self, first_token: int) -> bool:
+        """Say whether there is anything to tell from a token on."""
+        if first_token < self.num_tokens or self.end is not None:
+            return True
+        return self._chars_before(first_token) < self._num_chars
+
+    def response(self, first_token: int, num_tokens: int) -> scheduler_pb2.GenerateResponse:
+        """Make a response of so many tokens from one on. With the last token comes the end, if the output has ended
+        well."""
+        start = first_token - self._first_token
+        stop = start + num_tokens
+        is_last = first_token + num_tokens == self.num_tokens
+        text, token_ids = self._whole_text() if self._texts else self._text, self._token_ids
+        if start or not is_last:
+            end_of_text = self._num_chars if is_last else self._chars_before(first_token + num_tokens)
+            text = text[self._chars_before(first_token) : end_of_text]
+            token_ids = token_ids[start:stop]
+        response = scheduler_pb2.GenerateResponse(
+            request_id=self._request_id,
+            index=self._index,
+            first_token=first_token,
+            token_ids=token_ids,
+            text=text,
+        )
+        if self._with_logprobs:
+            response.logprobs.extend(_encoded(entry) for entry in self._logprobs[start:stop])
+            response.cumulative_logprob = self._cumulative_logprobs[stop - 1] if stop else self._cumulative_logprob
+        if is_last and self.end is not None:
+            self._finish(response, self.end)
+        return response
+
+    def prompt_response(self, first: int, count: int) -> scheduler_pb2.GenerateResponse:
+        """Make a response of so many log-probabilities of prompt tokens from one on."""
+        start = first - self._first_prompt_logprob
+        return scheduler_pb2.GenerateResponse(
+            request_id=self._request_id,
+            index=self._index,
+            first_token=self._first_token,
+            prompt_logprobs=[_encoded(entry) for entry in self._prompt_logprobs[start : start + count]],
+        )
+
+    def forget(self) -> None:
+        """Forget everything so far, which has been read, unless the output is kept."""
+        if self._is_kept:
+            return
+        self._first_token = self.num_tokens
+        self._text, self._num_chars = "", 0
+        self._token_ids.clear()
+        self._text_ends.clear()
+        if self._with_logprobs:
+            self._logprobs = []
+            self._cumulative_logprobs.clear()
+        if self._first_prompt_logprob != self.num_prompt_logprobs:
+            self._first_prompt_logprob = self.num_prompt_logprobs
+            self._prompt_logprobs = []
+
+    async def whole(self) -> scheduler_pb2.GenerateResponse:
+        """Put everything so far of an output that is kept into one message, in pieces between which others have their
+        turn."""
+        whole, texts = self.response(0, 0), []
+        for piece in OutputReader(self, max_tokens=_PIECE_TOKENS).take():
+            texts.append(piece.text)
+            piece.ClearField("first_token")
+            whole.MergeFrom(piece)
+            await asyncio.sleep(0)
+        whole.text = "".join(texts)
+        return whole
+
+    def _add(
+        self, first_token: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None = None
+    ) -> None:
+        """Take tokens whose text comes with the last of them. Those after a stop text do not belong to the output."""
+        if self._stop_text is None:
+            if first_token != self.num_tokens:
+                raise RuntimeError(f"a delta begins at token {first_token}, but token {self.num_tokens} is next")
+            num_kept, text = self._decode(token_ids, end)
+            self.num_tokens += num_kept
+            if num_kept:
+                self._token_ids.extend(token_ids if num_kept == len(token_ids) else token_ids[:num_kept])
+                if num_kept > 1:
+                    self._text_ends.extend([self._num_chars] * (num_kept - 1))
+                self._text_ends.append(self._num_chars + len(text))
+            if text:
+                self._num_chars += len(text)
+                self._texts.append(text)
+                if len(self._texts) == _MAX_TEXTS:
+                    self._whole_text()
+            if self._with_logprobs:
+                self._add_logprobs(logprobs[:num_kept])
+        if end is not None:
+            self.is_over = True
+            if self._stop_text is None and end.reason not in _FINISH_REASONS:
+                self.failure = end
+            else:
+                self.end = end
+
+    def _decode(self, token_ids: Sequence[int], end: SequenceEnd | None) -> tuple[int, str]:
+        """Return how many of the next tokens belong to the output, and the text that they complete."""
+        if self._decoder is None:
+            return len(token_ids), ""
+        num_with_text = len(token_ids)
+        if end is not None and end.stop_token_id is not None and not self._keep_stop_token_text:
+            num_with_text = max(0, num_with_text - 1)
+        text = ""
+        if num_with_text:
+            decoded = self._decoder.push(token_ids[:num_with_text])
+            text, self._stop_text = decoded.text, decoded.stop_text
+            if decoded.stop_text is not None:
+                return decoded.num_tokens, text
+        return len(token_ids), text if end is None else text + self._decoder.flush()
+
+    def _add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        assert self._cumulative_logprob is not None
+        for entry in entries:
+            self._cumulative_logprob += entry.logprob
+            self._cumulative_logprobs.append(self._cumulative_logprob)
+        self._logprobs.extend(entries)
+
+    def _whole_text(self) -> str:
+        """Return all text that is here, which is in one piece from now on."""
+        self._text += "".join(self._texts)
+        self._texts.clear()
+        return self._text
+
+    def _chars_before(self, token: int) -> int:
+        """Return where in the text that of a token begins."""
+        position = token - self._first_token
+        return self._text_ends[position - 1] if position else 0
+
+    def _finish(self, response: scheduler_pb2.GenerateResponse, end: SequenceEnd) -> None:
+        """Make a response the last one of an output that ended well."""
+        if self._stop_text is not None:
+            response.finish_reason = scheduler_pb2.FINISH_REASON_STOP
+            response.stop_text = self._stop_text
+        else:
+            response.finish_reason = _FINISH_REASONS[end.reason]
+            if end.stop_token_id is not None:
+                response.stop_token_id = end.stop_token_id
+        if self._cumulative_logprob is not None:
+            response.cumulative_logprob = self._cumulative_logprob
+        response.usage.prompt_tokens = end.num_prompt_tokens
+        response.usage.cached_tokens = end.num_cached_tokens
+        response.usage.completion_tokens = self.num_tokens
+
+
+class OutputReader:
+    """One reader's place in an output: the only one, if the output is not kept."""
+
+    def __init__(self, output: Output, first_token: int = 0, max_tokens: int = MAX_RESPONSE_TOKENS) -> None:
+        """Prompt log-probabilities are for those who read from the beginning. `max_tokens` are of one response."""
+        self._output = output
+        self._max_tokens = max_tokens
+        self._next_token = first_token
+        self._next_prompt_logprob = sys.maxsize if first_token else 0
+        self.has_ended = False  # everything was read of an output that is over
+
+    def skip_to(self, num_tokens: int) -> None:
+        """Begin at this token: those before it have gone to the client another way."""
+        self._next_token = num_tokens
+        self._output.skip_to(num_tokens)
+
+    def take(self) -> Iterable[scheduler_pb2.GenerateResponse]:
+        """Make the responses that are due, none if there is nothing new. Each is made when it is taken: those that are
+        left are due the next time."""
+        output = self._output
+        num_tokens = output.num_tokens - self._next_token
+        if num_tokens > self._max_tokens or self._next_prompt_logprob < output.num_prompt_logprobs:
+            return self._pieces()
+        return (self._response(num_tokens),) if num_tokens or self._is_due() else ()
+
+    def _pieces(self) -> Iterator[scheduler_pb2.GenerateResponse]:
+        while self._next_prompt_logprob < self._output.num_prompt_logprobs:
+            first = self._next_prompt_logprob
+            self._next_prompt_logprob = min(first + self._max_tokens, self._output.num_prompt_logprobs)
+            yield self._output.prompt_response(first, self._next_prompt_logprob - first)
+        while self._is_due():
+            yield self._response(min(self._output.num_tokens - self._next_token, self._max_tokens))
+
+    def _is_due(self) -> bool:
+        return not self.has_ended and self._output.has_more(self._next_token)
+
+    def _response(self, num_tokens: int) -> scheduler_pb2.GenerateResponse:
+        """Make the next response, of so many tokens."""
+        output = self._output
+        response = output.response(self._next_token, num_tokens)
+        self._next_token += num_tokens
+        if self._next_token == output.num_tokens:
+            self.has_ended = output.is_over
+            if self._next_prompt_logprob >= output.num_prompt_logprobs:
+                output.forget()
+        return response
+
+
+def _encoded(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
+    return scheduler_pb2.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        rank=entry.rank,
+        top=[scheduler_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+    )

@@ -1,0 +1,90 @@
+"""The part of the public service that a scheduler and its front ends serve alike: requests, and the tokenizer.
+
+Checks come before the first message. A client that goes away takes its request with it, unless that is detached. An
+RpcError ends its call (`rpc/interception.py`).
+"""
+
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_service.rpc.public.generation import write_all
+from scheduler_service.rpc.public.intake import Intake
+from scheduler_service.rpc.public.shared_call import SharedCalls
+from scheduler_service.rpc.public.tokenization import Tokenization
+from scheduler_service.rpc.status import RpcError
+from scheduler_service.rpc.tenants.authentication import tenant_of_call
+from scheduler_service.serving.engine import RequestEngine
+
+SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+
+
+class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    def __init__(
+        self,
+        engine: RequestEngine,
+        intake: Intake,
+        tokenization: Tokenization,
+        server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
+        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
+    ) -> None:
+        """`intake` is there for other services of the same server too: its limits hold for all of them together.
+        Without `loads` calls of GenerateMany are not told any."""
+        self._engine = engine
+        self.intake = intake
+        self._tokenization = tokenization
+        self._shared_calls = SharedCalls(intake, server_info, loads)
+
+    @property
+    def num_unread_failures(self) -> int:
+        """Failed submissions that clients of GenerateMany have not been told of. May be asked from any thread."""
+        return self._shared_calls.num_unread_failures
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
+
+    def announce(self) -> None:
+        """Tell calls of GenerateMany that the server's state has changed."""
+        self._shared_calls.announce()
+
+    def close(self) -> None:
+        """Let calls of GenerateMany end with their last request."""
+        self._shared_calls.close()
+
+    async def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        generation = await self.intake.begin(request, context.time_remaining())
+        try:
+            await write_all(generation.responses(), context)
+        finally:
+            generation.cancel()
+
+    async def GenerateMany(
+        self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        await self._shared_calls.serve(requests, context)
+
+    async def Abort(
+        self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.AbortResponse:
+        try:
+            self._engine.abort(tenant_of_call(request.tenant), request.request_id)
+        except KeyError:
+            raise self._unknown(request.request_id) from None
+        return scheduler_pb2.AbortResponse()
+
+    async def Tokenize(
+        self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.TokenizeResponse:
+        return await self._tokenization.tokenize(request)
+
+    async def Detokenize(
+        self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.DetokenizeResponse:
+        return await self._tokenization.detokenize(request)
+
+    def _unknown(self, request_id: str) -> RpcError:
+        """Return the error for a request that is not there, or is another tenant's."""
+        message = f"no request {request_id!r} is running for this tenant"
+        return RpcError(grpc.StatusCode.NOT_FOUND, message, "request_id")

@@ -1,0 +1,57 @@
+"""What the scheduler says of itself: no field of a record gets lost on its way into a message, and none is made up."""
+
+import random
+from dataclasses import fields
+
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.core.plan import WorkerCapacity
+from scheduler_service.core.request import BlockHolder, RequestReport, SchedulerStats
+from scheduler_service.rpc.public.report import decode_stats, encode_loads, encode_report, encode_worker
+
+
+def values(record: type, rng: random.Random) -> dict[str, object]:
+    """A value of its own for each plain field."""
+    makers = {"int": lambda: rng.randrange(1, 2**31), "int | None": lambda: rng.randrange(1, 2**31)}
+    makers |= {"str": lambda: f"text {rng.random()}", "bytes": lambda: rng.randbytes(4), "float": rng.random}
+    return {
+        field.name: makers[name]()
+        for field in fields(record)
+        if (name := getattr(field.type, "__name__", str(field.type))) in makers
+    }
+
+
+def names(message: type) -> set[str]:
+    return set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_loads_are_all_statistics() -> None:
+    stats = SchedulerStats(**values(SchedulerStats, random.Random(1)))
+    loads = encode_loads(stats)
+    assert decode_stats(loads) == stats
+    told = {field.name for field, _ in loads.ListFields()}
+    assert names(pb.GetLoadsResponse) - told == {"generation_throughput", "worker_connected", "num_worker_losses"}
+
+
+def test_a_report_is_told_in_full() -> None:
+    record = values(RequestReport, random.Random(2)) | {
+        "state": "swapped",
+        "holders": (BlockHolder("first", 3), BlockHolder(None, 2)),
+        "arrived_at": 10.0,
+    }
+    response = encode_report(RequestReport(**record), 12.5)
+    assert {field.name for field, _ in response.ListFields()} == names(pb.GetRequestResponse)
+    assert response.age_seconds == 2.5
+    assert response.state == pb.REQUEST_STATE_SWAPPED
+    held = [(each.request_id if each.HasField("request_id") else None, each.num_blocks) for each in response.holders]
+    assert held == [("first", 3), (None, 2)]
+    for name in set(record) - {"state", "holders", "arrived_at"}:
+        assert getattr(response, name) == record[name]
+
+
+def test_a_worker_is_told_in_full() -> None:
+    record = values(WorkerCapacity, random.Random(3))
+    info = encode_worker(WorkerCapacity(**record), 7)
+    assert {field.name for field, _ in info.ListFields()} == names(pb.WorkerInfo)
+    assert info.epoch == 7
+    for name in names(pb.WorkerInfo) - {"epoch"}:
+        assert getattr(info, name) == record[name]
