@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+import time
 import urllib.request
 from dataclasses import fields, replace
 from pathlib import Path
@@ -142,6 +143,7 @@ async def test_metrics(checkpoint: Path) -> None:
     port = free_port("127.0.0.1")
     worker = FakeWorker(read_model_info(str(checkpoint)).digest, num_host_blocks=7, swap_bandwidth=1e9)
     await worker.start()
+    began_at = time.monotonic()
     async with serve(checkpoint, worker=worker, metrics_port=port, served_model_name="story") as stack:
         await stack.generate(request(PROMPT, max_tokens=20, n=2))
         await stack.generate(request(PROMPT, max_tokens=7))
@@ -154,6 +156,10 @@ async def test_metrics(checkpoint: Path) -> None:
         (found,) = [sample for sample in samples if sample.name == name and labels.items() <= sample.labels.items()]
         return found.value
 
+    seconds = time.monotonic() - began_at
+    for sample in samples:
+        if sample.name.endswith("_seconds_sum"):
+            assert 0 <= sample.value <= seconds * value(sample.name.removesuffix("sum") + "count"), sample.name
     assert value("vllm:generation_tokens_total") == 47
     assert value("vllm:prompt_tokens_total") == 15
     assert value("vllm:prefix_cache_hits_total") >= 4

@@ -59,8 +59,33 @@ def growing(step: str, start: str = "'ab'", rest: str = "{{ ns.s|length }}") -> 
 
 NESTED = "{% set ns.s = [ns.s, ns.s] %}"
 TUPLES = "{% set ns.s = (ns.s, ns.s) %}"
+# Wherever an expression stands inside another one, it is metered.
+HUGE = "('a' * 10**15)"
+INSIDE = [
+    f"{{{{ {{'k': {HUGE}}} | length }}}}",
+    f"{{{{ {{{HUGE}: 1}} | length }}}}",
+    f"{{{{ [{HUGE}] | length }}}}",
+    f"{{{{ ({HUGE}, 1) | length }}}}",
+    f"{{{{ {HUGE}[0] }}}}",
+    f"{{{{ 'abc'[{HUGE} | length] }}}}",
+    f"{{{{ 'abc'[{HUGE} | length :] }}}}",
+    f"{{{{ {{}}[{HUGE}] }}}}",
+    f"{{{{ {HUGE}.upper() }}}}",
+    f"{{{{ range(1, stop={HUGE}) }}}}",
+    f"{{{{ {HUGE} | upper }}}}",
+    f"{{{{ 'a' | replace('a', {HUGE}) }}}}",
+    f"{{{{ {HUGE} is string }}}}",
+    f"{{{{ 1 if {HUGE} else 2 }}}}",
+    f"{{{{ not {HUGE} }}}}",
+    f"{{{{ -({HUGE} | length) }}}}",
+    f"{{{{ {HUGE} ~ 'b' }}}}",
+    f"{{{{ 'b' in {HUGE} }}}}",
+    f"{{{{ 1 < 2 < {HUGE} | length }}}}",
+    f"{{{{ false or {HUGE} }}}}",
+]
 BIG = "{% set s = 'x' * 1000000 %}{% for i in range(99999) %}"
 ENDLESS = [
+    *INSIDE,
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
