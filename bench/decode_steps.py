@@ -62,7 +62,7 @@ class Worker:
         return self._epoch
 
     def plans(self, load: DecodeLoad) -> list[PlannedStep]:
-        """Yields the plans of an epoch, from the first prompt on. The last `num_steps` are those to time."""
+        """Returns the plans of an epoch, from the first prompt on. The last `num_steps` are those to time."""
         rows = [replace(row, blocks=[]) for row in self._rows[load]]
         steps = plan_steps(rows, block_size=self._block_size, max_num_batched_tokens=self._budget, epoch=self._epoch)
         last = max(index for index, step in enumerate(steps) if len(step.sampling_slots) == load.num_rows)

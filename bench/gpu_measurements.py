@@ -355,7 +355,7 @@ def _swap_beside_decode(worker: Worker, load: DecodeLoad, sizes: Sizes) -> dict[
 
 
 def _time_steps_beside_moves(worker: Worker, load: DecodeLoad) -> list[float]:
-    """Returns the seconds of steps while blocks move: as soon as one move is done the next begins."""
+    """Yields the seconds of steps while blocks move: as soon as one move is done the next begins."""
     worker.begin()
     plans = [step.plan for step in worker.plans(load)]
     first_timed, turns = len(plans) - load.num_steps, _swap_plans(worker)

@@ -144,7 +144,7 @@ def capacity(num_sequences: int, max_model_len: int) -> WorkerCapacity:
 
 
 def prompts(seed: int, num_prompts: int, length: int) -> Iterator[tuple[int, ...]]:
-    """Returns random prompts of about one length, so that their block borders come at different steps."""
+    """Yields random prompts of about one length, so that their block borders come at different steps."""
     rng = random.Random(seed)
     for i in range(num_prompts):
         yield tuple(rng.choices(range(VOCAB_SIZE), k=length + i % BLOCK_SIZE))

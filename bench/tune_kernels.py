@@ -53,14 +53,14 @@ class Problem:
 def problems(
     kernels: Sequence[str], head_dims: Sequence[int], groups: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> Iterator[Problem]:
-    """Returns problems of sizes for which each kernel is made: a full batch, few long rows, prompts."""
+    """Yields problems of sizes for which each kernel is made: a full batch, few long rows, prompts."""
     sizes = {"paged_attention_v1": (64, 4096, 1), "paged_attention_v2": (4, 8192, 1), "paged_prefill": (8, 2048, 2048)}
     for kernel, head_dim, num_groups, dtype in itertools.product(kernels, head_dims, groups, dtypes):
         yield Problem(kernel, head_dim, num_groups, dtype, *sizes[kernel])
 
 
 def candidates(kernel: str, current: Tile) -> Iterator[Tile]:
-    """Returns the tiles to try, the current one first, so that one that is no faster does not take its place."""
+    """Yields the tiles to try, the current one first, so that one that is no faster does not take its place."""
     yield current
     rows = (64, 128) if kernel == "paged_prefill" else (16,)
     for block_m, block_n, num_warps, num_stages in itertools.product(rows, (32, 64, 128), (4, 8), (2, 3, 4)):

@@ -1,4 +1,4 @@
-"""What a HorizontalPodAutoscaler makes of a ScaledObject, by the formula that Kubernetes documents for autoscaling/v2.
+"""Computes what a HorizontalPodAutoscaler makes of a ScaledObject, as Kubernetes documents it for autoscaling/v2.
 
 An external metric with an average value: the total over the target is how many there should be; within a tolerance of a
 tenth of what there are, nothing changes. A stabilization window takes the least of its recommendations upwards and the
@@ -72,12 +72,12 @@ class Autoscaler:
         return self.behavior.get(direction, {}).get(name, _DEFAULTS[direction][name])
 
     def _recommended(self, direction: str, now: float) -> list[int]:
-        """What was recommended in the window: `now` is always in it."""
+        """Returns the recommendation of the window, which always has that of `now`."""
         window = self._setting(direction, "stabilizationWindowSeconds")
         return [wanted for at, wanted in self.recommendations if at > now - window or at == now]
 
     def _bounds(self, direction: str, now: float, sign: int) -> Iterable[int]:
-        """How far each policy lets the replicas go now."""
+        """Yields how far each policy lets the replicas go now."""
         for policy in self._setting(direction, "policies"):
             recent = sum(change for at, change in self.changes if at > now - policy["periodSeconds"])
             before = self.replicas - (recent if recent * sign > 0 else 0)
@@ -86,7 +86,7 @@ class Autoscaler:
 
 
 def num_turns(changes: Iterable[tuple[float, int]], since: float, until: float) -> int:
-    """How often the direction changed from `since` to `until`, counting the change before."""
+    """Counts how often the direction changed from `since` to `until`, the change before included."""
     turns, last = 0, 0
     for at, change in changes:
         if change * last < 0 and since <= at < until:

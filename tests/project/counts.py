@@ -36,7 +36,7 @@ def statements_by_package(root: Path = ROOT) -> dict[str, int]:
 
 
 def classes(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Every class with the name of its module, also inside functions and other classes."""
+    """Yields every class with the name of its module, also classes inside functions and other classes."""
     for path in sources(*folders, root=root):
         for node in ast.walk(parse(path, root)):
             if isinstance(node, ast.ClassDef):
@@ -44,7 +44,7 @@ def classes(root: Path = ROOT, folders: tuple[str, ...] = PACKAGES) -> Iterator[
 
 
 def class_names_twice(root: Path = ROOT) -> dict[str, list[str]]:
-    """The names that several classes have, each with their modules."""
+    """Returns the names that several classes have, each with the modules of these."""
     modules = defaultdict(list)
     for module, node in classes(root):
         modules[node.name].append(module)
@@ -52,13 +52,13 @@ def class_names_twice(root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def protocols(root: Path = ROOT) -> dict[str, ast.ClassDef]:
-    """By module and name, as in `scheduler_service.serving.engine.RequestEngine`."""
+    """Returns the Protocols by module and name, such as `scheduler_service.serving.engine.RequestEngine`."""
     found = ((f"{module}.{node.name}", node) for module, node in classes(root))
     return {name: node for name, node in found if _is_protocol(node)}
 
 
 def implementations() -> dict[str, list[str]]:
-    """By Protocol, the classes that have or inherit all of its members, fakes of tests and benchmarks included."""
+    """Returns, by Protocol, the classes that have or inherit all of its members, fakes of tests included."""
     found = list(classes(folders=(*PACKAGES, "bench", "tests")))
     own: dict[str, set[str]] = defaultdict(set)
     for _, node in found:
@@ -78,13 +78,13 @@ def _is_protocol(node: ast.ClassDef) -> bool:
 
 
 def _inherited(node: ast.ClassDef, own: Mapping[str, set[str]]) -> set[str]:
-    """Of base classes, which are known by their names."""
+    """Returns the members of a class's base classes, which are known by their names."""
     bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
     return set().union(*(own[base] for base in bases if base in own))
 
 
 def members(node: ast.ClassDef) -> set[str]:
-    """The names that a class gives its instances: methods, attributes of the class, and `self.NAME = ...`."""
+    """Returns the names that a class gives its instances: methods, attributes of the class, and `self.NAME = ...`."""
     found = {child.name for child in node.body if isinstance(child, Function)}
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
@@ -102,7 +102,9 @@ def members(node: ast.ClassDef) -> set[str]:
 
 
 def long_functions() -> list[str]:
-    """Functions with more lines than are allowed. A kernel's parameters have a line each, and do not count."""
+    """Returns the functions with more lines than are allowed. A kernel's parameters have a line each, and do not
+    count.
+    """
     found = []
     for path in sources(*PACKAGES, "bench", "models"):
         for node in ast.walk(parse(path)):
@@ -115,7 +117,7 @@ def long_functions() -> list[str]:
 
 
 def is_kernel(node: Function) -> bool:
-    """Whether Triton compiles the function."""
+    """Returns whether Triton compiles the function."""
     return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 

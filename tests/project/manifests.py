@@ -1,4 +1,4 @@
-"""What `kubectl apply -k` would apply, and how to find things in it."""
+"""Reads the objects that `kubectl apply -k` would apply, and finds things in them."""
 
 import functools
 import subprocess
@@ -53,7 +53,7 @@ def find(objects: list[Manifest], kind: str, component: str) -> Manifest:
 
 
 def pod_templates(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """The component and the pod template of everything that runs pods."""
+    """Yields the component and the pod template of everything that runs pods."""
     for item in objects:
         if item["kind"] in ("Deployment", "StatefulSet"):
             template = item["spec"]["template"]
@@ -65,17 +65,19 @@ def pod_templates(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
 
 
 def container_of(pod: Manifest) -> Manifest:
-    """The container that a pod is there for: the first one. What stands beside it comes later."""
+    """Returns the container that a pod is there for, which is the first one. What stands beside it comes later."""
     return pod["containers"][0]
 
 
 def containers_of(pod: Manifest) -> list[Manifest]:
-    """All, also those that only prepare."""
+    """Returns all containers, also those that only prepare."""
     return [*pod.get("initContainers", []), *pod["containers"]]
 
 
 def flags_of(pod: Manifest) -> dict[str, str]:
-    """The flags of a pod's main container. One without a value has an empty one, one with several has them all."""
+    """Returns the flags of a pod's main container. One without a value has an empty one, one with several has them
+    all.
+    """
     return parse_flags(container_of(pod)["args"])
 
 
@@ -94,7 +96,7 @@ def ports_of(pod: Manifest) -> dict[str, int]:
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:
-    """Whether a label selector matches; of expressions only those that are used here, `In`."""
+    """Returns whether a label selector matches. Of expressions it knows those that are used here: `In`."""
     expressions = selector.get("matchExpressions", [])
     assert all(expression["operator"] == "In" for expression in expressions)
     return selector.get("matchLabels", {}).items() <= labels.items() and all(

@@ -11,7 +11,7 @@ PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire
 
 
 def sources(*folders: str, root: Path = ROOT) -> list[Path]:
-    """The modules in these folders and below, relative to the root."""
+    """Returns the modules in these folders and below, relative to the root."""
     found = [path for folder in folders for path in (root / folder).rglob("*.py") if "__pycache__" not in path.parts]
     return sorted(path.relative_to(root) for path in found)
 
@@ -26,7 +26,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The full names of what is imported: `from a import b` gives `a.b`."""
+    """Yields the full names of all that is imported: `from a import b` gives `a.b`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

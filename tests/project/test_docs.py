@@ -1,4 +1,4 @@
-"""What the documents say is so: links lead somewhere, commands parse, and what is named exists."""
+"""The documents are true: links lead somewhere, commands parse, and everything that is named exists."""
 
 import os
 import re
@@ -44,17 +44,17 @@ def read(path: Path) -> str:
 
 
 def offenders(rule: Callable[[Path], Iterable[str]]) -> list[str]:
-    """A line for everything in the documents that breaks a rule."""
+    """Returns a line for everything in the documents that breaks a rule."""
     return [f"{path}: {breach}" for path in DOCUMENTS for breach in rule(path)]
 
 
 def fences(path: Path, *languages: str) -> list[str]:
-    """The code blocks in these languages, "" for none named."""
+    """Returns the code blocks in these languages, "" for none named."""
     return [text for _, language, text in FENCE.findall(read(path)) if language in languages]
 
 
 def spans(path: Path) -> list[str]:
-    """Code within lines."""
+    """Returns the pieces of code within lines."""
     return CODE_SPAN.findall(FENCE.sub("", read(path)))
 
 
@@ -70,13 +70,13 @@ def test_made_page_is_up_to_date(name: str) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Returns the anchors of a text's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def leads_somewhere(path: Path, link: str) -> bool:
-    """Whether a link of a document leads to a file of the repository, and to a heading of it if it names one."""
+    """Returns whether a link of a document leads to a file here, and to a heading of it if it names one."""
     name, _, anchor = link.partition("#")
     target = (ROOT / path.parent / name).resolve() if name else ROOT / path
     if not target.exists() or not target.is_relative_to(ROOT):
@@ -120,7 +120,7 @@ class ParsedError(Exception):
 
 
 def command_lines(path: Path) -> Iterator[list[str]]:
-    """What follows `pagewire` in the blocks of a shell, as arguments."""
+    """Yields the arguments of each `pagewire` command in the blocks of a shell."""
     for block in fences(path, "", "sh", "bash", "console"):
         for line in block.replace("\\\n", " ").splitlines():
             for command in COMMAND.findall(line.partition(" # ")[0]):
@@ -128,7 +128,7 @@ def command_lines(path: Path) -> Iterator[list[str]]:
 
 
 def understand(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parses a command as the program does. LookupError for an unknown verb, SystemExit if it is refused."""
+    """Parses a command as the program does. Raises LookupError for an unknown verb, SystemExit if it is refused."""
     parse, resolve = options.Parser.parse_args, options.resolve
 
     def parse_only(self: options.Parser, args: Any = None, namespace: Any = None) -> Any:
@@ -261,7 +261,7 @@ def test_make_targets_exist() -> None:
 
 
 def is_there(path: Path, name: str) -> bool:
-    """Whether a path that a document names is there from the root, from its folder, or as the end of another path."""
+    """Returns whether a path that a document names is there: from the root, from its folder, or as another's end."""
     if (ROOT / name).exists() or (ROOT / path.parent / name).exists():
         return True
     return any(f"/{other}".endswith(f"/{name}") or f"/{name}" in f"/{other}" for other in TRACKED if other)

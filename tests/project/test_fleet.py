@@ -23,7 +23,7 @@ def objects_of(overlay: str) -> list[Manifest]:
 
 
 def worker_addresses(objects: list[Manifest]) -> list[str]:
-    """What a scheduler dials, by its own number."""
+    """Returns the addresses that a scheduler of this number dials."""
     pod = find(objects, "StatefulSet", "scheduler")["spec"]["template"]["spec"]
     assert ORDINAL in container_of(pod)["env"]
     return flags_of(pod)["worker"].split(",")
@@ -153,7 +153,7 @@ def test_what_runs_asks_for_pairs_as_what_waits_does() -> None:
 
 
 def loads(rng: random.Random, mean: float, hours: float, duration: float = 30.0) -> list[float]:
-    """The requests in the system at each look: they come by chance and stay `duration` seconds in the mean."""
+    """Returns the requests in the system at each look. They come by chance and stay `duration` seconds in the mean."""
     keep = math.exp(-SYNC_PERIOD / duration)
     spread = math.sqrt(mean)  # of a Poisson number
     deviation, found = 0.0, []
@@ -177,7 +177,7 @@ def test_a_steady_load_changes_direction_at_most_once_an_hour(pairs_worth: float
 
 
 def test_without_windows_a_steady_load_would_flap() -> None:
-    """What the test above would see."""
+    """Shows that the test above would see a load without windows flap."""
     scaled_object = scaled("scheduler")
     behavior = {name: {"stabilizationWindowSeconds": 0} for name in ("scaleUp", "scaleDown")}
     autoscaler = Autoscaler(179, 1, 8, behavior, 1)

@@ -1,4 +1,5 @@
-"""What the images hold: the files that a build sees, the packages of the base install, a scheduler without torch."""
+"""The images hold the right files: those that a build sees, the packages of the base install, no torch in the
+scheduler's."""
 
 import re
 import shlex
@@ -36,7 +37,7 @@ def project() -> dict:
 
 
 def files_of_the_build() -> list[Path]:
-    """The committed files that .dockerignore lets through."""
+    """Returns the committed files that .dockerignore lets through."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     seen = {line.removeprefix("!") for line in lines if line[:1] == "!" and not line.endswith(".lock")}
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
@@ -98,7 +99,7 @@ def test_the_base_image_is_an_argument_and_no_processor_is_named(image: str) -> 
 
 
 def locked(name: str) -> dict[str, str]:
-    """The packages of a lock file and their versions; every one has a hash."""
+    """Returns the packages of a lock file and their versions. Every one has a hash."""
     text = (DEPLOY / "requirements" / f"{name}.lock").read_text()
     versions = {}
     for entry in re.split(r"\n(?=[a-z])", re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE)):
@@ -203,7 +204,7 @@ def test_images_see_everything_that_the_package_needs() -> None:
 
 
 def closure_of(requirements: list[str]) -> list[metadata.Distribution]:
-    """The distributions that installing these would bring, as they are installed here."""
+    """Returns the distributions that installing these would bring, as they are installed here."""
     waiting, found = list(requirements), {}
     while waiting:
         requirement = Requirement(waiting.pop())
@@ -220,7 +221,7 @@ def closure_of(requirements: list[str]) -> list[metadata.Distribution]:
 def image_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with what the scheduler's image holds, and nothing else.
 
-    The package is built and installed from the files of the image's build; the packages it needs are those of this
+    The package is built and installed from the files of the image's build. The packages it needs are those of this
     environment, so that no index is asked.
     """
     folder = tmp_path_factory.mktemp("image")

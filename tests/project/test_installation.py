@@ -1,4 +1,5 @@
-"""What is installed: the wheel's names and files, beside another package `kernels`, and lines for what is lacking."""
+"""An installed Pagewire owns the right names, stands beside another package `kernels`, and says in a line what is
+lacking."""
 
 import os
 import re
@@ -155,7 +156,7 @@ def test_least_versions_are_those_of_the_stubs() -> None:
 
 
 def test_packages_of_a_bare_machine_are_dependencies() -> None:
-    """What is looked for is what pyproject.toml installs: each name, at a version that is not below the least."""
+    """The packages that are looked for are those of pyproject.toml, each at a version that is not below the least."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     listed = [Requirement(line) for line in [*project["dependencies"], *extras["worker"], *extras["dev"]]]

@@ -155,7 +155,8 @@ def is_under(name: str, prefix: str) -> bool:
 
 
 def is_allowed(name: str, allowed: tuple[str, ...]) -> bool:
-    """Whether a name is under one of the prefixes. What is linked into `pagewire` has to be allowed by its own name."""
+    """Returns whether a name is under one of the prefixes. A name that is linked into `pagewire` must be allowed by its
+    own."""
     linked = next((link for link in LINKED if is_under(name, link)), "")
     return any(is_under(name, prefix) and is_under(prefix, linked or prefix) for prefix in allowed)
 
@@ -174,7 +175,7 @@ def forbidden_imports(module: str, imported: list[str]) -> list[str]:
 
 
 def offenders(folders: Sequence[str], rule: Callable[[Path], Iterable[str]]) -> list[str]:
-    """A line for each breach of a rule in the modules of some folders."""
+    """Returns a line for each breach of a rule in the modules of some folders."""
     return [f"{path}: {breach}" for path in sources(*folders) for breach in rule(path)]
 
 
@@ -211,7 +212,7 @@ def test_boundaries_are_noticed_when_they_break() -> None:
 
 
 def around_doors(module: str, imported: list[str]) -> list[str]:
-    """What is imported from inside a package, though the package has a door."""
+    """Returns the names that are imported from inside a package, though the package has a door."""
     allowed = tuple(door for door in DOORS if is_under(module, door)) + SIDE_DOORS
     return [
         name
@@ -231,7 +232,7 @@ def test_packages_are_entered_by_their_doors() -> None:
 
 
 def rooms(service: str) -> dict[str, set[str]]:
-    """Packages and modules right under a service, and which of the others each imports."""
+    """Returns the packages and modules right under a package, and which of the others each imports."""
     found: dict[str, set[str]] = {}
     for path in sources(service):
         module = module_name(path)
@@ -327,7 +328,7 @@ def test_nothing_runs_what_it_reads() -> None:
 
 
 def loaded_after(code: str) -> set[str]:
-    """Modules that a fresh interpreter has loaded after running `code`."""
+    """Returns the modules that a fresh interpreter has loaded after running `code`."""
     program = f"import sys\n{code}\nprint(*sys.modules, file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""`make` on machines whose Python Pagewire does not run on, or that have none: one line, not a resolver's error."""
+"""`make` gives one line, and not a resolver's error, where Python is missing or not one that Pagewire runs on."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ exit 3
 
 
 def make(folder: Path, version: str, place: str) -> tuple[list[str], str]:
-    """What `make setup` says: lines on standard error that are not make's own, and standard output."""
+    """Runs `make setup`. Returns the lines on standard error that are not make's own, and standard output."""
     python = folder / place
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(FAKE_PYTHON.format(python=sys.executable, version=version.replace(".", ",")))

@@ -22,7 +22,7 @@ LABEL_USE = re.compile(r"([a-z_]+)\s*(?:=~|!~|!=|=)\s*\"")
 
 
 def exported() -> dict[str, set[str]]:
-    """Every series and its labels."""
+    """Returns every series that the scheduler exports, and its labels."""
     metrics = Metrics()
     metrics.capacity = WorkerCapacity("w", b"", 300, 256, 16, 64, 1, 8, 64, "cpu", "float32", "torch")
     numbers = dict.fromkeys(SchedulerStats.__slots__, 0)
@@ -42,7 +42,7 @@ def rules() -> list[dict]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Where an expression stands, and itself."""
+    """Yields the place of each expression, and the expression."""
     for panel in dashboard()["panels"]:
         yield from ((panel["title"], target["expr"]) for target in panel["targets"])
     for rule in rules():

@@ -38,12 +38,14 @@ def policy_of(objects: list[Manifest], component: str) -> Manifest:
 
 
 def ports(rule: Manifest) -> list[int]:
-    """Of one range of ports or single ones."""
+    """Returns the ports of a rule, which has one range of ports or single ones."""
     return [number for port in rule["ports"] for number in range(port["port"], port.get("endPort", port["port"]) + 1)]
 
 
 def peers(rule: Manifest, direction: str) -> list[str]:
-    """Who a rule is about: components, addresses, and labels of pods and namespaces; both kinds count together."""
+    """Returns who a rule is about: components, addresses, and labels of pods and namespaces. Both kinds count
+    together.
+    """
     found = []
     for peer in rule[direction]:
         if "ipBlock" in peer:
@@ -160,7 +162,7 @@ def test_the_gateway_is_reached_by_clients_and_finds_our_schedulers_alone() -> N
 
 
 def gateway_arguments(key: str) -> list[str]:
-    """The gateway's own, as the manifest has them, on loopback and without discovery, with this key of the Secret."""
+    """Returns the manifest's arguments of the gateway, on loopback, without discovery, with this key."""
     pod = find(rendered(DEPLOY / "overlays" / "smg"), "Deployment", "gateway")["spec"]["template"]["spec"]
     (variable,) = [item for item in container_of(pod)["env"] if item["name"] == "ADMIN_KEY"]
     assert variable["valueFrom"] == {"secretKeyRef": {"name": "pagewire-gateway", "key": "admin-key"}}, "not optional"
@@ -172,7 +174,7 @@ def gateway_arguments(key: str) -> list[str]:
 
 
 def status_of(port: str, method: str, path: str, key: str | None = None) -> int | None:
-    """Of the answer; None: nobody listens."""
+    """Returns the status of the answer, or None if nobody listens."""
     connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
@@ -186,7 +188,7 @@ def status_of(port: str, method: str, path: str, key: str | None = None) -> int 
 
 @contextlib.contextmanager
 def gateway(key: str) -> Iterator[str]:
-    """A real one with this key in its Secret: its port."""
+    """Runs a real gateway with this key in its Secret, and yields its port."""
     arguments = gateway_arguments(key)
     port = parse_flags(arguments)["port"]
     process = subprocess.Popen([sys.executable, "-m", "smg", "launch", *arguments], env=ENVIRON)

@@ -19,7 +19,7 @@ PARAMETERS = {
 
 
 def names_of(route: Route) -> set[str]:
-    """Without what a name says of the field's value, or of a part of it."""
+    """Returns the names of a route's fields, without what a name says of the field's value, or of a part of it."""
     return {re.split(r"[.,]", field.name)[0] for field in route.fields}
 
 

@@ -1,4 +1,4 @@
-"""What `import pagewire` gives: its names, its version, and types for whoever checks theirs."""
+"""`import pagewire` gives its names, its version, and types for whoever checks theirs."""
 
 import subprocess
 import sys

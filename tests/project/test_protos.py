@@ -32,12 +32,12 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stub(source: Path, suffix: str) -> Path:
-    """Where the stub of `protos/pagewire/...` lies, relative to the root and as it is imported."""
+    """Returns where the stub of `protos/pagewire/...` lies, relative to the root and as it is imported."""
     return Path("pagewire/protos/gen", *source.parts[1:]).with_name(source.stem + suffix)
 
 
 def without_json_names(file: FileDescriptorProto) -> FileDescriptorProto:
-    """Generators differ in whether they write `json_name`; it follows from the name."""
+    """Returns a description without `json_name`, in which generators differ; it follows from the name."""
 
     def clear(message: DescriptorProto) -> None:
         for field in message.field:

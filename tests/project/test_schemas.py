@@ -73,7 +73,7 @@ def test_a_misspelt_field_is_seen() -> None:
 
 
 def test_every_kind_is_checked_by_someone() -> None:
-    """What kubernetes-validate does not know has a schema here."""
+    """Kinds that kubernetes-validate does not know have a schema here."""
     for item in examples():
         if not (SCHEMAS / f"{item['kind']}.yaml").exists():
             assert kubernetes_validate.validate(item, KUBERNETES_VERSION, strict=True)
@@ -197,7 +197,7 @@ def pods_of(overlay: str) -> dict[str, Manifest]:
 
 
 def verified(component: str, model: Path, sums: Path) -> bool:
-    """What the pod's own command says of a model's directory."""
+    """Returns what the pod's own command says of a model's directory."""
     (verify,) = [item for item in pods_of("model-claim")[component]["initContainers"] if item["name"] == "verify"]
     shell, flag, script = verify["command"]
     script = script.replace("/etc/model/", f"{sums}/").replace("/model", str(model))

@@ -51,7 +51,7 @@ params = SamplingParams(max_tokens=4)
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an environment that holds pagewire alone."""
+    """Returns a folder with an environment that holds pagewire alone."""
     folder = tmp_path_factory.mktemp("user")
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     (site_packages,) = (folder / "venv").glob("lib/python*/site-packages")
@@ -60,7 +60,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(user: Path, programs: dict[str, str]) -> str:
-    """What mypy says of some programs, by the names of their files."""
+    """Returns mypy's lines about some programs, which are given by the names of their files."""
     for name, program in programs.items():
         (user / f"{name}.py").write_text(program)
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(user / "cache")]
@@ -69,7 +69,8 @@ def check(user: Path, programs: dict[str, str]) -> str:
 
 
 def examples() -> dict[str, str]:
-    """The Python examples of all documents. One that awaits outside of a function is checked as the body of one."""
+    """Returns the Python examples of all documents. One that awaits outside of a function is checked as a function's
+    body."""
     found = {}
     for document in DOCUMENTS:
         for number, block in enumerate(
