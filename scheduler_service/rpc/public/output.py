@@ -23,7 +23,7 @@ MAX_RESPONSE_TOKENS = 2048
 _PIECE_TOKENS = 256  # of a whole output: less than a millisecond's work, log-probabilities included
 _MAX_TEXTS = 256  # texts of tokens that wait to be joined
 _BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
-_FINISH_REASONS = {
+FINISH_REASONS = {
     EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
     EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
     EndReason.ABORT: scheduler_pb2.FINISH_REASON_ABORT,
@@ -192,7 +192,7 @@ class Output:
                 self._add_logprobs(logprobs[:num_kept])
         if end is not None:
             self.is_over = True
-            if self._stop_text is None and end.reason not in _FINISH_REASONS:
+            if self._stop_text is None and end.reason not in FINISH_REASONS:
                 self.failure = end
             else:
                 self.end = end
@@ -236,7 +236,7 @@ class Output:
             response.finish_reason = scheduler_pb2.FINISH_REASON_STOP
             response.stop_text = self._stop_text
         else:
-            response.finish_reason = _FINISH_REASONS[end.reason]
+            response.finish_reason = FINISH_REASONS[end.reason]
             if end.stop_token_id is not None:
                 response.stop_token_id = end.stop_token_id
         if self._cumulative_logprob is not None:

@@ -144,7 +144,7 @@ class SchedulerServicer(RequestServicer):
         return response
 
     def _loads(self) -> scheduler_pb2.GetLoadsResponse:
-        """Raises RpcError."""
+        """Return the load of now, which operators may see. Raises RpcError."""
         check_operator("what the server is doing")
         response = report.encode_loads(self._step_loop.stats())
         response.generation_throughput = self._generation_throughput()
@@ -153,5 +153,5 @@ class SchedulerServicer(RequestServicer):
         return response
 
     def _find_detached(self, request: scheduler_pb2.AttachRequest | scheduler_pb2.GetResultRequest) -> Generation:
-        """Raises RpcError."""
+        """Find a detached request of the caller's. Raises RpcError."""
         return self._detached.find(tenant_of_call(request.tenant), request.request_id)
