@@ -185,7 +185,10 @@ class Output:
                 self._text_ends.append(self._num_chars + len(text))
             if text:
                 self._num_chars += len(text)
-                self._texts.append(text)
+                if self._text:
+                    self._texts.append(text)
+                else:
+                    self._text = text
                 if len(self._texts) == _MAX_TEXTS:
                     self._whole_text()
             if self._with_logprobs:
