@@ -17,6 +17,8 @@ from scheduler_service.rpc.public.tokenization import Tokenization
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.tokenizer import Tokenizer
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
@@ -25,16 +27,17 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(
         self,
         engine: RequestEngine,
+        model: ModelInfo,
+        tokenizer: Tokenizer | None,
         intake: Intake,
-        tokenization: Tokenization,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
-        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
+        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None = None,
     ) -> None:
         """`intake` is there for other services of the same server too: its limits hold for all of them together.
         Without `loads` calls of GenerateMany are not told any."""
-        self._engine = engine
         self.intake = intake
-        self._tokenization = tokenization
+        self._engine = engine
+        self._tokenization = Tokenization(tokenizer, intake.texts, model)
         self._make_shared_call = lambda: SharedCall(intake, server_info, loads)
         self._shared_calls: set[SharedCall] = set()
         self._is_closed = False

@@ -14,7 +14,6 @@ from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import RequestServicer
-from scheduler_service.rpc.public.tokenization import Tokenization
 from scheduler_service.rpc.tenants.authentication import check_operator, tenant_of_call
 from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.serving.model_info import ModelInfo
@@ -62,7 +61,7 @@ class SchedulerServicer(RequestServicer):
             detached=detached,
             quotas=quotas,
         )
-        super().__init__(step_loop, intake, Tokenization(tokenizer, intake.texts, model), self.server_info, self._loads)
+        super().__init__(step_loop, model, tokenizer, intake, self.server_info, self._loads)
         self._step_loop = step_loop
         self._model = model
         self._info = info
