@@ -12,7 +12,6 @@ from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import RequestServicer
-from scheduler_service.rpc.public.tokenization import Tokenization
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.tokenizer import Tokenizer
@@ -41,7 +40,7 @@ class FrontEndServicer(RequestServicer):
     ) -> None:
         """`address` is the scheduler's, for messages."""
         intake = Intake(link, model, tokenizer, max_pending_calls=max_pending_calls, text_limits=text_limits)
-        super().__init__(link, intake, Tokenization(tokenizer, intake.texts, model), link.server_info, None)
+        super().__init__(link, model, tokenizer, intake, link.server_info)
         self._link = link
         self._address = address
         for method in _SERVED_BY_THE_SCHEDULER_ALONE:

@@ -14,8 +14,9 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
+from scheduler_service.core.request import OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.front_end.request_encoding import encode_request
+from scheduler_service.rpc.public.output import FINISH_REASONS
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.waiting import Waiting
@@ -39,11 +40,7 @@ _MAX_BACKOFF = 1.0
 # What gRPC says of a call to which a write failed because the peer had ended it: the peer's own status is lost.
 _FAILED_WRITE = "Internal error from Core"
 _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
-_END_REASONS = {
-    scheduler_pb2.FINISH_REASON_STOP: EndReason.STOP,
-    scheduler_pb2.FINISH_REASON_LENGTH: EndReason.LENGTH,
-    scheduler_pb2.FINISH_REASON_ABORT: EndReason.ABORT,
-}
+_END_REASONS = {finish_reason: end_reason for end_reason, finish_reason in FINISH_REASONS.items()}
 
 
 class _Sent:

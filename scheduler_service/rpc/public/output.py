@@ -23,14 +23,14 @@ MAX_RESPONSE_TOKENS = 2048
 _PIECE_TOKENS = 256  # of a whole output: less than a millisecond's work, log-probabilities included
 _MAX_TEXTS = 256  # texts of tokens that wait to be joined
 _BASE_BYTES = 4096  # of a sample without a token, and of what stands around it
-_FINISH_REASONS = {
+FINISH_REASONS = {
     EndReason.STOP: scheduler_pb2.FINISH_REASON_STOP,
     EndReason.LENGTH: scheduler_pb2.FINISH_REASON_LENGTH,
     EndReason.ABORT: scheduler_pb2.FINISH_REASON_ABORT,
 }
 
 
-class Output:
+class SampleOutput:
     """What one sample has got so far. Kept, a token takes some 16 bytes; with log-probabilities 20 more, and 12 for
     each of the most likely tokens."""
 
@@ -185,14 +185,17 @@ class Output:
                 self._text_ends.append(self._num_chars + len(text))
             if text:
                 self._num_chars += len(text)
-                self._texts.append(text)
+                if self._text:
+                    self._texts.append(text)
+                else:
+                    self._text = text
                 if len(self._texts) == _MAX_TEXTS:
                     self._whole_text()
             if self._with_logprobs:
                 self._add_logprobs(logprobs[:num_kept])
         if end is not None:
             self.is_over = True
-            if self._stop_text is None and end.reason not in _FINISH_REASONS:
+            if self._stop_text is None and end.reason not in FINISH_REASONS:
                 self.failure = end
             else:
                 self.end = end
@@ -236,7 +239,7 @@ class Output:
             response.finish_reason = scheduler_pb2.FINISH_REASON_STOP
             response.stop_text = self._stop_text
         else:
-            response.finish_reason = _FINISH_REASONS[end.reason]
+            response.finish_reason = FINISH_REASONS[end.reason]
             if end.stop_token_id is not None:
                 response.stop_token_id = end.stop_token_id
         if self._cumulative_logprob is not None:
@@ -249,7 +252,7 @@ class Output:
 class OutputReader:
     """One reader's place in an output: the only one, if the output is not kept."""
 
-    def __init__(self, output: Output, first_token: int = 0, max_tokens: int = MAX_RESPONSE_TOKENS) -> None:
+    def __init__(self, output: SampleOutput, first_token: int = 0, max_tokens: int = MAX_RESPONSE_TOKENS) -> None:
         """Prompt log-probabilities are for those who read from the beginning. `max_tokens` are of one response."""
         self._output = output
         self._max_tokens = max_tokens

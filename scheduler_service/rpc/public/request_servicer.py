@@ -12,11 +12,13 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.rpc.public.generation import write_all
 from scheduler_service.rpc.public.intake import Intake
-from scheduler_service.rpc.public.shared_call import SharedCalls
+from scheduler_service.rpc.public.shared_call import SharedCall
 from scheduler_service.rpc.public.tokenization import Tokenization
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.tokenizer import Tokenizer
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
@@ -25,33 +27,39 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def __init__(
         self,
         engine: RequestEngine,
+        model: ModelInfo,
+        tokenizer: Tokenizer | None,
         intake: Intake,
-        tokenization: Tokenization,
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
-        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
+        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None = None,
     ) -> None:
         """`intake` is there for other services of the same server too: its limits hold for all of them together.
         Without `loads` calls of GenerateMany are not told any."""
-        self._engine = engine
         self.intake = intake
-        self._tokenization = tokenization
-        self._shared_calls = SharedCalls(intake, server_info, loads)
+        self._engine = engine
+        self._tokenization = Tokenization(tokenizer, intake.texts, model)
+        self._make_shared_call = lambda: SharedCall(intake, server_info, loads)
+        self._shared_calls: set[SharedCall] = set()
+        self._is_closed = False
 
     @property
     def num_unread_failures(self) -> int:
         """Failed submissions that clients of GenerateMany have not been told of. May be asked from any thread."""
-        return self._shared_calls.num_unread_failures
+        return sum(call.num_unread_failures for call in tuple(self._shared_calls))
 
     def add_to(self, server: grpc.aio.Server) -> None:
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
 
     def announce(self) -> None:
         """Tell calls of GenerateMany that the server's state has changed."""
-        self._shared_calls.announce()
+        for call in self._shared_calls:
+            call.announce()
 
     def close(self) -> None:
         """Let calls of GenerateMany end with their last request."""
-        self._shared_calls.close()
+        self._is_closed = True
+        for call in self._shared_calls:
+            call.close()
 
     async def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         generation = await self.intake.begin(request, context.time_remaining())
@@ -63,7 +71,14 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GenerateMany(
         self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        await self._shared_calls.serve(requests, context)
+        call = self._make_shared_call()
+        self._shared_calls.add(call)
+        try:
+            if self._is_closed:
+                call.close()
+            await call.serve(requests, context)
+        finally:
+            self._shared_calls.discard(call)
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext

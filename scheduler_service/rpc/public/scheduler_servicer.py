@@ -14,7 +14,6 @@ from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.kv_event_stream import kv_event_messages
 from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import RequestServicer
-from scheduler_service.rpc.public.tokenization import Tokenization
 from scheduler_service.rpc.tenants.authentication import check_operator, tenant_of_call
 from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.serving.model_info import ModelInfo
@@ -62,7 +61,7 @@ class SchedulerServicer(RequestServicer):
             detached=detached,
             quotas=quotas,
         )
-        super().__init__(step_loop, intake, Tokenization(tokenizer, intake.texts, model), self.server_info, self._loads)
+        super().__init__(step_loop, model, tokenizer, intake, self.server_info, self._loads)
         self._step_loop = step_loop
         self._model = model
         self._info = info
@@ -144,7 +143,7 @@ class SchedulerServicer(RequestServicer):
         return response
 
     def _loads(self) -> scheduler_pb2.GetLoadsResponse:
-        """Raises RpcError."""
+        """Return the load of now, which operators may see. Raises RpcError."""
         check_operator("what the server is doing")
         response = report.encode_loads(self._step_loop.stats())
         response.generation_throughput = self._generation_throughput()
@@ -153,5 +152,5 @@ class SchedulerServicer(RequestServicer):
         return response
 
     def _find_detached(self, request: scheduler_pb2.AttachRequest | scheduler_pb2.GetResultRequest) -> Generation:
-        """Raises RpcError."""
+        """Find a detached request of the caller's. Raises RpcError."""
         return self._detached.find(tenant_of_call(request.tenant), request.request_id)

@@ -68,6 +68,8 @@ class SharedCall:
         server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
         loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
     ) -> None:
+        """`server_info` says what the first message tells of the server, and another one whenever that has changed.
+        Without `loads` nobody here can say what there is to do."""
         self._intake = intake
         self._news = News()
         self._outlet = Outlet(self._news.tell)
@@ -168,7 +170,7 @@ class SharedCall:
             self._fail(request, RpcError(grpc.StatusCode.INTERNAL, "the request failed; see the server's log"))
 
     async def _take_in(self, submission: scheduler_pb2.Submission, request: _Submitted) -> None:
-        """Raises RpcError."""
+        """Check what comes with a request in this kind of call, and begin it. Raises RpcError."""
         continue_trace(submission.traceparent)
         message, token_only = submission.request, submission.token_only
         if submission.tenants_revision:
@@ -206,7 +208,7 @@ class SharedCall:
             request.generation.stop(stream_id - request.stream_id, num_tokens)
 
     def _ask_loads(self) -> None:
-        """Raises RpcError."""
+        """Tell the client the loads in the next message. Raises RpcError."""
         if self._loads is None:
             raise invalid("get_loads", "a front end does not tell loads; call the scheduler itself")
         self._tells_loads = True
@@ -306,48 +308,6 @@ class SharedCall:
                     self._cancel(request)
 
 
-class SharedCalls:
-    """All GenerateMany calls of a server."""
-
-    def __init__(
-        self,
-        intake: Intake,
-        server_info: Callable[[], scheduler_pb2.GetServerInfoResponse],
-        loads: Callable[[], scheduler_pb2.GetLoadsResponse] | None,
-    ) -> None:
-        """Without `loads` nobody here can say what there is to do."""
-        self._make_call = lambda: SharedCall(intake, server_info, loads)
-        self._calls: set[SharedCall] = set()
-        self._is_closed = False
-
-    @property
-    def num_unread_failures(self) -> int:
-        """Count those of all calls. May be asked from any thread."""
-        return sum(call.num_unread_failures for call in tuple(self._calls))
-
-    async def serve(
-        self, requests: AsyncIterator[scheduler_pb2.GenerateManyRequest], context: grpc.aio.ServicerContext
-    ) -> None:
-        """Serve one call to its end. Raises RpcError."""
-        call = self._make_call()
-        self._calls.add(call)
-        try:
-            if self._is_closed:
-                call.close()
-            await call.serve(requests, context)
-        finally:
-            self._calls.discard(call)
-
-    def announce(self) -> None:
-        for call in self._calls:
-            call.announce()
-
-    def close(self) -> None:
-        self._is_closed = True
-        for call in self._calls:
-            call.close()
-
-
 def _no_such_streams(stream_id: int, num_samples: int) -> RpcError:
     return invalid(
         "submit.stream_id",
@@ -357,7 +317,7 @@ def _no_such_streams(stream_id: int, num_samples: int) -> RpcError:
 
 
 def _check_token_only(message: scheduler_pb2.GenerateRequest) -> None:
-    """Raises RpcError."""
+    """Refuse texts in a request of which only tokens are wanted. Raises RpcError."""
     if message.WhichOneof("prompt") == "text":
         raise invalid("text", "a token-only request has no text; send the prompt as token_ids")
     if message.sampling.stop:

@@ -23,7 +23,7 @@ class Tokenization:
         self._model = model
 
     async def tokenize(self, request: scheduler_pb2.TokenizeRequest) -> scheduler_pb2.TokenizeResponse:
-        """Raises RpcError."""
+        """Make tokens of texts. Raises RpcError."""
         texts = self._required(self._texts, "texts")
         tenant = tenant_of_call("")
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -39,7 +39,7 @@ class Tokenization:
         return response
 
     async def detokenize(self, request: scheduler_pb2.DetokenizeRequest) -> scheduler_pb2.DetokenizeResponse:
-        """Raises RpcError."""
+        """Make texts of tokens. Raises RpcError."""
         tokenizer = self._required(self._tokenizer, "prompts")
         skip_special_tokens = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         response = scheduler_pb2.DetokenizeResponse()
