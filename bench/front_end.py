@@ -179,12 +179,12 @@ async def run_steps(worker: str) -> None:
     from scheduler_service.serving.step_loop import StepLoop
 
     scheduler = Scheduler(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=2048)
-    step_loop = StepLoop(scheduler, Metrics(), worker_timeout=60)
+    step_loop = StepLoop(scheduler, [Metrics()], worker_timeout=60)
     digest = read_model_info(MODEL).digest
     async with grpc.aio.insecure_channel(worker, CHANNEL_OPTIONS) as channel:
         link = WorkerLink([channel], step_loop, instance_id="bench", model_digest=digest, pipeline_depth=2)
         running = [asyncio.create_task(each) for each in (link.run(), step_loop.run())]
-        await step_loop.wait_for_first_worker()
+        await step_loop.availability.wait_for_first_worker()
         print("ready on -", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             num_streams, num_tokens = map(int, line.split())

@@ -85,13 +85,6 @@ def fields(value) -> dict:
     return {name: getattr(value, name) for name in value.__slots__}
 
 
-class NoObserver:
-    """An observer that keeps no metrics: both arms do without them."""
-
-    def __getattr__(self, name):
-        return lambda *arguments: None
-
-
 @asynccontextmanager
 async def one_process(arguments, step_loop) -> AsyncIterator[None]:
     from worker_service.config import WorkerConfig
@@ -138,7 +131,7 @@ async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
     async with worker_process(arguments) as target, grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
         link = WorkerLink([channel], step_loop, instance_id="bench", model_digest=info.digest, pipeline_depth=2)
         running = asyncio.create_task(link.run())
-        await step_loop.wait_for_first_worker()
+        await step_loop.availability.wait_for_first_worker()
         yield
         running.cancel()
 
@@ -150,7 +143,7 @@ async def run_injected(arguments, arm) -> None:
     from scheduler_service.serving.step_loop import StepLoop
 
     scheduler = Scheduler(max_num_seqs=256, max_num_batched_tokens=2048, max_model_len=4096)
-    step_loop = StepLoop(scheduler, NoObserver(), worker_timeout=60)
+    step_loop = StepLoop(scheduler, [], worker_timeout=60)
     stepping = asyncio.create_task(step_loop.run())
 
     async def round_of(index: int) -> None:

@@ -25,7 +25,7 @@ _DEFAULTS = "defaults"  # the origin of what nobody chose
 
 
 class OptionError(ValueError):
-    """A key, flag or value that cannot be; the text names it and the remedy."""
+    """A key, flag or value cannot be taken; the text names it and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Resolved:
     origins: Mapping[str, str]
 
     def build(self, config_type: type, **overrides: Any) -> Any:
-        """An instance of a config dataclass from the values that it has fields for."""
+        """Make an instance of a config dataclass from the values that it has fields for."""
         names = [field.name for field in dataclasses.fields(config_type) if field.name in self.values]
         return config_type(**{name: self.values[name] for name in names} | overrides)
 
     def describe(self) -> list[str]:
-        """A line for each origin that somebody chose, with the values from there, strongest origin first."""
+        """Write a line for each origin that somebody chose, with the values from there, strongest origin first."""
         by_origin: dict[str, list[str]] = {}
         for name, origin in self.origins.items():
             by_origin.setdefault(origin, []).append(f"{name}={self.values[name]}")
@@ -75,13 +75,13 @@ class Resolved:
         return [f"options from {origin}: {', '.join(by_origin[origin])}" for origin in origins]
 
     def describe_defaults(self) -> str:
-        """A line with all other values."""
+        """Write a line with the values that nobody chose."""
         names = [name for name, origin in self.origins.items() if origin == _DEFAULTS]
         return f"options that have their defaults: {', '.join(f'{name}={self.values[name]}' for name in names)}"
 
 
 def options_of(*config_types: type, without: Iterable[str] = ()) -> dict[str, Option]:
-    """The options of some dataclasses, by name; of a field that several have, the first one's."""
+    """Find the options of some dataclasses, by name. A field that several have is the first one's."""
     options: dict[str, Option] = {}
     excluded = set(without)
     for config_type in config_types:
@@ -199,14 +199,14 @@ def _metavar(option: Option) -> str:
 
 
 def _help(option: Option) -> str:
-    """What None and "" mean is for the option's own text to say."""
+    """Write the help of an option with its default; the option's own text says what None and "" mean."""
     default = "required" if option.required else f"default: {_text(option.default)}"
     is_told = option.required or option.default not in (None, "")
     return _escape(f"{option.help} ({default})" if is_told else option.help)
 
 
 def _escape(text: str) -> str:
-    """For argparse, which formats help texts."""
+    """Escape a text for argparse, which formats help texts."""
     return text.replace("%", "%%")
 
 
@@ -215,7 +215,7 @@ def _text(value: Any) -> str:
 
 
 def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, environ: Mapping[str, str]) -> Resolved:
-    """The value of every option and its origin. Raises OptionError for an unknown key or a value that cannot be."""
+    """Find the value of every option and its origin. Raises OptionError for a bad key or value."""
     path = arguments.config or environ.get(CONFIG_VARIABLE)
     configured = _read_yaml(path, options) if path else {}
     values: dict[str, Any] = {}
@@ -239,7 +239,7 @@ def resolve(options: Mapping[str, Option], arguments: argparse.Namespace, enviro
 
 
 def unknown_variables(options: Mapping[str, Option], environ: Mapping[str, str]) -> list[str]:
-    """A line for each variable that looks like a misspelt option.
+    """Write a line for each variable that looks like a misspelt option.
 
     Only a warning: platforms set variables of their own with our prefix (Kubernetes does for a Service `pagewire`).
     """
@@ -274,7 +274,7 @@ def _read_yaml(path: str, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def _convert(option: Option, given: Any, source: str) -> Any:
-    """A given text or YAML value as the option's type, or OptionError."""
+    """Convert a given text or YAML value to the option's type. Raises OptionError."""
     if given is None and option.optional:
         return None
     try:
@@ -311,7 +311,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def to_flags(config: Any) -> list[str]:
-    """The flags for all values of a config that are not their defaults. ValueError for one that no flag can give."""
+    """Write the flags for all values of a config that are not their defaults. Raises ValueError if there is none."""
     flags: list[str] = []
     for option in options_of(type(config)).values():
         value = getattr(config, option.name)

@@ -23,9 +23,11 @@ from scheduler_service.core.plan import PART_NAMES, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     EndReason,
     KvEventCounts,
+    Request,
     SchedulerStats,
     SequenceEnd,
 )
+from scheduler_service.serving.observer import Observer
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip  # noqa: E501
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -57,7 +59,7 @@ _FINISHED_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReas
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
-    """What the service around the core holds, and what it has let go. Sizes in bytes."""
+    """Counts of what the service around the core holds, and of what it has let go. Sizes are in bytes."""
 
     num_log_lines_dropped: int = 0
     waiting_text_bytes: int = 0
@@ -77,7 +79,7 @@ class Histogram:
         self.sum += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of observations up to it), as Prometheus wants them."""
+        """The pairs (upper bound, number of observations up to it), as Prometheus wants them."""
         total, buckets = 0, []
         for bound, count in zip([*(str(float(bound)) for bound in self.bounds), "+Inf"], self._counts, strict=True):
             total += count
@@ -85,8 +87,8 @@ class Histogram:
         return buckets
 
 
-class Metrics:
-    """A step loop's observer."""
+class Metrics(Observer):
+    """The numbers as the step loop reports them."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -106,13 +108,13 @@ class Metrics:
         self._collection_began_at = 0.0
 
     def collection(self, phase: str, info: dict[str, Any]) -> None:
-        """A callback of Python's garbage collector."""
+        """Observe how long a collection took. It is a callback of Python's garbage collector."""
         if phase == "start":
             self._collection_began_at = time.perf_counter()
         else:
             self._observe("pagewire:gc_pause_seconds", time.perf_counter() - self._collection_began_at)
 
-    def step_finished(self, result: StepResult, stats: SchedulerStats, now: float) -> None:
+    def step_finished(self, result: StepResult, stats: SchedulerStats) -> None:
         # A prompt counts in the step in which its sequence first runs, all chunks of it together.
         num_computed = stats.num_prompt_tokens - stats.num_cached_prompt_tokens
         self._step_tokens.observe(len(result.token_ids) + num_computed - self._num_computed_prompt_tokens)
@@ -122,7 +124,7 @@ class Metrics:
             self._part_us[i] += us
 
     def part_seconds(self) -> dict[str, float]:
-        """Of all steps on the worker, by part."""
+        """The seconds of all steps on the worker together, by part of the step."""
         return {name.removesuffix("_us"): us / 1e6 for name, us in zip(PART_NAMES, self._part_us, strict=True)}
 
     def first_token_after(self, seconds: float) -> None:
@@ -134,7 +136,7 @@ class Metrics:
     def plan_sent(self, num_bytes: int) -> None:
         self._plan_bytes.observe(num_bytes)
 
-    def worker_changed(self, capacity: WorkerCapacity | None, epoch: int) -> None:
+    def worker_changed(self, capacity: WorkerCapacity | None) -> None:
         if capacity is None:
             self.num_worker_losses += 1
         else:
@@ -147,7 +149,7 @@ class Metrics:
     def invariant_failed(self) -> None:
         self.num_invariant_failures += 1
 
-    def sequence_ended(self, end: SequenceEnd, now: float) -> None:
+    def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
         self.num_ended[end.reason] += 1
         if end.reason not in _FINISHED_REASONS:
             return
@@ -178,7 +180,7 @@ class MetricsCollector(Collector):
         model_name: str,
         read_service_stats: Callable[[], ServiceStats],
     ) -> None:
-        """Both are read from other threads than the event loop's."""
+        """`read_stats` and `read_service_stats` are called on other threads than the event loop's."""
         self._metrics = metrics
         self._read_stats = read_stats
         self._read_service_stats = read_service_stats
@@ -278,7 +280,7 @@ class MetricsCollector(Collector):
         return family
 
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        """A counter for each value of one more label."""
+        """Make a counter for each value of one more label."""
         family = CounterMetricFamily(name, text, labels=[*self._labels, label])
         for label_value, value in values.items():
             family.add_metric([*self._labels.values(), label_value], value)

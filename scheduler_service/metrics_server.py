@@ -28,18 +28,18 @@ TIMEOUT = 5.0
 
 
 class MetricsServer:
-    """Answers on threads of its own."""
+    """Answers scrapes on threads of its own."""
 
     def __init__(self, collector: Collector, host: str, port: int | None) -> None:
-        """`port` None: the usual one, or any free one where that is taken. Raises OSError for another that is taken."""
+        """Without a port it is the usual one, or any free one if that is taken. Raises OSError if `port` is taken."""
         registry = CollectorRegistry()
         registry.register(collector)
         try:
-            self._server = _Server(registry, host, DEFAULT_PORT if port is None else port)
+            self._server = _HttpServer(registry, host, DEFAULT_PORT if port is None else port)
         except OSError as error:
             if port is not None or error.errno != errno.EADDRINUSE:
                 raise refusal(error, host, port or DEFAULT_PORT, "--metrics-port") from None
-            self._server = _Server(registry, host, 0)
+            self._server = _HttpServer(registry, host, 0)
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
         self.port: int = self._server.server_port
@@ -51,7 +51,7 @@ class MetricsServer:
         self._thread.join()
 
 
-class _Server(ThreadingHTTPServer):
+class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a silent connection holds nobody up
 
@@ -78,7 +78,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: _HttpServer
     timeout = TIMEOUT
 
     def do_GET(self) -> None:

@@ -7,23 +7,21 @@ to the worker with the request's rows. This module needs the extra `tracing`.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+from pagewire.transport.otlp import tracer_provider
 from scheduler_service.core.request import EndReason, Request, SequenceEnd
+from scheduler_service.serving.observer import Observer
 
 _OPERATION = "text_completion"
 _FINISHES = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
-_EXPORT_TIMEOUT = 1.0  # seconds: a collector that is not there must not delay the end of the process
 
 
 @dataclass(slots=True)
@@ -34,43 +32,35 @@ class _OpenRequest:
     num_output_tokens: int = 0
 
 
-class Tracing:
-    """Hears of requests from the step loop. All times are those of `time.monotonic`."""
+class Tracing(Observer):
+    """Makes the spans of requests that the step loop takes. All times are those of `time.monotonic`."""
 
     def __init__(
         self, endpoint: str, *, model_name: str, version: str, read_context: Callable[[], Mapping[str, str]]
     ) -> None:
         """`endpoint` is a collector's, http://HOST:PORT for OTLP over gRPC. `read_context` gives the trace headers of
         the call that submits a request."""
-        resource = Resource.create({"service.name": "pagewire-scheduler", "service.version": version})
-        self._provider = TracerProvider(resource=resource)
-        exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider = tracer_provider(endpoint, "pagewire-scheduler", version)
         self._tracer = self._provider.get_tracer("pagewire", version)
         self._propagator = TraceContextTextMapPropagator()
         self._model_name = model_name
         self._read_context = read_context
-        self._begun: trace.Span | None = None  # of the request that is about to be taken, or was refused
         self._requests: dict[tuple[str, str], _OpenRequest] = {}
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
-    def begin(self, request: Request) -> Request:
-        """The request with its span's context. Called in the task of the call that submits it, just before it is
-        taken; of one that is refused there is no span."""
-        self._begun = self._tracer.start_span(
+    @contextmanager
+    def submission(self, request: Request) -> Iterator[Request]:
+        """Give the request with its span's context. A request that is refused has no span."""
+        span = self._tracer.start_span(
             f"{_OPERATION} {self._model_name}",
             context=self._propagator.extract(self._read_context()),
             kind=trace.SpanKind.SERVER,
             attributes=self._attributes_of(request),
         )
         headers: dict[str, str] = {}
-        self._propagator.inject(headers, trace.set_span_in_context(self._begun))
-        return replace(request, traceparent=headers.get("traceparent", ""))
-
-    def submitted(self, request: Request) -> None:
-        assert self._begun is not None
-        self._requests[request.tenant, request.request_id] = _OpenRequest(self._begun, request.n)
-        self._begun = None
+        self._propagator.inject(headers, trace.set_span_in_context(span))
+        yield replace(request, traceparent=headers.get("traceparent", ""))
+        self._requests[request.tenant, request.request_id] = _OpenRequest(span, request.n)
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
         key = (request.tenant, request.request_id)
@@ -92,7 +82,7 @@ class Tracing:
             opened.span.end(self._nanoseconds(now))
 
     def close(self) -> None:
-        """Send what waits, as far as the collector takes it."""
+        """Send the spans that wait, as far as the collector takes them."""
         self._provider.shutdown()
 
     def _attributes_of(self, request: Request) -> dict[str, AttributeValue]:
@@ -132,5 +122,5 @@ class Tracing:
         child.end(self._nanoseconds(finish))
 
     def _nanoseconds(self, moment: float) -> int:
-        """Since 1970."""
+        """Translate a moment of `time.monotonic` into nanoseconds since 1970."""
         return self._epoch_ns + int(moment * 1e9)

@@ -34,12 +34,12 @@ class LaunchedStep(Protocol):
         """Whether `result` would return at once."""
 
     def result(self) -> StepResult:
-        """Wait for it. To be called once, and in the order in which steps were launched."""
+        """Wait for the step's result. To be called once, and in the order in which steps were launched."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """One that was done when it was launched."""
+    """A step that was done when it was launched."""
 
     finished: StepResult
 
@@ -51,7 +51,7 @@ class FinishedStep:
 
 
 class Runner(Protocol):
-    """What carries out plans."""
+    """It carries out plans, one behind the other."""
 
     def reset(self, epoch: int) -> None:
         """Begin an epoch: forget every row, after everything that was started has finished."""
@@ -94,7 +94,7 @@ class EngineSession:
 
 
 class Engine:
-    """Owns the thread. Its methods may be called from any other."""
+    """Owns the thread that computes. Its methods may be called from any other."""
 
     def __init__(
         self, load: Callable[[], LoadedWorker], on_step_done: Callable[[StepPlan, int], None] = lambda plan, ns: None
@@ -154,7 +154,7 @@ class Engine:
         self._loaded = None  # connections to other ranks end before the interpreter does
 
     def _next_command(self) -> Callable[[], None] | None:
-        """Waits for it, and meanwhile tells of moves that are done."""
+        """Wait for the next command, and meanwhile tell of moves that are done."""
         while self._moving is not None and not self._moving.has_ended:
             try:
                 return self._commands.get(timeout=_MOVE_POLL_INTERVAL_S)

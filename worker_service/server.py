@@ -56,7 +56,7 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
     exit_with_parent()
     try:
         check_worker(config)
-        server = _Server(config, refuse)
+        server = _WorkerProcess(config, refuse)
     except ValueError as error:
         return refuse(str(error))
     status = asyncio.run(server.run())
@@ -77,7 +77,7 @@ def limit_spinning(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
-class _Server:
+class _WorkerProcess:
     def __init__(self, config: WorkerConfig, refuse: Callable[[str], int]) -> None:
         """Raises ValueError for what is asked for but is not there."""
         self._config = config
@@ -89,11 +89,12 @@ class _Server:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the engine's thread is still there."""
+        """Whether the engine's thread still runs."""
         return self._engine.is_running
 
     async def run(self) -> int:
-        """The exit status. Raises OSError for what a person can put right, such as the port."""
+        """Serve until told to stop, and return the exit status. Raises OSError for what a person can put right, such as
+        a taken port."""
         stop = stop_at_signals(lambda number: os._exit(128 + number))
         server = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option()))
         servicer = WorkerServicer(
@@ -128,7 +129,7 @@ class _Server:
         return 0
 
     def _load(self) -> LoadedWorker:
-        """Runs on the engine's thread: torch is imported there too, and only there it is called."""
+        """Load the worker on the engine's thread: torch is imported there too, and only there it is called."""
         limit_spinning(os.environ)
         try:
             import torch  # noqa: F401
@@ -153,7 +154,7 @@ class _Server:
         self._engine.load_percent = percent
 
     async def _until_loaded(self, stop: asyncio.Event) -> bool:
-        """False if told to stop before. Raises what loading raised."""
+        """Wait for the worker to load. False if it was told to stop before; an error of loading is raised."""
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[Exception | None] = loop.create_future()
         self._engine.start(lambda error: loop.call_soon_threadsafe(loaded.set_result, error))
@@ -191,7 +192,7 @@ def _tracing(config: WorkerConfig) -> "StepTracing | None":
 
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
-    """The address that is bound. Raises OSError, with a text for people, if it cannot be."""
+    """Bind the port or the socket, and return its address. Raises OSError, with a text for people."""
     credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
     if config.socket is not None:
         return listen_on_socket(server, config.socket, credentials, "--socket")
@@ -200,10 +201,10 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
 
 
 def _worker_id() -> str:
-    """Which process this is, for people: HOST:PID:RANDOM. Process ids come back, so there is something random in it."""
+    """Name this process for people: HOST:PID:RANDOM. Process ids come back, so something in it is random."""
     return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
 
 
 def _names(text: str | None) -> frozenset[str] | None:
-    """Names that commas separate, None for any."""
+    """Read names that commas separate; None stands for any name."""
     return None if text is None else frozenset(name.strip() for name in text.split(","))

@@ -9,20 +9,15 @@ import time
 from dataclasses import dataclass
 
 from opentelemetry import context, trace
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from pagewire.transport.otlp import tracer_provider
 from worker_service.step import RowOpening, StepPlan
-
-_EXPORT_TIMEOUT = 1.0  # seconds: a collector that is not there must not delay the end of the process
 
 
 @dataclass(slots=True)
 class _Phase:
-    """What a row is doing. Times are in nanoseconds since 1970."""
+    """The span that a row is in. Times are in nanoseconds since 1970."""
 
     parent: context.Context
     sequence_id: int
@@ -33,14 +28,11 @@ class _Phase:
 
 
 class StepTracing:
-    """Hears of steps in order, on whichever thread of the engine delivers them."""
+    """Hears of every step, in order, on whichever thread of the engine delivers them."""
 
     def __init__(self, endpoint: str, *, version: str) -> None:
         """`endpoint` is a collector's, http://HOST:PORT for OTLP over gRPC."""
-        resource = Resource.create({"service.name": "pagewire-worker", "service.version": version})
-        self._provider = TracerProvider(resource=resource)
-        exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_TIMEOUT)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider = tracer_provider(endpoint, "pagewire-worker", version)
         self._tracer = self._provider.get_tracer("pagewire", version)
         self._propagator = TraceContextTextMapPropagator()
         self._prefilling: dict[int, _Phase] = {}  # by slot
@@ -48,7 +40,7 @@ class StepTracing:
         self._epoch = self._last_step = self._last_ended_ns = 0
 
     def step_done(self, plan: StepPlan, started_ns: int) -> None:
-        """A step that began then is done now."""
+        """Take note of a step that began then and is done now."""
         if plan.epoch != self._epoch:
             self._end_all()
             self._epoch = plan.epoch
@@ -63,7 +55,7 @@ class StepTracing:
         self._last_step, self._last_ended_ns = plan.step, ended_ns
 
     def close(self) -> None:
-        """Send what waits, as far as the collector takes it."""
+        """Send the spans that wait, as far as the collector takes them."""
         self._end_all()
         self._provider.shutdown()
 

@@ -107,7 +107,7 @@ def serve(arguments: Sequence[str]) -> int:
 
 
 def serve_options() -> dict[str, options.Option]:
-    """Everything that `pagewire serve` takes, by name."""
+    """Find the options that `pagewire serve` takes, by name."""
     from scheduler_service.config import SchedulerConfig
     from worker_service.config import WorkerConfig
 
@@ -116,7 +116,7 @@ def serve_options() -> dict[str, options.Option]:
 
 
 def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, scheduler_config: Any) -> None:
-    """What it and the scheduler cannot have both."""
+    """Refuse options that a gateway and its scheduler cannot have both."""
     if scheduler_config.tls_cert is not None:
         parser.error("--gateway and --tls-cert cannot go together: the gateway dials the scheduler in plaintext")
     for flag, port in (("--port", scheduler_config.port), ("--metrics-port", scheduler_config.metrics_port)):
@@ -125,7 +125,7 @@ def _check_gateway(parser: options.Parser, gateway_config: GatewayConfig, schedu
 
 
 def _ranks(resolved: options.Resolved, directory: Path) -> list[dict[str, Any]]:
-    """What each of the worker's ranks has of its own: a socket in the directory, and a share of the CPU."""
+    """Find the options that each rank of the worker has for itself: a socket in the directory, a share of the CPU."""
     size = max(1, resolved.values["tensor_parallel_size"])
     sockets = [str(directory / f"rank-{rank}") for rank in range(size)]
     if size == 1:
@@ -219,7 +219,7 @@ def _service_config(
 
 
 def _locate(resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
-    """The checkpoint directory of MODEL, downloaded if need be; not for a worker that could not run here.
+    """Find the checkpoint directory of MODEL, downloaded if need be; not for a worker that could not run here.
 
     Raises SystemExit for what will not change by trying again.
     """
@@ -235,7 +235,7 @@ def _locate(resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
 
 
 def _at(config: Any, found: LocatedModel) -> Any:
-    """A service's config with the directory as its model. Clients know a model of the hub by its id."""
+    """Put the directory into a service's config as its model. Clients know a model of the hub by its id."""
     changes = {"model": found.directory}
     names = {field.name for field in dataclasses.fields(config)}
     if found.hub_id is not None and "served_model_name" in names and config.served_model_name is None:
@@ -317,7 +317,7 @@ async def _run_services(
     stop: asyncio.Event,
     stop_now: asyncio.Event,
 ) -> int:
-    """Until `stop`, and not beyond `stop_now`. The gateway goes when the scheduler has, and the workers last."""
+    """Run all until `stop`, not beyond `stop_now`. The gateway goes when the scheduler has, and the workers last."""
     from scheduler_service import server
 
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -9,11 +9,11 @@ import logging
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from pagewire.transport.addresses import join
 from pagewire.transport.listening import check_port
+from pagewire.transport.option_limits import PORT, between, check_options, option
 
 REQUIREMENT = "pagewire[gateway]"
 # The variable with the key that the gateway's administration asks for: adding workers, tokenizers, flushing caches.
@@ -32,24 +32,16 @@ _HEALTH_CHECK_INTERVAL = 5
 _SHUTDOWN_GRACE = 1  # seconds; it is ended when the scheduler has drained
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
 class GatewayConfig:
-    gateway: bool = _option(False, f"also run a gateway with the OpenAI API; needs {REQUIREMENT}")
-    gateway_host: str = _option("127.0.0.1", "address that the gateway listens on; it admits everyone who can reach it")
-    gateway_port: int = _option(8000, "HTTP port that the gateway listens on")
-    gateway_metrics_port: int = _option(0, "port of the gateway's own /metrics, on loopback; 0 picks a free one")
+    gateway: bool = option(False, f"also run a gateway with the OpenAI API; needs {REQUIREMENT}")
+    gateway_host: str = option("127.0.0.1", "address that the gateway listens on; it admits everyone who can reach it")
+    gateway_port: int = option(8000, "HTTP port that the gateway listens on", between(1, 65535))
+    gateway_metrics_port: int = option(0, "port of the gateway's own /metrics, on loopback; 0 picks a free one", PORT)
 
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
-        for name in ("gateway_port", "gateway_metrics_port"):
-            lowest = 1 if name == "gateway_port" else 0
-            if not lowest <= getattr(self, name) <= 65535:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} is {getattr(self, name)}, but must be {lowest} to 65535")
+        check_options(self)
         if not self.gateway:
             return
         if importlib.util.find_spec("smg") is None:
@@ -68,7 +60,7 @@ class GatewayConfig:
 
 
 def level_of(line: str) -> int:
-    """The level at which a line that the gateway printed is logged here."""
+    """Find the level at which a line that the gateway printed is logged here."""
     if _ABOUT_PICTURES.match(line):
         return logging.DEBUG
     found = _LINE.match(line)
@@ -78,7 +70,7 @@ def level_of(line: str) -> int:
 def gateway_command(
     config: GatewayConfig, scheduler_url: str, log_level: str, free_port: Callable[[str], int]
 ) -> list[str]:
-    """What starts it for the scheduler at `grpc://HOST:PORT`."""
+    """Make the command that starts the gateway for the scheduler at `grpc://HOST:PORT`."""
     host, _, port = scheduler_url.removeprefix("grpc://").rpartition(":")
     options = {
         "host": config.gateway_host,

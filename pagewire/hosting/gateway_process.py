@@ -41,7 +41,7 @@ def _announce(url: str) -> None:
 
 
 def _is_ready(url: str) -> bool:
-    """Whether it has a scheduler and that one's tokenizer, which it loads last."""
+    """Whether the gateway has a scheduler and its tokenizer, which it loads last."""
     try:
         _fetch(url, "GET", "/readiness")
         models = json.loads(_fetch(url, "GET", "/v1/models"))["data"]
@@ -52,7 +52,7 @@ def _is_ready(url: str) -> bool:
 
 
 def _fetch(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """Raises OSError, HTTPException, and LookupError for what is no success."""
+    """Fetch the body of an answer. Raises OSError, HTTPException, and LookupError for what is no success."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT)
     try:
         connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})

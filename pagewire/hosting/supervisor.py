@@ -24,7 +24,8 @@ WORKER_PORTS = range(20_000, 32_768)
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Times in seconds. The delay doubles with each death until the worker has run for `steady_s`."""
+    """How often and how soon a child is started again. The delay doubles with each death until the child has run for
+    `steady_s`."""
 
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
@@ -51,7 +52,7 @@ class Exit:
 
 
 class Restarts:
-    """Decides what follows an exit. Pure."""
+    """Decides what follows an exit, without any effect."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -60,7 +61,7 @@ class Restarts:
         self._num_failed_starts = 0
 
     def delay_after(self, ended: Exit) -> float | None:
-        """Seconds to wait before the next start, or None: give up, the worker has never come up and says why not."""
+        """Return the seconds to wait before the next start, or None to give up: the worker has never come up."""
         self._ever_ready |= ended.was_ready
         if ended.code == EXIT_REFUSED and not self._ever_ready:
             return None
@@ -77,7 +78,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Why a child is not started again, and the exit code that says so."""
+    """The reason for which a child is not started again, and the exit code that says so."""
 
     reason: str
     code: int
@@ -192,7 +193,7 @@ class Supervisor:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on."""
+    """Find a port that nobody listens on."""
     for port in random.sample(WORKER_PORTS, k=100):
         with socket.socket() as probe:
             try:
@@ -204,6 +205,6 @@ def free_port(host: str) -> int:
 
 
 def child_environ(environ: Mapping[str, str], option_variables: Sequence[str]) -> dict[str, str]:
-    """The environment of the child: without its parent's options, and with the process that it must not outlive."""
+    """Make the child's environment: without its parent's options, and with the process that it must not outlive."""
     inherited = {name: value for name, value in environ.items() if name not in option_variables}
     return inherited | {EXIT_WITH_PARENT: str(os.getpid())}

@@ -18,7 +18,7 @@ def dial(
     key: str | None,
     name: str | None,
 ) -> grpc.aio.Channel:
-    """A channel, in plaintext without `ca`. `name` is the one in the server's certificate, if its host differs.
+    """Open a channel, in plaintext without `ca`. `name` is the one in the server's certificate, if its host differs.
 
     Raises OSError for a file that cannot be read.
     """

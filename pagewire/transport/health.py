@@ -17,7 +17,7 @@ MAX_PROBES = 16  # connections of the port that answers probes alone
 
 class Health:
     def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-        """Adds what there is to a server that has not started, for services that are ready together."""
+        """Add health and reflection to a server that has not started, for services that are ready together."""
         self._servicer = None
         self._probed: grpc.aio.Server | None = None
         self._ready_names = ("", *service_names)

@@ -1,4 +1,4 @@
-"""The secret by which who listens knows who dials, from a file that both have."""
+"""The secret by which a service knows who dials it, from a file that both have."""
 
 import hmac
 import logging
@@ -12,7 +12,7 @@ _MIN_BYTES, _MAX_BYTES = 16, 4096
 
 
 class LinkSecret:
-    """It is read anew for every session, so that a file that is replaced counts from the next one on."""
+    """A secret in a file, which is read anew for every session: a file that is replaced counts from the next one on."""
 
     def __init__(self, path: str) -> None:
         """Raises ValueError, one line that names the flag."""
@@ -20,11 +20,11 @@ class LinkSecret:
         self._last = self._read()
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """What who dials adds to a call."""
+        """The metadata by which a caller shows the secret."""
         return ((_KEY, self._current()),)
 
     def is_in(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether whoever made the call knows it."""
+        """Whether the metadata of a call shows the secret."""
         shown = [value for key, value in metadata if key == _KEY]
         return len(shown) == 1 and isinstance(shown[0], bytes) and hmac.compare_digest(shown[0], self._current())
 
@@ -51,5 +51,5 @@ class LinkSecret:
 
 
 def shows_one(metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-    """Whether a call shows any secret."""
+    """Whether the metadata of a call shows any secret."""
     return any(key == _KEY for key, _ in metadata)

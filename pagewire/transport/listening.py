@@ -25,8 +25,8 @@ _CONNECT_TIMEOUT_S = 1.0
 
 
 def connections_option(max_connections: int | None = None) -> tuple[str, int]:
-    """The option of a gRPC server that closes connections beyond so many at once. By default, beyond what this process
-    may open, so that whoever connects never takes the descriptors that the service needs."""
+    """Make the option of a gRPC server that closes connections beyond so many at once. By default these are as many as
+    this process may open, so that clients never take the descriptors that the service needs."""
     return ("grpc.max_allowed_incoming_connections", max_connections or _max_connections())
 
 
@@ -38,7 +38,7 @@ def _max_connections() -> int:
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, flag: str) -> int:
-    """The port that was bound; `flag` is the one that chooses it. Raises OSError, one line for people."""
+    """Bind a port, which `flag` chooses, and return it. Raises OSError, one line for people."""
     # gRPC's core would log the cause itself, and tell Python nothing of it.
     check_port(host, port, flag)
     try:
@@ -51,7 +51,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serv
 
 
 def listen_on_socket(server: grpc.aio.Server, path: str, credentials: grpc.ServerCredentials | None, flag: str) -> str:
-    """The address by which clients reach it; `flag` is the one that chooses it. Raises OSError, one line for people."""
+    """Bind a Unix socket, which `flag` chooses, and return its address. Raises OSError, one line for people."""
     # gRPC would take the path from a server that listens there.
     trouble = _socket_trouble(path)
     if trouble:
@@ -64,7 +64,7 @@ def listen_on_socket(server: grpc.aio.Server, path: str, credentials: grpc.Serve
 
 
 def _add(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    """The port that was bound, 0 or RuntimeError if none was."""
+    """Bind an address. The port is 0, or RuntimeError is raised, if that failed."""
     if credentials is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, credentials)
@@ -86,7 +86,7 @@ def check_port(host: str, port: int, flag: str) -> None:
 
 
 def refusal(error: OSError, host: str, port: int, flag: str) -> OSError:
-    """What to raise for an error of bind."""
+    """Make the error for people of one that bind has raised."""
     causes = {
         errno.EADDRINUSE: (f"port {port} is taken", flag),
         errno.EADDRNOTAVAIL: ("that is no address of this machine", _host_flag(flag)),
@@ -102,7 +102,7 @@ def _host_flag(flag: str) -> str:
 
 
 def _try_address(family: int, kind: int, address: tuple[object, ...]) -> OSError | None:
-    """Why an address cannot be bound."""
+    """Try to bind an address, and return the error if that fails."""
     try:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -9,7 +9,7 @@ from pagewire.transport.process import announce_ready
 
 
 def stop_at_signals(again: Callable[[int], None]) -> asyncio.Event:
-    """The event that the first signal sets, from now on. `again` gets the number of every later one."""
+    """Make the event that the first signal sets from now on. `again` gets the number of every later one."""
     stop = asyncio.Event()
 
     def on_signal(number: int) -> None:
@@ -23,12 +23,12 @@ def stop_at_signals(again: Callable[[int], None]) -> asyncio.Event:
 
 
 def stops() -> tuple[asyncio.Event, asyncio.Event]:
-    """The events of the first signal, at which a service drains, and of the second, at which it ends at once."""
+    """Make the events of the first signal, at which a service drains, and of the second, at which it ends at once."""
     stop_now = asyncio.Event()
     return stop_at_signals(lambda number: stop_now.set()), stop_now
 
 
 async def serve_until_signalled(run: Callable[..., Coroutine[Any, Any, int]]) -> int:
-    """`run` until SIGTERM or SIGINT, and not beyond a second one. The exit code."""
+    """Call `run`, which ends at SIGTERM or SIGINT, and at once at a second one; return its exit code."""
     stop, stop_now = stops()
     return await run(stop=stop, ready=announce_ready, stop_now=stop_now)

@@ -1,4 +1,4 @@
-"""TLS from PEM files, of both sides of a connection. A server reads renewed files while it runs."""
+"""TLS from PEM files, for both sides of a connection. A server reads renewed files while it runs."""
 
 import logging
 from pathlib import Path
@@ -9,8 +9,8 @@ logger = logging.getLogger(__name__)
 
 
 def server_credentials(cert: str | None, key: str | None, client_ca: str | None) -> grpc.ServerCredentials | None:
-    """The credentials of a server that shows `cert`; None without one. With `client_ca`, clients must show one of that
-    authority. Raises OSError."""
+    """Make the credentials of a server that shows `cert`, or None without one. With `client_ca`, clients must show one
+    of that authority. Raises OSError."""
     if cert is None or key is None:
         return None
     files = _CertificateFiles(cert, key, client_ca)
@@ -20,8 +20,8 @@ def server_credentials(cert: str | None, key: str | None, client_ca: str | None)
 
 
 def channel_credentials(ca: str | None, cert: str | None, key: str | None) -> grpc.ChannelCredentials:
-    """The credentials of a client, who shows `cert` if it is given. Without `ca`, servers must show a certificate of an
-    authority that gRPC knows. Raises OSError."""
+    """Make the credentials of a client, who shows `cert` if it is given. Without `ca`, servers must show a certificate
+    of an authority that gRPC knows. Raises OSError."""
     return grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert))
 
 
@@ -36,14 +36,14 @@ class _CertificateFiles:
         self._times: list[int] = []
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Raises OSError."""
+        """Read all files. Raises OSError."""
         self._times = self._read_times()
         client_ca = None if self._client_ca is None else self._client_ca.read_bytes()
         pair = (self._key.read_bytes(), self._cert.read_bytes())
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
 
     def read_if_changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called before each handshake, on a thread of gRPC's. None: go on with what there is."""
+        """Read the files again if any has changed; gRPC calls this before each handshake, on a thread of its own."""
         try:
             if self._read_times() == self._times:
                 return None

@@ -2,16 +2,32 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from scheduler_service.core.epoch import Epoch
-from scheduler_service.core.request import BlockHolder, BlockMap, BlockUse, RequestReport
+from scheduler_service.core.request import BlockHolder, BlockMap, BlockUse, RequestReport, SchedulerStats
 from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from scheduler_service.core.scheduler import Scheduler
 
 _QUEUED = (GroupState.WAITING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
 
 
-def report(
+def stats(state: "Scheduler") -> SchedulerStats:
+    return state.stats()
+
+
+def report(state: "Scheduler", tenant: str, request_id: str) -> RequestReport:
+    return state.report(tenant, request_id)
+
+
+def block_map(state: "Scheduler") -> BlockMap:
+    return state.block_map()
+
+
+def group_report(
     group: SequenceGroup, epoch: Epoch | None, waiting: WaitingQueue[SequenceGroup], running: GroupQueue
 ) -> RequestReport:
     position = waiting.position(group) if group.state in _QUEUED else None
@@ -38,7 +54,7 @@ def report(
     )
 
 
-def block_map(epoch: Epoch | None, groups: Iterable[SequenceGroup]) -> BlockMap:
+def epoch_blocks(epoch: Epoch | None, groups: Iterable[SequenceGroup]) -> BlockMap:
     if epoch is None:
         return BlockMap((), (), ())
     cache = epoch.cache

@@ -325,6 +325,10 @@ class Scheduler:
         num_positions = capacity.num_device_blocks * capacity.block_size
         return min(self.max_model_len, capacity.max_model_len, num_positions + 1)
 
+    @property
+    def state(self) -> "Scheduler":
+        return self
+
     def stats(self) -> SchedulerStats:
         epoch = self._epoch
         cache = epoch.cache if epoch else None
@@ -353,11 +357,11 @@ class Scheduler:
 
     def report(self, tenant: str, request_id: str) -> RequestReport:
         """What a request does and why it waits. Raises KeyError if there is none."""
-        return explain.report(self._groups[tenant, request_id], self._epoch, self._waiting, self._running)
+        return explain.group_report(self._groups[tenant, request_id], self._epoch, self._waiting, self._running)
 
     def block_map(self) -> BlockMap:
         """Who holds which block."""
-        return explain.block_map(self._epoch, self._groups.values())
+        return explain.epoch_blocks(self._epoch, self._groups.values())
 
     def take_kv_events(self) -> list[KvEvent]:
         """What changed in the cache since the last call."""

@@ -15,7 +15,7 @@ _SAMPLE_INTERVAL = 1.0
 
 
 class Activity:
-    """Samples the counters every second and keeps those of the last ten."""
+    """Samples the counters every second and keeps the samples of the last ten seconds."""
 
     def __init__(self, read_stats: Callable[[], SchedulerStats], clock: Callable[[], float]) -> None:
         self._read_stats = read_stats
@@ -25,12 +25,12 @@ class Activity:
 
     @property
     def generation_throughput(self) -> float:
-        """Output tokens per second over the window."""
+        """How many output tokens there were per second over the last ten seconds."""
         started_at, first = self._samples[0]
         return _rate(self._read_stats().num_generation_tokens - first.num_generation_tokens, self._clock() - started_at)
 
     async def run(self) -> NoReturn:
-        """Sample, and log a line every ten seconds in which something happened. Until cancelled."""
+        """Sample until cancelled, and log a line every ten seconds in which something happened."""
         while True:
             await asyncio.sleep(_SAMPLE_INTERVAL)
             line = self.sample()
@@ -38,7 +38,7 @@ class Activity:
                 logger.info("%s", line)
 
     def sample(self) -> str:
-        """Take a sample. The line for the log, if one is due and there is something to say."""
+        """Take a sample, and return the line for the log if one is due and there is something to say."""
         now, stats = self._clock(), self._read_stats()
         self._samples.append((now, stats))
         while now - self._samples[0][0] > _WINDOW:

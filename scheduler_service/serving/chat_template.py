@@ -30,7 +30,7 @@ class ChatTemplate:
 
 
 def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
-    """chat_template.jinja, else the (default) chat_template of tokenizer_config.json. Raises ValueError."""
+    """Read chat_template.jinja, or else the (default) chat_template of tokenizer_config.json. Raises ValueError."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return ChatTemplate(_read_text(path), path)

@@ -1,5 +1,6 @@
 """The contract of whatever carries requests out: the step loop, or a front end's link to its scheduler."""
 
+import asyncio
 from typing import Protocol
 
 from scheduler_service.core.request import OutputMode, Request
@@ -19,10 +20,12 @@ class DescribedWorker(Protocol):
     def dtype(self) -> str: ...
 
 
-class RequestEngine(Protocol):
-    """Whatever carries requests out; those that take calls know nothing else of it."""
+class Availability(Protocol):
+    """Whether requests are taken, and what fits: as the step loop knows it, or as a front end's link has heard."""
 
-    # Whether it serves, and what fits
+    @property
+    def changed(self) -> asyncio.Event:
+        """For one follower, who clears it."""
 
     @property
     def is_serving(self) -> bool: ...
@@ -47,13 +50,14 @@ class RequestEngine(Protocol):
         """The tokens of prompt and output that one sequence may have."""
 
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
-        """Return when the first worker has come: before, nobody knows what fits. Returns too when requests of this kind
-        are refused meanwhile."""
+        """Return when it is known what fits, or when requests of this kind are refused."""
 
-    def now(self) -> float:
-        """Read the clock of `Request.deadline`."""
 
-    # Requests
+class RequestEngine(Protocol):
+    """Whatever carries requests out; those that take calls know nothing else of it."""
+
+    @property
+    def availability(self) -> Availability: ...
 
     def submit(self, request: Request, receiver: Receiver) -> list[int]:
         """Queue a request; the ids of its sequences. Raises AdmissionError or another error if it is refused at once; a

@@ -20,14 +20,14 @@ _TOKEN_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """What happened to the cache at once; or, as a snapshot, its content after the batch of this number."""
+    """Changes of the cache that happened at once; or, as a snapshot, its content after the batch of this number."""
 
     sequence_number: int
     events: tuple[KvEvent, ...]
 
 
 class KvEventLog:
-    """A ring of batches. Numbers begin at 1 and rise by 1."""
+    """A ring of batches, whose numbers begin at 1 and rise by 1."""
 
     def __init__(self, max_batches: int, max_bytes: int = MAX_BYTES, retention: float = RETENTION) -> None:
         self._max_batches = max_batches
@@ -41,7 +41,7 @@ class KvEventLog:
 
     @property
     def first_start(self) -> int:
-        """The smallest number after which everything is held. The greatest is `last_sequence_number`."""
+        """The smallest number after which every batch is held; the greatest is `last_sequence_number`."""
         return self.last_sequence_number - len(self._batches)
 
     def follow(self) -> None:
@@ -49,12 +49,12 @@ class KvEventLog:
         self._num_followers += 1
 
     def leave(self, now: float) -> None:
-        """Who followed has gone, and may come back. `now` in seconds of any monotonic clock."""
+        """A follower has gone, and may come back. `now` is in seconds of any monotonic clock."""
         self._num_followers -= 1
         self._kept_until = now + self._retention
 
     def is_kept(self, now: float) -> bool:
-        """Whether events are to be appended. If not, `skip` says that there were some."""
+        """Whether events are to be appended; if not, `skip` is called when there were some."""
         return self._num_followers > 0 or now < self._kept_until
 
     def skip(self) -> None:
@@ -71,7 +71,7 @@ class KvEventLog:
             self.num_bytes -= _num_bytes(self._batches.popleft().events)
 
     def after(self, sequence_number: int) -> KvEventBatch | None:
-        """The batch after this one, or None while there is none. Raises LookupError outside the range of starts."""
+        """Find the batch after this one; None while there is none. Raises LookupError outside the range of starts."""
         if not self.first_start <= sequence_number <= self.last_sequence_number:
             raise LookupError(sequence_number)
         if sequence_number == self.last_sequence_number:

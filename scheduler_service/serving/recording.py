@@ -56,7 +56,7 @@ _MAX_HEADER_CHARS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class SchedulerArguments:
-    """What a scheduler is constructed with, as plain values."""
+    """The arguments of a scheduler, as plain values."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -78,7 +78,7 @@ class SchedulerArguments:
 
 
 class Recorder:
-    """Writes the lines. Once the file fails it writes no more: recording never stops serving."""
+    """Writes a recording line by line. Once its file fails it writes no more: recording never stops serving."""
 
     def __init__(self, path: str, arguments: SchedulerArguments) -> None:
         self._path = path
@@ -88,7 +88,7 @@ class Recorder:
         self._flushed_at = 0.0
 
     def open(self) -> None:
-        """Begin. An older file of this name is kept as PATH.old. Raises OSError."""
+        """Begin the file. An older one of this name is kept as PATH.old. Raises OSError."""
         try:
             if Path(self._path).is_file():
                 Path(self._path).replace(f"{self._path}.old")
@@ -135,7 +135,7 @@ class Recorder:
 
 
 def outcome(value: StepPlan | TokenOutputs | list[int] | None) -> Any:
-    """What an event gave, as a recording tells it."""
+    """Describe the value that an event gave, as a recording has it."""
     if isinstance(value, StepPlan):
         return _plan_outcome(value)
     if isinstance(value, TokenOutputs):
@@ -171,7 +171,7 @@ def _pack(*columns: Sequence[int]) -> bytes:
 
 
 def _encode(value: Any) -> Any:
-    """What the JSON encoder does not know: a dataclass as its fields that differ from their defaults."""
+    """Translate a value that the JSON encoder does not know: a dataclass into its fields without the defaults."""
     if is_dataclass(value):
         data_type: type = type(value)
         found = ((name, getattr(value, name), default) for name, default in _defaults(data_type))
@@ -197,7 +197,7 @@ def _hints(data_type: type) -> dict[str, Any]:
 
 
 def _decode(hint: Any, value: Any) -> Any:
-    """The value of a type from its JSON. Raises TypeError, ValueError and KeyError for what does not fit."""
+    """Make the value of a type from its JSON. Raises TypeError, ValueError and KeyError for what does not fit."""
     if isinstance(hint, types.UnionType):
         (known,) = (option for option in typing.get_args(hint) if option is not types.NoneType)
         return None if value is None else _decode(known, value)
@@ -221,7 +221,7 @@ def _decode(hint: Any, value: Any) -> Any:
 
 
 class RecordingError(Exception):
-    """A file that cannot be replayed. The text says why."""
+    """The file cannot be replayed; the text says why."""
 
 
 class CutShortError(Exception):
@@ -234,7 +234,7 @@ class CutShortError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`number` counts from 1. `outcome` is as `outcome` and `failure` tell it."""
+    """One event of a recording. `number` counts from 1, and `outcome` is as it was when it was recorded."""
 
     number: int
     name: str

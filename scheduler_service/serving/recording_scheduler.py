@@ -1,24 +1,15 @@
-"""A scheduler whose events are recorded."""
+"""A scheduler that has every event recorded."""
 
 from typing import Any
 
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.request import (
-    BlockMap,
-    BlockStored,
-    KvEvent,
-    KvEventCounts,
-    Request,
-    RequestReport,
-    SchedulerStats,
-    TokenOutputs,
-)
+from scheduler_service.core.request import BlockStored, KvEvent, KvEventCounts, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.serving.recording import Recorder, failure, outcome
 
 
 class RecordingScheduler:
-    """Events are written down with what came of them; questions go straight to the scheduler.
+    """Writes events down with what came of them; questions go straight to the scheduler.
 
     Cost, measured on one core: about 80 us a step at 256 decoding rows, beside 185 us of the core itself; most of it is
     the text of the result's tokens and the digest of the outputs.
@@ -82,14 +73,9 @@ class RecordingScheduler:
     def max_sequence_tokens(self) -> int:
         return self._scheduler.max_sequence_tokens
 
-    def stats(self) -> SchedulerStats:
-        return self._scheduler.stats()
-
-    def report(self, tenant: str, request_id: str) -> RequestReport:
-        return self._scheduler.report(tenant, request_id)
-
-    def block_map(self) -> BlockMap:
-        return self._scheduler.block_map()
+    @property
+    def state(self) -> Scheduler:
+        return self._scheduler.state
 
     def take_kv_events(self) -> list[KvEvent]:
         return self._scheduler.take_kv_events()

@@ -3,6 +3,7 @@
 import logging
 
 from scheduler_service.core.request import EndReason, Request, SequenceEnd
+from scheduler_service.serving.observer import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -10,12 +11,12 @@ logger = logging.getLogger(__name__)
 _QUIET = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
 
 
-class RequestLog:
+class RequestLog(Observer):
     def __init__(self, *, logs_all: bool) -> None:
-        """Without `logs_all` only failures are logged."""
+        """With `logs_all`, samples that ended well are logged too."""
         self._logs_all = logs_all
 
-    def ended(self, request: Request, end: SequenceEnd, now: float) -> None:
+    def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
         if not self._logs_all and end.reason in _QUIET:
             return
         fields = {

@@ -56,7 +56,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(threads, encode_this)
 
     async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """What `decode` returns, off the event loop."""
+        """Decode token ids to text, off the event loop."""
         decode = partial(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
@@ -107,14 +107,14 @@ class Tokenizer:
 
 
 def _give_back_memory() -> None:
-    """What was freed goes back to the system. The allocator of most Linux systems would keep it: hundreds of megabytes
+    """Give freed memory back to the system. The allocator of most Linux systems would keep it: hundreds of megabytes
     after a text of one. Other threads run meanwhile."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
 def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:
-    """Bytes of text that the longest token stands for. None where a token is not the bytes that its name has."""
+    """Count the bytes of text of the longest token, or None where a token is not the bytes that its name has."""
     if not isinstance(tokenizer.decoder, decoders.ByteLevel) or tokenizer.normalizer is not None:
         return None
     added = tokenizer.get_added_tokens_decoder().values()
@@ -142,7 +142,7 @@ class IncrementalDecoder:
         self._is_whole = self._num_chars_out == len(text)  # everything is out, and it ends with a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens completed."""
+        """Return the text that these tokens completed."""
         if self._is_whole and len(token_ids) == 1:
             piece = self._tokenizer.piece(token_ids[0], skip_special_tokens=self._skip_special_tokens)
             if piece is not None:
@@ -169,7 +169,7 @@ class IncrementalDecoder:
         return new
 
     def flush(self) -> str:
-        """What is left at the end, half a character included."""
+        """Return the text that is left at the end, half a character included."""
         new = self._decode()[self._num_chars_out :]
         self._num_chars_out += len(new)
         return new
@@ -185,7 +185,7 @@ class IncrementalDecoder:
 
 
 class DecodedText(NamedTuple):
-    """What some tokens brought. A tuple, because there is one for every token."""
+    """The text that some tokens completed. A tuple, because there is one for every token."""
 
     text: str
     stop_text: str | None = None  # the stop text that ended the output
@@ -193,7 +193,7 @@ class DecodedText(NamedTuple):
 
 
 class TextDecoder:
-    """The text of one output, with its stop texts watched for and cut off."""
+    """Makes the text of one output, and cuts it off at the first stop text."""
 
     def __init__(
         self, decoder: IncrementalDecoder, *, stop: Sequence[str], min_tokens: int, include_stop_text: bool
@@ -207,7 +207,7 @@ class TextDecoder:
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> DecodedText:
-        """Text that is certain to stay. After a `stop_text` nothing may be pushed any more."""
+        """Return the text that is certain to stay. After a `stop_text` nothing may be pushed any more."""
         if not self._stop:
             return DecodedText(self._decoder.push(token_ids), num_tokens=len(token_ids))
         released: list[str] = []
@@ -225,18 +225,18 @@ class TextDecoder:
         return DecodedText("".join(released), num_tokens=len(token_ids))
 
     def flush(self) -> str:
-        """What was held back, once the output has ended otherwise."""
+        """Return the text that was held back, once the output has ended otherwise."""
         text = self._held + self._decoder.flush()
         self._held = ""
         return text
 
     def _find_stop(self) -> tuple[int, str] | None:
-        """Where the earliest stop text stands in the held text, and which."""
+        """Find the earliest stop text in the held text, and where it stands."""
         matches = [(self._held.find(stop_text), stop_text) for stop_text in self._stop]
         return min((match for match in matches if match[0] >= 0), default=None, key=lambda match: match[0])
 
     def _num_chars_to_hold(self) -> int:
-        """The longest end of the held text that a stop text begins with."""
+        """Count the characters at the end of the held text with which a stop text may begin."""
         longest = 0
         for stop_text in self._stop:
             for length in range(min(len(stop_text) - 1, len(self._held)), longest, -1):

@@ -13,7 +13,7 @@ import pytest
 
 from pagewire.hosting.supervisor import free_port
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
-from scheduler_service import server
+from scheduler_service import request_service
 from scheduler_service.rpc.public import shared_call
 from scheduler_service.serving.tokenizer import Tokenizer
 from tests.contract.scheduler_stack import Stack, details, request, serve
@@ -56,7 +56,7 @@ async def test_texts_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
             await released.wait()
             return await super().encode(*args, **options)
 
-    monkeypatch.setattr(server, "Tokenizer", HeldTokenizer)
+    monkeypatch.setattr(request_service, "Tokenizer", HeldTokenizer)
     async with measured(checkpoint, max_waiting_text_bytes=100, max_tenant_waiting_text_bytes=60) as (stack, gauges):
         assert await gauges.read("waiting_text_bytes") == 0
 

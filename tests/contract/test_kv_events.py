@@ -271,23 +271,23 @@ async def test_events_that_nobody_follows_are_only_counted(checkpoint: Path) -> 
 
 
 class Source:
-    """A step loop's events without one."""
+    """A step loop's KvEvents without one."""
 
     def __init__(self, log: KvEventLog, content: tuple[KvEvent, ...] = ()) -> None:
         self._log = log
         self._content = content
 
     @property
-    def kv_event_starts(self) -> tuple[int, int]:
+    def starts(self) -> tuple[int, int]:
         return self._log.first_start, self._log.last_sequence_number
 
-    def kv_snapshot(self) -> KvEventBatch:
+    def snapshot(self) -> KvEventBatch:
         return KvEventBatch(self._log.last_sequence_number, self._content)
 
-    def following_kv_events(self) -> contextlib.AbstractContextManager[None]:
+    def following(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    async def next_kv_events(self, sequence_number: int) -> KvEventBatch | None:
+    async def after(self, sequence_number: int) -> KvEventBatch | None:
         batch = self._log.after(sequence_number)
         assert batch is not None
         return batch

@@ -1,8 +1,9 @@
 """Options: one dataclass, four sources, clear errors."""
 
 import argparse
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,16 @@ def test_only_scalar_fields_are_options() -> None:
 
 def test_nothing_given_leaves_no_trace_in_the_arguments() -> None:
     assert parser().parse_args([]) == argparse.Namespace(config=None)
+
+
+@pytest.mark.parametrize("config_type", [SchedulerConfig, WorkerConfig, FrontEndConfig, GatewayConfig])
+def test_every_number_keeps_to_limits_that_stand_beside_it(config_type: type) -> None:
+    for option in options.options_of(config_type).values():
+        if option.value_type in (int, float) and option.name != "tensor_parallel_rank":
+            given = "model" if config_type is not GatewayConfig else "gateway_host"
+            [limits] = [field.metadata["limits"] for field in fields(config_type) if field.name == option.name]
+            assert limits, option.name
+            assert all(limit.holds(option.default) for limit in limits if option.default is not None), option.name
+            must_be = rf"(, but|; it) must be {re.escape(limits[0].text)}"
+            with pytest.raises(ValueError, match=f"^{option.flag} is -1{must_be}$"):
+                replace(config_type(), **{given: "m", option.name: -1}).validate()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler_service.core import explain
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, WorkerCapacity
 from scheduler_service.core.request import EndReason, OutputMode, Request, SequenceEnd, TokenLogprobs
@@ -86,7 +87,7 @@ def make_scheduler(**options: object) -> Scheduler:
 async def running_loop(
     scheduler: Scheduler | None = None, metrics: Metrics | None = None, **options: float
 ) -> AsyncIterator[StepLoop]:
-    loop = StepLoop(scheduler or make_scheduler(), metrics or Metrics(), **({"worker_timeout": 60.0} | options))
+    loop = StepLoop(scheduler or make_scheduler(), [metrics or Metrics()], **({"worker_timeout": 60.0} | options))
     task = asyncio.create_task(loop.run())
     yield loop
     task.cancel()
@@ -130,7 +131,7 @@ async def test_plans_flow_two_at_a_time_and_tokens_come_out() -> None:
             prompt = make_request(name).prompt_token_ids
             assert reader.token_ids == reference(prompt, 20, seed=0, sample_index=0, vocab_size=VOCAB_SIZE)
         assert link.max_waiting == 2
-        assert loop.stats().num_held_blocks == 0
+        assert explain.stats(loop.state).num_held_blocks == 0
 
 
 async def test_a_result_that_does_not_fit_ends_the_epoch() -> None:
@@ -147,7 +148,7 @@ async def test_a_result_that_does_not_fit_ends_the_epoch() -> None:
         assert not loop.is_connected
         loop.worker_ready(CAPACITY, 2, LocalLink(loop))
         await asyncio.wait_for(reader.ended.wait(), 5)
-        assert loop.num_worker_losses == 1
+        assert loop.availability.num_worker_losses == 1
 
 
 async def test_moves_are_done_when_the_worker_says_so() -> None:
@@ -162,7 +163,7 @@ async def test_moves_are_done_when_the_worker_says_so() -> None:
             await asyncio.wait_for(reader.ended.wait(), 20)
             prompt = make_request(name).prompt_token_ids
             assert reader.token_ids == reference(prompt, 60, seed=0, sample_index=0, vocab_size=VOCAB_SIZE)
-        assert loop.stats().num_swap_preemptions > 0
+        assert explain.stats(loop.state).num_swap_preemptions > 0
         assert link.num_moved > 0
         assert not link.closed
 
@@ -205,20 +206,20 @@ async def test_a_broken_invariant_ends_the_epoch_and_nothing_else(monkeypatch: p
                 assert reader.token_ids == reference(prompt, 150, seed=0, sample_index=0, vocab_size=VOCAB_SIZE)
         assert num_checks > 2
         assert metrics.num_invariant_failures == 1
-        assert loop.num_worker_losses == 1
+        assert loop.availability.num_worker_losses == 1
 
 
 async def test_waiting_for_kv_events() -> None:
     async with running_loop(kv_event_log=KvEventLog(2)) as loop:
-        with loop.following_kv_events():
+        with loop.kv_events.following():
             await _wait_for_kv_events(loop)
 
 
 async def _wait_for_kv_events(loop: StepLoop) -> None:
     loop.worker_ready(CAPACITY, 1, LocalLink(loop))
-    assert loop.kv_snapshot().events == ()
-    start = loop.kv_event_starts[1]
-    waiting = [asyncio.create_task(loop.next_kv_events(start)) for _ in range(3)]
+    assert loop.kv_events.snapshot().events == ()
+    start = loop.kv_events.starts[1]
+    waiting = [asyncio.create_task(loop.kv_events.after(start)) for _ in range(3)]
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     reader = Reader()
@@ -227,10 +228,10 @@ async def _wait_for_kv_events(loop: StepLoop) -> None:
     assert {batch.sequence_number for batch in batches} == {start + 1}
     assert batches[0].events
     await asyncio.wait_for(reader.ended.wait(), 5)
-    snapshot = loop.kv_snapshot()
-    assert (snapshot.sequence_number, len(snapshot.events)) == (loop.kv_event_starts[1], 24 // 4)
+    snapshot = loop.kv_events.snapshot()
+    assert (snapshot.sequence_number, len(snapshot.events)) == (loop.kv_events.starts[1], 24 // 4)
     with pytest.raises(LookupError):
-        await loop.next_kv_events(start)
+        await loop.kv_events.after(start)
 
 
 def _one_step() -> StepPlan:
@@ -242,62 +243,63 @@ async def test_no_worker_for_too_long() -> None:
     async with running_loop(worker_timeout=0.05) as loop:
         reader = Reader()
         loop.submit(make_request(1), reader)
-        assert not loop.is_serving
+        assert not loop.availability.is_serving
         await asyncio.wait_for(reader.ended.wait(), 5)
         assert reader.end is not None
         assert reader.end.reason is EndReason.NO_WORKER
         with pytest.raises(RefusedError, match="no worker"):
             loop.submit(make_request(2), Reader())
         loop.worker_ready(CAPACITY, 1, LocalLink(loop))
-        assert loop.is_serving
+        assert loop.availability.is_serving
         loop.submit(make_request(2), Reader())
 
 
 async def test_the_grace_of_a_worker_is_not_its_timeout() -> None:
     """Before the first worker has come as after it was lost."""
-    changed: asyncio.Queue[None] = asyncio.Queue()
-    async with running_loop(worker_grace=0.0, on_availability_changed=lambda: changed.put_nowait(None)) as loop:
+    async with running_loop(worker_grace=0.0) as loop:
         detached = replace(make_request(0), output_mode=OutputMode.DETACHED)
         for epoch in (1, 2):
-            await asyncio.wait_for(changed.get(), 5)
-            assert loop.unavailable_reason.startswith("no worker has been connected for 0 s")
-            assert not loop.is_serving
+            async with asyncio.timeout(5):
+                while not loop.availability.unavailable_reason:
+                    await loop.availability.changed.wait()
+                    loop.availability.changed.clear()
+            assert loop.availability.unavailable_reason.startswith("no worker has been connected for 0 s")
+            assert not loop.availability.is_serving
             for mode in (OutputMode.STREAMED, OutputMode.WHOLE):
                 with pytest.raises(RefusedError, match="connected for 0 s; send the request to another server"):
                     loop.submit(replace(make_request(1), output_mode=mode), Reader())
             reader = Reader()
             loop.submit(detached, reader)
-            waiting = asyncio.create_task(loop.wait_for_first_worker(OutputMode.DETACHED))
-            await asyncio.wait_for(loop.wait_for_first_worker(OutputMode.STREAMED), 5)
+            waiting = asyncio.create_task(loop.availability.wait_for_first_worker(OutputMode.DETACHED))
+            await asyncio.wait_for(loop.availability.wait_for_first_worker(OutputMode.STREAMED), 5)
             assert epoch == 2 or not waiting.done(), "nobody knows what fits"
             loop.worker_ready(CAPACITY, epoch, LocalLink(loop))
-            await changed.get()
-            assert loop.is_serving
+            assert loop.availability.changed.is_set()
+            assert loop.availability.is_serving
             await asyncio.wait_for(reader.ended.wait(), 5)
             assert reader.end is not None
             assert reader.end.reason is EndReason.LENGTH
             await asyncio.wait_for(waiting, 5)
             loop.worker_lost("test")
-            await changed.get()
 
 
 async def test_ten_epochs_without_a_token() -> None:
     async with running_loop() as loop:
         for epoch in range(1, 11):
             loop.submit(make_request(epoch), Reader())
-            assert epoch == 1 or loop.is_serving
+            assert epoch == 1 or loop.availability.is_serving
             link = LocalLink(loop)
             link.closed = "swallows plans"
             loop.worker_ready(CAPACITY, epoch, link)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             loop.worker_lost("test")
-        assert not loop.is_serving
+        assert not loop.availability.is_serving
         loop.worker_ready(CAPACITY, 11, LocalLink(loop))
         reader = Reader()
         loop.submit(make_request(99), reader)
         await asyncio.wait_for(reader.ended.wait(), 5)
-        assert loop.is_serving
+        assert loop.availability.is_serving
 
 
 async def test_fan_out_serves_a_few_per_turn_and_in_order() -> None:

@@ -264,15 +264,15 @@ class FakeSource:
             BlockStored(i + 1, i, (i,) * 4, Tier.DEVICE, is_first=i == 0) for i in range(num_blocks)
         )
 
-    kv_event_starts = (0, 3)
+    starts = (0, 3)
 
-    def kv_snapshot(self) -> KvEventBatch:
+    def snapshot(self) -> KvEventBatch:
         return KvEventBatch(3, self._events)
 
-    def following_kv_events(self) -> contextlib.AbstractContextManager[None]:
+    def following(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    async def next_kv_events(self, sequence_number: int) -> KvEventBatch:
+    async def after(self, sequence_number: int) -> KvEventBatch:
         assert sequence_number == 3
         await asyncio.Event().wait()
         raise AssertionError

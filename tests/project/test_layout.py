@@ -141,7 +141,12 @@ DOORS = (
 )
 SIDE_DOORS = ("worker_service.attention.cached_attend", "pagewire.cli.chat", "pagewire.cli.services")
 # The only modules of a service that may import its rpc package from outside it.
-COMPOSERS = ("scheduler_service.server", "scheduler_service.front_end", "worker_service.server")
+COMPOSERS = (
+    "scheduler_service.server",
+    "scheduler_service.front_end",
+    "scheduler_service.request_service",
+    "worker_service.server",
+)
 # The standard library of the core: nothing that does I/O, tells the time, draws at random or runs beside it.
 CORE_DENIED = {"asyncio", "datetime", "os", "pathlib", "random", "secrets", "socket", "subprocess", "threading", "time"}
 # What only `rpc` speaks, wherever it is installed from.
@@ -283,6 +288,22 @@ def test_serving_knows_nothing_of_the_wire() -> None:
 
 def functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
+
+
+def test_questions_go_from_the_servicer_to_the_core_at_once() -> None:
+    """Nothing on the way repeats them, so a new one is written down in few places."""
+    questions = {node.name for node in functions(ROOT / "scheduler_service/core/explain.py") if node.name[0] != "_"}
+    assert {"report", "block_map", "stats"} <= questions
+    for name in ("step_loop", "recording_scheduler", "availability"):
+        assert not questions & {node.name for node in functions(ROOT / f"scheduler_service/serving/{name}.py")}
+
+
+def test_the_step_loop_has_one_kind_of_hook() -> None:
+    """Whoever wants to hear of its work is an observer, not a callback more."""
+    [made] = [node for node in functions(ROOT / "scheduler_service/serving/step_loop.py") if node.name == "__init__"]
+    arguments = [*made.args.args, *made.args.kwonlyargs]
+    assert not [each.arg for each in arguments if each.annotation and "Callable" in ast.unparse(each.annotation)]
+    assert len(arguments) <= 6
 
 
 def test_functions_around_kernels_are_typed() -> None:

@@ -79,7 +79,6 @@ class SchedulerLink:
         *,
         model_digest: bytes,
         eos_token_ids: tuple[int, ...],
-        on_availability_changed: Callable[[], None],
         read_metadata: Callable[[], Sequence[tuple[str, str]]] = tuple,
         tenants_revision: Callable[[], str] | None = None,
     ) -> None:
@@ -89,7 +88,7 @@ class SchedulerLink:
         self._address = address
         self._model_digest = model_digest
         self._eos_token_ids = eos_token_ids
-        self._on_availability_changed = on_availability_changed
+        self.changed = asyncio.Event()  # whether it serves; for one follower, who clears it
         self._read_metadata = read_metadata
         self._tenants_revision = tenants_revision
         self._outbox: asyncio.Queue[scheduler_pb2.GenerateManyRequest] | None = None  # None: not connected
@@ -107,6 +106,11 @@ class SchedulerLink:
         self._loads: asyncio.Future[scheduler_pb2.GetLoadsResponse] | None = None  # asked for
 
     # What calls need
+
+    @property
+    def availability(self) -> "SchedulerLink":
+        """The link itself: whether it serves is what its scheduler told last, while it is connected."""
+        return self
 
     @property
     def unavailable_reason(self) -> str:
@@ -157,9 +161,6 @@ class SchedulerLink:
             self._outbox.put_nowait(scheduler_pb2.GenerateManyRequest(get_loads=query))
         return await asyncio.shield(self._loads)
 
-    def now(self) -> float:
-        return time.monotonic()
-
     async def wait_for_first_worker(self, output_mode: OutputMode) -> None:
         """Return when the scheduler has answered: before, nobody knows what fits. It waits for its worker itself."""
         await self._connected.wait()
@@ -174,7 +175,7 @@ class SchedulerLink:
         self._streams.update(dict.fromkeys(sent.stream_ids, sent))
         self._requests.setdefault(sent.key, sent)
         self._idle.clear()
-        timeout = None if request.deadline is None else max(0.0, request.deadline - self.now())
+        timeout = None if request.deadline is None else max(0.0, request.deadline - time.monotonic())
         submission = scheduler_pb2.Submission(
             stream_id=sent.stream_id,
             request=encode_request(request, self._eos_token_ids, self.max_sequence_tokens),
@@ -219,7 +220,7 @@ class SchedulerLink:
                 self._waiting.tell(ended.reason, is_calm=ended.is_calm)
             self._reason = ended.reason
             self._fail_all(f"the scheduler at {self._address} is gone ({ended.reason}); send the request again")
-            self._on_availability_changed()
+            self.changed.set()
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
@@ -227,7 +228,7 @@ class SchedulerLink:
         """Take no more requests, and return when those that are there have ended."""
         self._is_draining = True
         self._connected.set()
-        self._on_availability_changed()
+        self.changed.set()
         await self._idle.wait()
 
     def end_all(self, message: str) -> None:
@@ -261,7 +262,7 @@ class SchedulerLink:
                         sending = asyncio.create_task(_send(call, self._outbox))
                         self._connected.set()
                         logger.info("connected to the scheduler at %s", self._address)
-                    self._on_availability_changed()
+                    self.changed.set()
                 self._take(message)
             return _LostCall("it has shut down", sending is not None, is_calm=True)
         except grpc.aio.AioRpcError as error:

@@ -1,6 +1,7 @@
 """The one way of a request into the engine: checked, tokenized, held against quotas, queued."""
 
 import contextlib
+import time
 from dataclasses import replace
 
 import grpc
@@ -76,7 +77,7 @@ class Intake:
         self, message: scheduler_pb2.GenerateRequest, time_remaining: float | None, output_mode: OutputMode
     ) -> Request:
         """Make the request in full, in which every value is set. Raises RpcError."""
-        deadline = None if time_remaining is None else self._engine.now() + time_remaining
+        deadline = None if time_remaining is None else time.monotonic() + time_remaining
         message.tenant = tenant_of_call(message.tenant)
         check_before_tokenizing(message, self._model)
         self._check_available(output_mode)
@@ -87,7 +88,7 @@ class Intake:
             )
         with contextlib.nullcontext() if self._quotas is None else self._quotas.pending(message.tenant):
             prompt_token_ids = await self._tokenize(message, output_mode)
-        limit = self._engine.max_sequence_tokens
+        limit = self._engine.availability.max_sequence_tokens
         request = resolve_request(message, prompt_token_ids, self._model, limit, deadline)
         return replace(request, output_mode=output_mode)
 
@@ -95,9 +96,9 @@ class Intake:
         """Return the tokens of the prompt, once it is known what fits."""
         self._num_pending += 1
         try:
-            await self._engine.wait_for_first_worker(output_mode)
+            await self._engine.availability.wait_for_first_worker(output_mode)
             if message.WhichOneof("prompt") == "text" and self.texts is not None:
-                limit = self._engine.max_sequence_tokens
+                limit = self._engine.availability.max_sequence_tokens
                 return await self.texts.encode(message.text, message.tenant, limit)
             return list(message.token_ids.ids)
         finally:
@@ -152,7 +153,7 @@ class Intake:
             raise RpcError(_ADMISSION_CODES[error.reason], str(error), error.field) from error
 
     def _check_available(self, output_mode: OutputMode) -> None:
-        reason = self._engine.refusal(output_mode)
+        reason = self._engine.availability.refusal(output_mode)
         if reason:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, reason)
 

@@ -9,7 +9,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.serving.kv_event_log import KvEventBatch
-from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.kv_events import KvEvents
 
 # Tokens and events of one message: keeps it far below a client's message limit of 4 MiB.
 _MAX_MESSAGE_VALUES = 65_536
@@ -18,7 +18,7 @@ _TIERS = {Tier.DEVICE: scheduler_pb2.KV_TIER_DEVICE, Tier.HOST: scheduler_pb2.KV
 
 
 async def kv_event_messages(
-    request: scheduler_pb2.SubscribeKvEventsRequest, step_loop: StepLoop, instance_id: str
+    request: scheduler_pb2.SubscribeKvEventsRequest, kv_events: KvEvents, instance_id: str
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
     """Yield messages as long as the server lives. Raises RpcError when that ends, when the next batch is not held, or
     if the start is another scheduler's."""
@@ -30,8 +30,8 @@ async def kv_event_messages(
             "instance_id",
         )
     is_first = True
-    with step_loop.following_kv_events():
-        async with aclosing(_endless(request, step_loop)) as messages:
+    with kv_events.following():
+        async with aclosing(_endless(request, kv_events)) as messages:
             async for message in messages:
                 if is_first:
                     message.instance_id = instance_id
@@ -40,21 +40,21 @@ async def kv_event_messages(
 
 
 async def _endless(
-    request: scheduler_pb2.SubscribeKvEventsRequest, step_loop: StepLoop
+    request: scheduler_pb2.SubscribeKvEventsRequest, kv_events: KvEvents
 ) -> AsyncGenerator[scheduler_pb2.SubscribeKvEventsResponse, None]:
     if request.HasField("start_sequence_number"):
         last = request.start_sequence_number
     else:
-        snapshot = step_loop.kv_snapshot()
+        snapshot = kv_events.snapshot()
         last = snapshot.sequence_number
         for message in _messages(snapshot):
             message.is_snapshot = True
             yield message
     while True:
         try:
-            batch = await step_loop.next_kv_events(last)
+            batch = await kv_events.after(last)
         except LookupError:
-            first_start, last_start = step_loop.kv_event_starts
+            first_start, last_start = kv_events.starts
             raise RpcError(
                 grpc.StatusCode.OUT_OF_RANGE,
                 f"the events after sequence number {last} are not held, but those after {first_start} to {last_start} "

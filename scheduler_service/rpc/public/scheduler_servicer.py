@@ -1,11 +1,13 @@
 """The public service of a scheduler. Beyond requests it serves detached ones, and tells of itself."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from scheduler_service.core import explain
 from scheduler_service.core.request import OutputMode
 from scheduler_service.rpc.public import report
 from scheduler_service.rpc.public.detached import DetachedRequests, responses_from, result_of
@@ -91,22 +93,22 @@ class SchedulerServicer(RequestServicer):
         self, request: scheduler_pb2.GetRequestRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetRequestResponse:
         try:
-            found = self._step_loop.report(tenant_of_call(request.tenant), request.request_id)
+            found = explain.report(self._step_loop.state, tenant_of_call(request.tenant), request.request_id)
         except KeyError:
             raise self._unknown(request.request_id) from None
-        return report.encode_report(found, self._step_loop.now())
+        return report.encode_report(found, time.monotonic())
 
     async def GetBlocks(
         self, request: scheduler_pb2.GetBlocksRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetBlocksResponse:
         check_operator("the map of blocks")
-        return report.encode_block_map(self._step_loop.block_map())
+        return report.encode_block_map(explain.block_map(self._step_loop.state))
 
     async def SubscribeKvEvents(
         self, request: scheduler_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
         check_operator("what is in the prefix cache")
-        await write_all(kv_event_messages(request, self._step_loop, self._info.instance_id), context)
+        await write_all(kv_event_messages(request, self._step_loop.kv_events, self._info.instance_id), context)
 
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
@@ -119,7 +121,8 @@ class SchedulerServicer(RequestServicer):
         return self._loads()
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
-        info, capacity = self._info, self._step_loop.capacity
+        info, availability = self._info, self._step_loop.availability
+        capacity = availability.capacity
         response = scheduler_pb2.GetServerInfoResponse(
             version=info.version,
             served_model_name=info.served_model_name,
@@ -133,8 +136,8 @@ class SchedulerServicer(RequestServicer):
             max_num_batched_tokens=info.max_num_batched_tokens,
             pipeline_depth=info.pipeline_depth,
             model_digest=info.model_digest,
-            max_sequence_tokens=self._step_loop.max_sequence_tokens,
-            unavailable_reason=self._step_loop.unavailable_reason,
+            max_sequence_tokens=availability.max_sequence_tokens,
+            unavailable_reason=availability.unavailable_reason,
             special_tokens=info.special_tokens,
             has_tenants=info.has_tenants,
         )
@@ -145,10 +148,10 @@ class SchedulerServicer(RequestServicer):
     def _loads(self) -> scheduler_pb2.GetLoadsResponse:
         """Return the load of now, which operators may see. Raises RpcError."""
         check_operator("what the server is doing")
-        response = report.encode_loads(self._step_loop.stats())
+        response = report.encode_loads(explain.stats(self._step_loop.state))
         response.generation_throughput = self._generation_throughput()
         response.worker_connected = self._step_loop.is_connected
-        response.num_worker_losses = self._step_loop.num_worker_losses
+        response.num_worker_losses = self._step_loop.availability.num_worker_losses
         return response
 
     def _find_detached(self, request: scheduler_pb2.AttachRequest | scheduler_pb2.GetResultRequest) -> Generation:

@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2
 from scheduler_service.core.request import BlockRemoved, BlockStored, CacheCleared, KvEvent, Tier
 from scheduler_service.rpc.vllm.load import Load, engine_load, engine_load_in_full
 from scheduler_service.serving.kv_event_log import KvEventBatch
-from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.kv_events import KvEvents
 
 # Seconds between two looks at the load, and between two records of a load that stays the same.
 _LOOK_INTERVAL = 0.25
@@ -34,7 +34,7 @@ class KvEventFeed:
 
     def __init__(
         self,
-        step_loop: StepLoop,
+        kv_events: KvEvents,
         first_number: int,
         read_load: Callable[[], Load] | None,
         tenant: str,
@@ -44,7 +44,7 @@ class KvEventFeed:
         """`first_number` is the server's: the sequence number of what happened before its first event. Without
         `read_load` no load is told. `tenant` is whose requests the subscriber sends; `sees_all` says whether it may
         learn how many batches there are of all tenants."""
-        self._step_loop = step_loop
+        self._kv_events = kv_events
         self._first_number = first_number
         self._read_load = read_load
         self._tenant = tenant
@@ -59,7 +59,7 @@ class KvEventFeed:
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """Yield batches as long as the server lives."""
-        with self._step_loop.following_kv_events():
+        with self._kv_events.following():
             async with aclosing(self._batches(request)) as batches:
                 async for batch in batches:
                     yield batch
@@ -73,13 +73,13 @@ class KvEventFeed:
             self._number = request.start_sequence_number
         while True:
             if not is_known:
-                snapshot = self._step_loop.kv_snapshot()
+                snapshot = self._kv_events.snapshot()
                 last, is_known = snapshot.sequence_number, True
                 for batch in self._snapshot(snapshot):
                     yield batch
             try:
                 async with asyncio.timeout(_LOOK_INTERVAL):
-                    happened = await self._step_loop.next_kv_events(last)
+                    happened = await self._kv_events.after(last)
                 if happened is None:
                     return
                 last = happened.sequence_number
@@ -93,7 +93,7 @@ class KvEventFeed:
                 is_known = False
 
     def _is_held(self, number: int) -> bool:
-        first_start, last_start = self._step_loop.kv_event_starts
+        first_start, last_start = self._kv_events.starts
         return first_start <= number <= last_start
 
     def _is_theirs(self, event: KvEvent) -> bool:

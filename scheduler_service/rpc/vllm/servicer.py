@@ -102,11 +102,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_engine_pb2.HealthCheckResponse:
         """Answer UNAVAILABLE until the first worker has joined: a gateway then comes back, and lists no model
         before."""
-        if self._engine.is_serving and self._engine.capacity is not None:
+        if self._engine.availability.is_serving and self._engine.availability.capacity is not None:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
-        reason = self._engine.unavailable_reason
-        if self._engine.capacity is None:
-            why = self._engine.missing_reason or "no worker has joined yet"
+        reason = self._engine.availability.unavailable_reason
+        if self._engine.availability.capacity is None:
+            why = self._engine.availability.missing_reason or "no worker has joined yet"
             loading = f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
             message = f"{reason} ({loading})" if reason else loading
             raise RpcError(grpc.StatusCode.UNAVAILABLE, message)
@@ -116,13 +116,13 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetModelInfoResponse:
-        return model_info(self._model, self._info().served_model_name, self._engine.max_sequence_tokens)
+        return model_info(self._model, self._info().served_model_name, self._engine.availability.max_sequence_tokens)
 
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> vllm_engine_pb2.GetServerInfoResponse:
         """Describe the server; what all tenants are doing is told to operators alone."""
-        info = server_info(self._engine.capacity, self._info().max_num_seqs)
+        info = server_info(self._engine.availability.capacity, self._info().max_num_seqs)
         if is_operator():
             load = await self._read_load()
             info.active_requests = load.num_running + load.num_waiting
@@ -161,7 +161,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         await context.send_initial_metadata(())
         sees_all = is_operator()
         feed = KvEventFeed(
-            cache, self._first_event_number, load if sees_all else None, tenant_of_call(_TENANT), sees_all=sees_all
+            cache.kv_events,
+            self._first_event_number,
+            load if sees_all else None,
+            tenant_of_call(_TENANT),
+            sees_all=sees_all,
         )
         await write_all(feed.batches(request), context)
 

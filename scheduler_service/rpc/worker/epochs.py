@@ -11,7 +11,7 @@ _MAX_LEAD_S = 24 * 3600.0  # that another scheduler's clock may have
 
 
 class EpochsExhausted(Exception):
-    """There is no higher epoch."""
+    """There is no number left for a higher epoch."""
 
 
 class Epochs:
@@ -21,7 +21,7 @@ class Epochs:
         self._last = int(clock() * 1000) << _SHIFT
 
     def next(self) -> int:
-        """Above all that this has given and heard of. Raises EpochsExhausted."""
+        """Give an epoch above all that were given and heard of. Raises EpochsExhausted."""
         if self._last >= _MAX:
             raise EpochsExhausted(
                 f"there is no epoch above {self._last}, which is {self._last >> _SHIFT} ms of Unix time; set this "
@@ -31,7 +31,7 @@ class Epochs:
         return self._last
 
     def hear_of(self, epoch: int) -> bool:
-        """Give higher ones than this one of another scheduler's. False: no clock leads to it, it is left aside."""
+        """Count on from an epoch of another scheduler. False if no clock leads to it: then it is left aside."""
         if epoch >> _SHIFT > int((self._clock() + _MAX_LEAD_S) * 1000):
             return False
         self._last = max(self._last, epoch)

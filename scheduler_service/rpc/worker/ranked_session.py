@@ -23,7 +23,7 @@ _LEAST = (
 
 
 class RankedSession:
-    """The step loop's way to all ranks. It ends when any of the ranks' sessions does.
+    """The step loop's way to all ranks; it ends when any of the ranks' sessions does.
 
     A result counts when all ranks have given it, so that none has more plans than it takes; they compute in step, and
     nobody waits for long. The tokens are rank 0's.
@@ -83,7 +83,7 @@ class RankedSession:
 
 
 class _RankEvents:
-    """The `SessionEvents` of one rank."""
+    """Hears of the session with one rank, and says which rank that is."""
 
     def __init__(self, ranks: RankedSession, rank: int) -> None:
         self._ranks = ranks

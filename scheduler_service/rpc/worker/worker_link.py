@@ -87,7 +87,7 @@ class WorkerLink:
         self._first_capacities: dict[int, WorkerCapacity] = {}  # by rank
 
     async def run(self) -> None:
-        """Until cancelled. Raises FencedError, EpochsExhausted."""
+        """Hold epochs until cancelled. Raises FencedError, EpochsExhausted."""
         backoff = _MIN_BACKOFF
         while True:
             sessions = self._sessions(self._epochs.next())
@@ -103,13 +103,13 @@ class WorkerLink:
             backoff = min(2 * backoff, _MAX_BACKOFF)
 
     def _sessions(self, epoch: int) -> Sequence[Session]:
-        """One with each rank."""
+        """Make a session with each rank."""
         if len(self._stubs) == 1:
             return [Session(self._step_loop, epoch, self._on_plan_sent)]
         return RankedSession(self._step_loop, epoch, self._on_plan_sent, len(self._stubs)).sessions
 
     async def _hold_all(self, sessions: Sequence[Session]) -> "_Ended":
-        """Until one of them ends, which ends the others, and why it did."""
+        """Hold the sessions until one of them ends, which ends the others; return why it did."""
         holds = [asyncio.create_task(self._hold(rank, session)) for rank, session in enumerate(sessions)]
         try:
             await asyncio.wait(holds, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +120,7 @@ class WorkerLink:
             await cancel(holds)
 
     async def _hold(self, rank: int, session: Session) -> "_Ended":
-        """One session, to its end and why it ended. Raises FencedError."""
+        """Hold one session to its end, and return why it ended. Raises FencedError."""
         execute = partial(self._stubs[rank].Execute, metadata=self._secret.metadata() if self._secret else ())
         call = execute(wait_for_ready=True)
         try:
@@ -157,7 +157,7 @@ class WorkerLink:
         return _Ended(reason)
 
     def _admit(self, rank: int, answer: wire.WorkerMessage) -> WorkerCapacity:
-        """The worker's capacity if it fits what this scheduler serves. Raises SessionEnded, FencedError."""
+        """Return the worker's capacity if it fits what this scheduler serves. Raises SessionEnded, FencedError."""
         if isinstance(answer, wire.Refusal):
             self._take_refusal(answer)
             raise SessionEnded(f"refused: {answer.message}")
@@ -183,7 +183,7 @@ class WorkerLink:
         return answer
 
     def _take_refusal(self, refusal: wire.Refusal) -> None:
-        """Raises FencedError, WorkerTaken."""
+        """Give up a worker that somebody else holds, or count on from its epoch. Raises FencedError, WorkerTaken."""
         if refusal.reason is not wire.RefusalReason.STALE_EPOCH:
             return
         if self._first_capacities and refusal.instance_id != self._instance_id:
@@ -198,14 +198,14 @@ class WorkerLink:
 
 
 class _Ended(NamedTuple):
-    """Why there is no session."""
+    """The reason for which there is no session."""
 
     reason: str
     is_calm: bool = False  # it passes by itself
 
 
 def _describe(error: grpc.aio.AioRpcError, session: Session) -> _Ended:
-    """A worker that starts or stops is UNAVAILABLE, and says so itself."""
+    """Say why a stream broke. A worker that starts or stops is UNAVAILABLE, and says so itself."""
     if not session.is_ready and error.code() is grpc.StatusCode.UNAVAILABLE:
         return _Ended(str(error.details()), is_calm=True)
     if not session.is_ready and error.code() is grpc.StatusCode.INTERNAL:

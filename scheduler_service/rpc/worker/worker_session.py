@@ -19,7 +19,7 @@ _JUDGE_INTERVAL = 0.1
 
 
 class SessionEvents(Protocol):
-    """Who hears of a session."""
+    """The step loop, or one rank's share of it: it hears of a session."""
 
     def worker_ready(self, capacity: WorkerCapacity, epoch: int, link: "Session") -> None:
         """May raise SessionEnded."""
@@ -32,15 +32,15 @@ class SessionEvents(Protocol):
 
 
 class SessionEnded(Exception):
-    """Why an epoch is over."""
+    """The epoch is over; the text says why."""
 
 
 class WorkerHangs(SessionEnded):
-    """The worker is there, but it does nothing."""
+    """The worker is connected, but it does nothing."""
 
 
 class Session:
-    """One epoch on one stream. The step loop's way to the worker while it lasts."""
+    """One epoch on one stream: the step loop's way to the worker while it lasts."""
 
     def __init__(self, events: SessionEvents, epoch: int, on_plan_sent: Callable[[int], None]) -> None:
         self.epoch = epoch
@@ -68,7 +68,7 @@ class Session:
             self._closed.set_result(reason)
 
     async def hold(self, call: grpc.aio.StreamStreamCall, capacity: WorkerCapacity) -> NoReturn:
-        """Serve the session to its end. Raises why it ended."""
+        """Serve the session to its end, and raise the reason for that."""
         self._liveness = Liveness(time.monotonic())
         self._events.worker_ready(capacity, self.epoch, self)
         self.is_ready = True
@@ -113,7 +113,7 @@ class Session:
 
 
 async def read(call: grpc.aio.StreamStreamCall) -> wire.WorkerMessage:
-    """The next message. Raises SessionEnded, ProtocolError, AioRpcError."""
+    """Read the next message. Raises SessionEnded, ProtocolError, AioRpcError."""
     message = await call.read()
     if message is grpc.aio.EOF:
         raise await _ended(call)
@@ -121,7 +121,7 @@ async def read(call: grpc.aio.StreamStreamCall) -> wire.WorkerMessage:
 
 
 async def write(call: grpc.aio.StreamStreamCall, message: worker_pb2.ExecuteRequest) -> None:
-    """Raises SessionEnded, AioRpcError."""
+    """Write a message. Raises SessionEnded, AioRpcError."""
     try:
         await call.write(message)
     except asyncio.InvalidStateError:  # it had ended before, which the reader has not seen yet

@@ -1,0 +1,61 @@
+"""Options of a service's process: fields of a frozen dataclass, each with its help text and the limits of its value.
+
+Loads nothing of gRPC.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A rule that values keep to, in words (after "must be"), and as a test of a value."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(minimum: float) -> Limit:
+    return Limit(f"at least {minimum}", lambda value: value >= minimum)
+
+
+def between(minimum: float, maximum: float) -> Limit:
+    return Limit(f"{minimum} to {maximum}", lambda value: minimum <= value <= maximum)
+
+
+PORT = between(0, 65535)
+URL = Limit("http://HOST:PORT or https://HOST:PORT", lambda value: value.startswith(("http://", "https://")))
+
+
+def option(
+    default: Any, help: str, *limits: Limit, choices: tuple[str, ...] | None = None, needs: tuple[str, ...] = ()
+) -> Any:
+    """Make the field of an option. None, where it is a value, keeps to every limit; `needs` names the options without
+    which it has no meaning."""
+    return field(default=default, metadata={"help": help, "limits": limits, "choices": choices, "needs": needs})
+
+
+def check_options(config: Any, must_be: str = ", but must be") -> None:
+    """Raise ValueError, which names the flag at fault, unless every value keeps to the limits of its option.
+
+    `must_be` stands in the message between the value and its limit.
+    """
+    given = [(each, getattr(config, each.name)) for each in fields(config) if getattr(config, each.name) is not None]
+    for each, value in given:
+        limits, choices = each.metadata["limits"], each.metadata["choices"]
+        if choices is not None:
+            limits = (Limit(f"one of {', '.join(choices)}", choices.__contains__),)
+        for limit in limits:
+            if not limit.holds(value):
+                shown = repr(value) if isinstance(value, str) else value
+                raise ValueError(f"{flag(each.name)} is {shown}{must_be} {limit.text}")
+    for each, _ in given:
+        for needed in each.metadata["needs"]:
+            if getattr(config, needed) is None:
+                raise ValueError(f"{flag(each.name)} needs {flag(needed)} too")
+
+
+def flag(name: str) -> str:
+    """Write the name of an option as its flag."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,150 @@
+"""A port that takes requests, the scheduler's or a front end's: put together, run, and taken apart in order."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from pagewire.transport.addresses import join
+from pagewire.transport.draining import cancel, drain
+from pagewire.transport.health import Health
+from pagewire.transport.listening import COMMON_OPTIONS, connections_option, listen
+from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
+from pagewire.transport.tls import server_credentials
+from scheduler_service.config import FrontEndConfig, SchedulerConfig
+from scheduler_service.rpc.front_end.scheduler_link import SchedulerLink
+from scheduler_service.rpc.interception import Interception
+from scheduler_service.rpc.public.prompt_text import TextLimits
+from scheduler_service.rpc.public.request_servicer import SERVICE_NAME, RequestServicer
+from scheduler_service.rpc.tenants.authentication import Anybody, Authentication
+from scheduler_service.rpc.tenants.tenant_file import TenantFile
+from scheduler_service.rpc.trace_context import note_trace_context
+from scheduler_service.serving.engine import Availability
+from scheduler_service.serving.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.step_loop import StepLoop
+from scheduler_service.serving.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from scheduler_service.rpc.vllm.servicer import VllmServicer
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT = 2.0  # seconds for the last responses to be written
+_SERVER_OPTIONS = (
+    *COMMON_OPTIONS,
+    ("grpc.max_receive_message_length", 4 * 1024 * 1024),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # By default gRPC cancels calls at random when more than 1,000 come at once; here the queue caps answer them.
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
+    # A client that is gone without a word loses its requests.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Who connects and says nothing keeps a connection from others.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+)
+
+
+def refused(error: ValueError | OSError) -> int:
+    """Say why a service does not start. The exit code tells what will not change by trying again."""
+    logger.critical("%s", error)
+    return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_ERROR
+
+
+def warn_of(model: ModelInfo) -> None:
+    """Say what will not work with it. Raises ValueError."""
+    for line in model.warnings():
+        logger.warning("%s", line)
+
+
+class RequestService:
+    """The model that is served, its tokenizer, the tenants, and the gRPC server with its health.
+
+    Nothing runs before `run`.
+    """
+
+    def __init__(self, config: SchedulerConfig | FrontEndConfig, name: str) -> None:
+        """`name` is what its messages call the service. Raises ValueError and OSError, one line each."""
+        self._config = config
+        self._name = name
+        self.model = read_model_info(config.model)
+        warn_of(self.model)
+        self.tokenizer = Tokenizer(self.model.tokenizer_path) if self.model.tokenizer_path else None
+        self.text_limits = TextLimits(
+            config.max_prompt_bytes, config.max_waiting_text_bytes, config.max_tenant_waiting_text_bytes
+        )
+        self.tenants = TenantFile(config.tenants) if config.tenants else None
+        self._authentication = Authentication(self.tenants) if self.tenants is not None else None
+        callers = self._authentication or Anybody()
+        interceptors = [Interception([callers.enter, note_trace_context])]
+        self._server = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option()), interceptors=interceptors)
+
+    def listen(self, servicer: RequestServicer, make_vllm: Callable[[ModuleType], "VllmServicer"]) -> None:
+        """Bind the ports for the servicer, and for that of VllmEngine, which is made from its module if it can be
+        imported. Raises OSError."""
+        config = self._config
+        self._servicer = servicer
+        servicer.add_to(self._server)
+        service_names = [SERVICE_NAME]
+        vllm = _import_vllm()
+        if vllm is not None:
+            make_vllm(vllm).add_to(self._server)
+            service_names.append(vllm.SERVICE_NAME)
+        self._health = Health(self._server, service_names)
+        credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+        port = listen(self._server, config.host, config.port, credentials, "--port")
+        self._url = f"grpc://{join(config.host, port)}"
+        self._health.listen(config.health_host, config.health_port, _SERVER_OPTIONS)
+
+    async def run(
+        self,
+        engine: StepLoop | SchedulerLink,
+        *parts: Coroutine[Any, Any, None],
+        failed: Callable[[BaseException | None], int],
+        stop: asyncio.Event,
+        stop_now: asyncio.Event,
+        ready: Callable[[str], None],
+    ) -> int:
+        """Serve until `stop`, then drain, but not beyond `stop_now`. The exit code.
+
+        `parts` run beside the engine, and none of them ends by itself: if one does, `failed` gets its error, and gives
+        the exit code. `ready` gets the URL once, when requests are first served.
+        """
+        availability: Availability = engine.availability
+        await self._health.begin()
+        await self._server.start()
+        following = self._health.follow(
+            availability.changed, lambda: availability.is_serving, self._servicer.announce, lambda: ready(self._url)
+        )
+        watching = [self._authentication.watch()] if self._authentication is not None else []
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(part) for part in (engine.run(), *parts, following, *watching)
+        ]
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if stopping not in done:
+                return failed(done.pop().exception())
+            await drain(engine.drain(), stop_now, self._config.drain_timeout)
+            return 0
+        finally:
+            engine.end_all(f"the {self._name} has shut down; send the request to another one")
+            self._servicer.close()
+            await self._server.stop(0 if stop_now.is_set() else _CLOSE_TIMEOUT)
+            await self._health.end()
+            await cancel([stopping, *tasks])
+            if self.tokenizer is not None:
+                self.tokenizer.close()
+
+
+def _import_vllm() -> ModuleType | None:
+    """The module that serves VllmEngine. Without its stubs everything else is served."""
+    try:
+        from scheduler_service.rpc.vllm import servicer
+    except (ImportError, RuntimeError) as error:  # the stubs refuse an older grpcio with a RuntimeError
+        logger.warning("VllmEngine is not served, gateways will not find this server: %s", error)
+        return None
+    return servicer

@@ -1,0 +1,156 @@
+"""Whether requests are taken, and what fits: what follows from a worker's coming and going, and from shutting down.
+
+Requests wait for a worker that is lost, but not for ever: after the grace period those end that could as well begin
+elsewhere, after the timeout all of them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from scheduler_service.core.plan import WorkerCapacity
+from scheduler_service.core.request import OutputMode
+
+logger = logging.getLogger(__name__)
+
+# A worker that is lost this often before a token comes back is not merely being restarted.
+_MAX_FRUITLESS_EPOCHS = 10
+
+
+class WorkerAvailability:
+    """Belongs to the event loop's thread, and is told of every change by the step loop."""
+
+    def __init__(
+        self,
+        max_sequence_tokens: int,
+        *,
+        worker_timeout: float,
+        worker_grace: float | None,
+        on_grace_ended: Callable[[str], None],
+        on_timed_out: Callable[[str], None],
+    ) -> None:
+        """`worker_timeout` is how many seconds any request waits for a worker, `worker_grace` how many those wait that
+        could as well begin elsewhere, by default as many. The callbacks end these requests, with the reason that they
+        are given. `max_sequence_tokens` is the limit before the first worker."""
+        self._worker_timeout = worker_timeout
+        self._worker_grace = worker_timeout if worker_grace is None else worker_grace
+        self._on_grace_ended = on_grace_ended
+        self._on_timed_out = on_timed_out
+        self._timers: list[asyncio.TimerHandle] = []  # while no worker is there
+        self._grace_has_ended = self._has_timed_out = False
+        self._is_draining = False
+        self._epoch_is_fruitless = False  # it has a plan, but no token yet
+        self._num_fruitless_epochs = 0
+        self._next_change = asyncio.Event()  # a new one for each change
+        self.changed = asyncio.Event()  # for one follower, who clears it
+        self.capacity: WorkerCapacity | None = None  # of the worker that is there or was there last
+        self.max_sequence_tokens = max_sequence_tokens
+        self.num_worker_losses = 0
+        self.missing_reason = ""  # why there is no worker, as far as is known
+
+    # Questions
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why requests are refused now, or nothing. Detached ones may be taken all the same."""
+        return self.refusal(OutputMode.STREAMED)
+
+    def refusal(self, output_mode: OutputMode) -> str:
+        """Why requests of this kind are refused now, or nothing."""
+        if self._is_draining:
+            return "the server is shutting down; send the request to another one"
+        if self._has_timed_out:
+            return f"no worker has been connected for {self._worker_timeout:g} s; try again later"
+        if self._grace_has_ended and output_mode is not OutputMode.DETACHED:
+            return f"no worker has been connected for {self._worker_grace:g} s; send the request to another server"
+        return ""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are worth sending here: a lost worker may still be awaited."""
+        has_hope = self._num_fruitless_epochs < _MAX_FRUITLESS_EPOCHS
+        return self.capacity is not None and has_hope and not self.unavailable_reason
+
+    async def wait_for_first_worker(self, output_mode: OutputMode = OutputMode.STREAMED) -> None:
+        """Return when it is known what fits, or when requests of this kind are refused."""
+        while self.capacity is None and not self.refusal(output_mode):
+            await self._next_change.wait()
+
+    # Events
+
+    def worker_joined(self, capacity: WorkerCapacity, max_sequence_tokens: int) -> None:
+        """A worker is there, with which a sequence may have so many tokens."""
+        self.stop_timers()
+        self._grace_has_ended = self._has_timed_out = False
+        self._epoch_is_fruitless = False
+        self.capacity, self.max_sequence_tokens = capacity, max_sequence_tokens
+        self.missing_reason = ""
+        self._tell()
+
+    def worker_lost(self, reason: str) -> None:
+        """The worker has failed. `worker_left` follows."""
+        self.num_worker_losses += 1
+        if self._epoch_is_fruitless:
+            self._num_fruitless_epochs += 1
+            if self._num_fruitless_epochs == _MAX_FRUITLESS_EPOCHS:
+                logger.error("not serving: %d epochs without one token; %s", _MAX_FRUITLESS_EPOCHS, reason)
+
+    def worker_left(self) -> None:
+        """No worker is there any more."""
+        self.start_timers()
+        self._tell()
+
+    def epoch_began_to_compute(self) -> None:
+        """The first plan of an epoch was sent."""
+        self._epoch_is_fruitless = True
+
+    def token_came(self) -> None:
+        """The worker has computed a token."""
+        self._epoch_is_fruitless = False
+        if self._num_fruitless_epochs:
+            self._num_fruitless_epochs = 0
+            self._tell()
+
+    def drain(self) -> None:
+        """From now on requests are refused."""
+        self._is_draining = True
+        self._tell()
+
+    def _tell(self) -> None:
+        self.changed.set()
+        self._next_change.set()
+        self._next_change = asyncio.Event()
+
+    # Timers
+
+    def start_timers(self) -> None:
+        """Count the time without a worker from now on."""
+        self.stop_timers()
+        call_later = asyncio.get_running_loop().call_later
+        self._timers.append(call_later(self._worker_timeout, self._worker_timed_out))
+        if self._worker_grace < self._worker_timeout:
+            self._timers.append(call_later(self._worker_grace, self._worker_grace_ended))
+
+    def stop_timers(self) -> None:
+        """The time without a worker does not count any more."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+
+    def _worker_grace_ended(self) -> None:
+        text = "no worker for %g s: requests without a token fail until one joins, streams and detached ones wait"
+        logger.log(self._level_of_absence(logging.WARNING), text, self._worker_grace)
+        self._grace_has_ended = True
+        self._on_grace_ended(self.unavailable_reason)
+        self._tell()
+
+    def _worker_timed_out(self) -> None:
+        level = self._level_of_absence(logging.ERROR)
+        logger.log(level, "no worker for %g s: requests fail until one joins", self._worker_timeout)
+        self._has_timed_out = True
+        self._on_timed_out(self.unavailable_reason)
+        self._tell()
+
+    def _level_of_absence(self, level: int) -> int:
+        """A worker that is still loading its first model is no accident."""
+        return logging.INFO if self.capacity is None else level

@@ -1,0 +1,39 @@
+"""What hears of the step loop's work: metrics, traces and the log of requests."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from scheduler_service.core.plan import StepResult, WorkerCapacity
+from scheduler_service.core.request import KvEventCounts, Request, SchedulerStats, SequenceEnd
+
+
+class Observer:
+    """An observer overrides the events that it wants to hear of; the others do nothing.
+
+    Events come once per request or per step, never per token.
+    """
+
+    def submission(self, request: Request) -> AbstractContextManager[Request]:
+        """The context in which a request is taken, in the task of its caller; an error in it is the refusal. It gives
+        the request, to which a trace may have been added."""
+        return nullcontext(request)
+
+    def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
+        """A sample of a request that was taken has ended."""
+
+    def step_finished(self, result: StepResult, stats: SchedulerStats) -> None:
+        """A step's result has been taken in."""
+
+    def first_token_after(self, seconds: float) -> None:
+        """A sequence got its first token this long after its request had arrived."""
+
+    def tokens_after(self, seconds: float, num_tokens: int) -> None:
+        """`num_tokens` sequences got a token this long after the one before."""
+
+    def worker_changed(self, capacity: WorkerCapacity | None) -> None:
+        """A worker joined, or (None) was lost."""
+
+    def kv_events_happened(self, counts: KvEventCounts) -> None:
+        """So many changes of the prefix cache were taken from the core."""
+
+    def invariant_failed(self) -> None:
+        """An invariant of the scheduler was found broken."""
