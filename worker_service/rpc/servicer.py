@@ -17,7 +17,7 @@ from pagewire.transport.link_secret import LinkSecret, shows_one
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
 from worker_service.rpc.wire import decode_request, encode_response
 from worker_service.session import ProtocolError, Session, SessionRegister
-from worker_service.step import Heartbeat, Hello, Ready, Refusal, StepPlan, StepResult
+from worker_service.step import Heartbeat, Hello, Refusal, StepPlan, StepResult, WorkerCapacity
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class _Stream:
             await cancel(tasks)
             self._may_write = True
 
-    async def write(self, message: Ready | StepResult | Heartbeat) -> None:
+    async def write(self, message: WorkerCapacity | StepResult | Heartbeat) -> None:
         """Nothing is written once the parts are being ended."""
         if not self._may_write:
             return
