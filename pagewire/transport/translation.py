@@ -4,11 +4,11 @@ A field is translated where both have its name; the type that the dataclass give
 named as one that stands apart, so that a field which one side alone has is a TypeError as soon as the table is made.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from types import MappingProxyType, NoneType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -35,13 +35,13 @@ def decoder(
     always: list[tuple[str, Convert]] = []
     absent: dict[str, Any] = {}
     present: dict[int, tuple[str, Convert | None]] = {}
-    for name, field, convert, default in _columns(data_type, message_type, decoder, converted, apart):
-        if convert is not None and (name in converted or field.enum_type is not None):
-            always.append((name, convert))
+    for field, convert, default in _columns(data_type, message_type, decoder, converted, apart):
+        if convert is not None and (field.name in converted or field.enum_type is not None):
+            always.append((field.name, convert))
         else:
-            present[field.number] = (name, convert)
-            nothing = getattr(message_type(), name)
-            absent[name] = default if default is not MISSING else convert(nothing) if convert else nothing
+            present[field.number] = (field.name, convert)
+            nothing = getattr(message_type(), field.name)
+            absent[field.name] = default if default is not MISSING else convert(nothing) if convert else nothing
 
     def decode(message: Message, **others: Any) -> Data:
         values = absent | others
@@ -61,9 +61,9 @@ def encoder(data_type: type[Any], message_type: type[SomeMessage]) -> Callable[[
 
     What is None, or a dataclass that is the field's default, is not set.
     """
-    columns = _columns(data_type, message_type, encoder)
-    names, empty = [column.name for column in columns], ()
-    conversions = [(column.name, column.convert, column.absent) for column in columns if column.convert is not None]
+    columns = list(_columns(data_type, message_type, encoder))
+    names, empty = [field.name for field, _, _ in columns], ()
+    conversions = [(field.name, convert, absent) for field, convert, absent in columns if convert is not None]
 
     def encode(data: Any) -> SomeMessage:
         values = {name: value for name in names if (value := getattr(data, name)) is not empty}
@@ -88,9 +88,10 @@ def enum_members(enum_type: type[Enum], descriptor: EnumDescriptor) -> dict[int,
 
 
 def unknown_field(message: Message) -> str | None:
-    """A field that this version does not know, in a message or in those within it: MESSAGE.NUMBER."""
+    """Says which field this version does not know, in a message or in those within it; None: it knows all."""
     if len(unknown := UnknownFieldSet(message)):
-        return f"{message.DESCRIPTOR.full_name}.{unknown[0].field_number}"
+        name, number = message.DESCRIPTOR.full_name, unknown[0].field_number
+        return f"{name} holds a field that this version does not know, number {number}"
     for descriptor, value in message.ListFields():
         if descriptor.message_type is not None:
             for part in (value,) if isinstance(value, Message) else value:
@@ -99,35 +100,28 @@ def unknown_field(message: Message) -> str | None:
     return None
 
 
-class _Column(NamedTuple):
-    """A field that both sides have."""
-
-    name: str
-    field: FieldDescriptor
-    convert: Convert | None  # None: values are taken as they are
-    absent: Any  # the dataclass's value where the message's field is not set; MISSING: that cannot be told
-
-
 def _columns(
     data_type: type[Any],
     message_type: type[Message],
     nested: Callable[..., Convert],
     converted: Mapping[str, Convert] = _NOTHING,
     apart: Collection[str] = (),
-) -> list[_Column]:
-    """`nested` is `decoder` or `encoder`. Raises TypeError if other fields stand apart than those named."""
+) -> Iterator[tuple[FieldDescriptor, Convert | None, Any]]:
+    """Fields that both sides have, each with how its values are translated (None: they are taken as they are) and with
+    the dataclass's value where the message's field is not set (MISSING: that cannot be told).
+
+    `nested` is `decoder` or `encoder`. Raises TypeError if other fields stand apart than those named.
+    """
     ours = {field.name: field for field in fields(data_type)}
     theirs = {field.name: field for field in message_type.DESCRIPTOR.fields}
     if wrong := set(ours) ^ set(theirs) ^ set(apart):
         names = ", ".join(sorted(wrong))
         raise TypeError(f"{data_type.__name__} and {message_type.DESCRIPTOR.full_name} do not agree in {names}")
-    columns = []
-    for name in ours:
-        if name in theirs:
-            convert = converted.get(name) or _conversion(ours[name].type, theirs[name], nested)
+    for name, field in theirs.items():
+        if name in ours:
             default = None if NoneType in get_args(ours[name].type) else ours[name].default
-            columns.append(_Column(name, theirs[name], convert, default if theirs[name].has_presence else MISSING))
-    return columns
+            convert = converted.get(name) or _conversion(ours[name].type, field, nested)
+            yield field, convert, default if field.has_presence else MISSING
 
 
 def _conversion(hint: Any, field: FieldDescriptor, nested: Callable[..., Convert]) -> Convert | None:

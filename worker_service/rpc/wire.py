@@ -22,8 +22,8 @@ _ENCODERS = {
 
 def decode_request(request: pb.ExecuteRequest) -> Hello | StepPlan:
     """Raises ProtocolError for a field that this version does not know, or no body at all."""
-    if name := unknown_field(request):
-        raise ProtocolError(f"{name} is a field that this version does not know")
+    if reason := unknown_field(request):
+        raise ProtocolError(reason)
     body = request.WhichOneof("body")
     if body is None:
         raise ProtocolError("a request has no body")

@@ -72,8 +72,8 @@ def encode_plan(plan: StepPlan) -> worker_pb2.ExecuteRequest:
 
 def decode_worker_message(message: worker_pb2.ExecuteResponse) -> WorkerMessage:
     """Raises ProtocolError for anything that the worker should not have sent."""
-    if name := unknown_field(message):
-        raise ProtocolError(f"the worker sent the unknown field {name}")
+    if reason := unknown_field(message):
+        raise ProtocolError(f"what the worker sent is not understood: {reason}")
     body = message.WhichOneof("body")
     if body is None:
         raise ProtocolError("the worker sent a message without a body")
