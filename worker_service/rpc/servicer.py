@@ -155,7 +155,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise _SessionEnded(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     async def _begin(self, stream: "_Stream") -> None:
-        """Answer Ready once every earlier step has finished."""
+        """Answer with the worker's capacity once every earlier step has finished."""
         try:
             await asyncio.wait_for(self._loaded.wait(), self._load_patience_s)
         except TimeoutError:
