@@ -61,7 +61,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         info = read_model_info(model)
         self._step_s = step_s
         self._rng = random.Random(0)
-        self._ready = worker_pb2.Ready(
+        self._ready = worker_pb2.WorkerCapacity(
             worker_id=secrets.token_hex(4),
             model_digest=info.digest,
             vocab_size=info.vocab_size,

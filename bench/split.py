@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 
 from bench.record import RESULTS, machine, write
@@ -70,13 +70,13 @@ class LocalLink:
         raise RuntimeError(reason)
 
     def _take(self, outcome) -> None:
-        from scheduler_service.core.plan import StepResult
+        from scheduler_service.core.plan import StepParts, StepResult
 
         if isinstance(outcome, Exception):
             raise outcome
         columns = {**fields(outcome), "statuses": (), "prompt_logprobs": ()}
         assert not outcome.statuses
-        columns["parts_us"] = astuple(columns.pop("parts"))
+        columns["parts"] = StepParts(**fields(columns["parts"]))
         self._events.result(StepResult(**columns))
 
 

@@ -2,29 +2,28 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields, replace
+from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 from pagewire.compatibility import SAMPLING_FIELDS, judge
 
-INTEGER_FIELDS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "beam_width")
-REAL_FIELDS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "length_penalty",
-)
-BOOLEAN_FIELDS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 # Names of when a beam search ends, and transformers' values for the same.
 EARLY_STOPPING = ("heuristic", "first", "never", False, True)
+Value = TypeVar("Value")
 
 
 class Default(float):
     """A number that stands where the user chose none."""
+
+
+def _flag(default: Value, help_text: str, *, is_benched: bool = False) -> Value:
+    """A field that the client verbs have a flag for, and the bench verbs too where it `is_benched`.
+
+    The flag of a truth value turns the default into its opposite.
+    """
+    metadata = {"help": help_text, "is_benched": is_benched}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,24 +44,32 @@ class SamplingParams:
     """
 
     n: int | None = 1
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    repetition_penalty: float | None = 1.0
-    temperature: float | None = Default(1.0)
-    top_p: float | None = 1.0
-    top_k: int | None = 0
-    min_p: float | None = 0.0
-    seed: int | None = None
+    max_tokens: int | None = _flag(16, "how many tokens to generate at most (default: as many as fit)")
+    temperature: float | None = _flag(Default(1.0), "randomness; 0 always takes the most likely token", is_benched=True)
+    top_p: float | None = _flag(
+        1.0, "sample from the most likely tokens whose probabilities add up to this", is_benched=True
+    )
+    top_k: int | None = _flag(0, "sample from this many most likely tokens; 0 turns it off", is_benched=True)
+    min_p: float | None = _flag(0.0, "sample from tokens whose probability is at least this fraction of the highest")
+    presence_penalty: float | None = _flag(
+        0.0, "subtracted from the logit of every token that is already in the output"
+    )
+    frequency_penalty: float | None = _flag(
+        0.0, "subtracted from a token's logit for each time it is already in the output"
+    )
+    repetition_penalty: float | None = _flag(
+        1.0, "makes tokens that are in the prompt or the output less likely, if above 1"
+    )
+    seed: int | None = _flag(None, "the same seed gives the same output")
+    min_tokens: int | None = _flag(0, "generate at least this many tokens")
+    ignore_eos: bool | None = _flag(False, "go on after end-of-text tokens")
+    include_stop_str_in_output: bool | None = _flag(False, "keep the stop text at the end of the output")
+    skip_special_tokens: bool | None = _flag(True, "show special tokens in the text")
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool | None = False
-    max_tokens: int | None = 16
-    min_tokens: int | None = 0
+    logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    include_stop_str_in_output: bool | None = False
-    skip_special_tokens: bool | None = True
-    logit_bias: Mapping[int, float] | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: str | bool | None = None
@@ -128,28 +135,36 @@ class SamplingFields(TypedDict, total=False):
     """The fields of `SamplingParams` as keyword arguments of a request."""
 
     n: int | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
+    max_tokens: int | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
     seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    max_tokens: int | None
     min_tokens: int | None
-    logprobs: int | None
-    prompt_logprobs: int | None
+    ignore_eos: bool | None
     include_stop_str_in_output: bool | None
     skip_special_tokens: bool | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
     logit_bias: Mapping[int, float] | None
+    logprobs: int | None
+    prompt_logprobs: int | None
     beam_width: int | None
     length_penalty: float | None
     early_stopping: str | bool | None
 
 
+def _of_type(hint: object) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(SamplingParams) if field.type == hint)
+
+
+INTEGER_FIELDS, REAL_FIELDS, BOOLEAN_FIELDS = _of_type(int | None), _of_type(float | None), _of_type(bool | None)
+# Those that flags of the client verbs set, and of them those that flags of the bench verbs set.
+FLAGS: tuple[Field, ...] = tuple(field for field in fields(SamplingParams) if field.metadata)
+BENCH_FIELDS = tuple(field.name for field in FLAGS if field.metadata["is_benched"])
 # What a request without sampling parameters asks for: the server's own choices.
 UNSET = SamplingParams(**{field.name: None for field in fields(SamplingParams)})

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 import grpc
 
-from pagewire.completion import Output, Result, TokenLogprobs, Usage
+from pagewire.completion import Output, Result, TokenLogprobs
 from pagewire.errors import (
     AlreadyExists,
     Cancelled,
@@ -22,38 +22,21 @@ from pagewire.errors import (
 )
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams, is_integer
-from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
+from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
+from pagewire.transport.translation import decoder, enum_names
 
 try:
     from google.rpc import error_details_pb2, status_pb2
 except ImportError:  # a machine with a grpcio of its own may lack googleapis-common-protos: errors then have no details
     error_details_pb2 = status_pb2 = None
 
-FINISH_REASONS = {
-    pb.FINISH_REASON_UNSPECIFIED: None,
-    pb.FINISH_REASON_STOP: "stop",
-    pb.FINISH_REASON_LENGTH: "length",
-    pb.FINISH_REASON_ABORT: "abort",
-}
-EARLY_STOPPING = {
-    "heuristic": pb.EARLY_STOPPING_HEURISTIC,
+FINISH_REASONS = {pb.FINISH_REASON_UNSPECIFIED: None} | enum_names(pb.FinishReason.DESCRIPTOR)
+EARLY_STOPPING = {name: number for number, name in enum_names(pb.EarlyStopping.DESCRIPTOR).items()} | {
     False: pb.EARLY_STOPPING_HEURISTIC,
-    "first": pb.EARLY_STOPPING_FIRST,
     True: pb.EARLY_STOPPING_FIRST,
-    "never": pb.EARLY_STOPPING_NEVER,
 }
-RESULT_STATES = {
-    pb.RESULT_STATE_RUNNING: "running",
-    pb.RESULT_STATE_FINISHED: "finished",
-    pb.RESULT_STATE_FAILED: "failed",
-}
-REQUEST_STATES = {
-    pb.REQUEST_STATE_WAITING: "waiting",
-    pb.REQUEST_STATE_RUNNING: "running",
-    pb.REQUEST_STATE_SWAPPING_OUT: "swapping out",
-    pb.REQUEST_STATE_SWAPPED: "swapped",
-    pb.REQUEST_STATE_SWAPPING_IN: "swapping in",
-}
+RESULT_STATES = enum_names(pb.ResultState.DESCRIPTOR)
+REQUEST_STATES = {number: name.replace("_", " ") for number, name in enum_names(pb.RequestState.DESCRIPTOR).items()}
 TIMEOUT_PASSED = "the timeout passed before the request was done; raise it or ask for fewer tokens"
 STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 ERRORS: dict[grpc.StatusCode, type[PagewireError]] = {
@@ -167,62 +150,45 @@ def _assign(field: str, assign: Callable[[], object]) -> None:
         raise InvalidRequest(text, code=grpc.StatusCode.INVALID_ARGUMENT, field_violations=violations) from None
 
 
-def decode_output(response: pb.GenerateResponse) -> Output:
-    stop = response.WhichOneof("stop")
-    return Output(
-        request_id=response.request_id,
-        index=response.index,
-        token_ids=tuple(response.token_ids),
-        text=response.text,
-        finish_reason=FINISH_REASONS[response.finish_reason],
-        logprobs=_decode_logprobs(response.logprobs),
-        cumulative_logprob=response.cumulative_logprob if response.HasField("cumulative_logprob") else None,
-        prompt_logprobs=_decode_logprobs(response.prompt_logprobs),
-        usage=_decode_usage(response.usage) if response.HasField("usage") else None,
-        first_token=response.first_token,
-        stop_reason=getattr(response, stop) if stop else None,
-    )
-
-
-def _decode_usage(usage: pb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+_decode_token = decoder(
+    TokenLogprobs,
+    pb.TokenLogprobs,
+    converted={"top": lambda entries: tuple((entry.token_id, entry.logprob) for entry in entries)},
+)
 
 
 def _decode_logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...] | None:
-    entries = (
-        TokenLogprobs(
-            entry.token_id, entry.logprob, entry.rank, tuple((top.token_id, top.logprob) for top in entry.top)
-        )
-        for entry in messages
-    )
-    return tuple(entries) or None
+    return tuple(map(_decode_token, messages)) or None
 
 
-def decode_server_info(response: pb.GetServerInfoResponse) -> ServerInfo:
-    worker = response.worker
-    return ServerInfo(
-        version=response.version,
-        served_model_name=response.served_model_name,
-        instance_id=response.instance_id,
-        max_model_len=response.max_model_len,
-        vocab_size=response.vocab_size,
-        eos_token_ids=tuple(response.eos_token_ids),
-        has_tokenizer=response.has_tokenizer,
-        chat_template=response.chat_template if response.HasField("chat_template") else None,
-        max_num_seqs=response.max_num_seqs,
-        max_num_batched_tokens=response.max_num_batched_tokens,
-        pipeline_depth=response.pipeline_depth,
-        worker=_fields(WorkerInfo, worker) if response.HasField("worker") else None,
-        model_digest=response.model_digest.hex(),
-        max_sequence_tokens=response.max_sequence_tokens,
-        unavailable_reason=response.unavailable_reason,
-        special_tokens=dict(response.special_tokens),
-        has_tenants=response.has_tenants,
-    )
+_decode_delta = decoder(
+    Output,
+    pb.GenerateResponse,
+    converted={
+        "finish_reason": FINISH_REASONS.__getitem__,
+        "logprobs": _decode_logprobs,
+        "prompt_logprobs": _decode_logprobs,
+    },
+    apart=("stop_reason", "stop_token_id", "stop_text"),
+)
+_decode_result = decoder(
+    Result,
+    pb.GetResultResponse,
+    converted={
+        "state": RESULT_STATES.__getitem__,
+        "outputs": lambda outputs: tuple(map(decode_output, outputs)),
+    },
+    apart=("error", "failure"),
+)
+decode_server_info = decoder(ServerInfo, pb.GetServerInfoResponse, {"model_digest": bytes.hex, "special_tokens": dict})
+decode_loads = decoder(Loads, pb.GetLoadsResponse)
+decode_report = decoder(RequestReport, pb.GetRequestResponse, {"state": REQUEST_STATES.__getitem__})
+decode_block_map = decoder(BlockMap, pb.GetBlocksResponse)
 
 
-def decode_loads(response: pb.GetLoadsResponse) -> Loads:
-    return _fields(Loads, response)
+def decode_output(response: pb.GenerateResponse) -> Output:
+    stop = response.WhichOneof("stop")
+    return _decode_delta(response, stop_reason=getattr(response, stop) if stop else None)
 
 
 def decode_result(response: pb.GetResultResponse) -> Result:
@@ -230,30 +196,7 @@ def decode_result(response: pb.GetResultResponse) -> Result:
     if response.HasField("failure"):
         code = STATUS_CODES[response.failure.code]
         error = ERRORS.get(code, PagewireError)(response.failure.message, code=code)
-    outputs = tuple(decode_output(output) for output in response.outputs)
-    return Result(response.request_id, RESULT_STATES[response.state], outputs, error)
-
-
-def decode_report(response: pb.GetRequestResponse) -> RequestReport:
-    names = RequestReport.__dataclass_fields__.keys() - {"state", "queue_position", "holders"}
-    return RequestReport(
-        state=REQUEST_STATES[response.state],
-        queue_position=response.queue_position if response.HasField("queue_position") else None,
-        holders=tuple(
-            BlockHolder(holder.request_id if holder.HasField("request_id") else None, holder.num_blocks)
-            for holder in response.holders
-        ),
-        **{name: getattr(response, name) for name in names},
-    )
-
-
-def decode_block_map(response: pb.GetBlocksResponse) -> BlockMap:
-    return BlockMap(tuple(response.owners), tuple(response.device_blocks), tuple(response.host_blocks))
-
-
-def _fields(data_type: type[Any], message: Any) -> Any:
-    """An instance of a dataclass whose fields are a message's own, name by name."""
-    return data_type(**{name: getattr(message, name) for name in data_type.__dataclass_fields__})
+    return _decode_result(response, error=error)
 
 
 def decode_error(error: Any, url: str) -> PagewireError:

@@ -7,7 +7,7 @@ many equal observations at once, which keeps the cost of a step independent of i
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import add
 from typing import Any
 
@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduler_service.core.plan import PART_NAMES, StepResult, WorkerCapacity
+from scheduler_service.core.plan import StepParts, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     EndReason,
     KvEventCounts,
@@ -104,7 +104,7 @@ class Metrics(Observer):
         self._step_seconds = self.histograms["pagewire:step_duration_seconds"]
         self._plan_bytes = self.histograms["pagewire:plan_bytes"]
         self._num_computed_prompt_tokens = 0
-        self._part_us = [0] * len(PART_NAMES)
+        self._parts_us = dict.fromkeys((field.name for field in fields(StepParts)), 0)
         self._collection_began_at = 0.0
 
     def collection(self, phase: str, info: dict[str, Any]) -> None:
@@ -120,12 +120,12 @@ class Metrics(Observer):
         self._step_tokens.observe(len(result.token_ids) + num_computed - self._num_computed_prompt_tokens)
         self._num_computed_prompt_tokens = num_computed
         self._step_seconds.observe(result.duration_us / 1e6)
-        for i, us in enumerate(result.parts_us):
-            self._part_us[i] += us
+        for name in self._parts_us:
+            self._parts_us[name] += getattr(result.parts, name)
 
     def part_seconds(self) -> dict[str, float]:
         """The seconds of all steps on the worker together, by part of the step."""
-        return {name.removesuffix("_us"): us / 1e6 for name, us in zip(PART_NAMES, self._part_us, strict=True)}
+        return {name.removesuffix("_us"): us / 1e6 for name, us in self._parts_us.items()}
 
     def first_token_after(self, seconds: float) -> None:
         self._time_to_first_token.observe(seconds)

@@ -18,7 +18,7 @@ from queue import Empty, Queue, SimpleQueue
 from typing import NoReturn, Protocol
 
 from worker_service.session import ProtocolError
-from worker_service.step import Ready, StepPlan, StepResult
+from worker_service.step import StepPlan, StepResult, WorkerCapacity
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class LoadedWorker:
     """A runner, and what the worker says of itself."""
 
     runner: Runner
-    ready: Ready
+    ready: WorkerCapacity
 
 
 class EngineSession:
@@ -111,7 +111,7 @@ class Engine:
         self._resolver: _Resolver | None = None  # from the first step on that was not done when it was launched
 
     @property
-    def ready(self) -> Ready | None:
+    def ready(self) -> WorkerCapacity | None:
         """What the worker says of itself, once it is loaded."""
         return self._loaded.ready if self._loaded else None
 

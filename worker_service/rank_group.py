@@ -2,7 +2,7 @@
 
 In each epoch they meet anew, in a store of that epoch (`rank_store.py`): a process that was started again finds the
 others, and nobody hears of an epoch before. They meet when the first step asks for it, since by then every rank has
-answered Ready, and none is missing.
+answered, and none is missing.
 
 All ranks choose equal tokens: each computes its part of the logits, gathering copies the parts bit for bit, and
 sampling is a pure function of logits that all of them hold. (Sums, and so hidden states, are equal too: each element is

@@ -4,29 +4,37 @@
 has the same words in a file of its own: the services share nothing but the proto, and a contract test compares them.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+
+def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
+    """A field, with what its values must fulfil; NaN fulfils none of it."""
+    return field(default=default, metadata={"is_legal": is_legal})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a row chooses its tokens. Every value is explicit: defaults were resolved before."""
 
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 is off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _legal(0.0, lambda value: 0.0 <= value < math.inf)  # 0 is greedy
+    top_k: int = _legal(0, lambda value: value >= 0)  # 0 is off
+    top_p: float = _legal(1.0, lambda value: 0.0 < value <= 1.0)
+    min_p: float = _legal(0.0, lambda value: 0.0 <= value <= 1.0)
+    repetition_penalty: float = _legal(1.0, lambda value: 0.0 < value < math.inf)
+    presence_penalty: float = _legal(0.0, math.isfinite)
+    frequency_penalty: float = _legal(0.0, math.isfinite)
     logit_bias_token_ids: tuple[int, ...] = ()
-    logit_bias_values: tuple[float, ...] = ()
-    min_tokens: int = 0
+    logit_bias_values: tuple[float, ...] = _legal((), lambda values: not any(map(math.isnan, values)))
+    min_tokens: int = _legal(0, lambda value: value >= 0)
     stop_token_ids: tuple[int, ...] = ()
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
+    num_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
+    num_prompt_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
     # A row of a beam: it reports its most likely tokens instead of choosing one, and appends nothing by itself.
-    num_candidates: int | None = None
+    num_candidates: int | None = _legal(None, lambda value: value is None or value >= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +163,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class WorkerCapacity:
     """What the worker says of itself when an epoch begins."""
 
     worker_id: str

@@ -10,7 +10,8 @@ from pagewire.bench.statistics import OBJECTIVES
 from pagewire.bench.table import LATENCIES
 from pagewire.bench.workload import LengthRange
 from pagewire.options import Parser, suggestion
-from pagewire.sampling import SamplingParams
+from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
+from pagewire.sampling_flags import add_number_flag
 
 
 def count(text: str) -> int:
@@ -126,24 +127,18 @@ def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser, temperature: float | None) -> None:
     default = "the server's" if temperature is None else f"{temperature:g}"
     text = f"randomness; 0 always takes the most likely token (default: {default})"
-    parser.add_argument("--temperature", type=float, default=temperature, metavar="FLOAT", help=text)
-    parser.add_argument("--top-p", type=float, metavar="FLOAT", help="as in `pagewire complete`")
-    parser.add_argument("--top-k", type=int, metavar="INT", help="as in `pagewire complete`")
+    for name in BENCH_FIELDS:
+        if name == "temperature":
+            add_number_flag(parser, name, text, temperature)
+        else:
+            add_number_flag(parser, name, "as in `pagewire complete`")
 
 
 def sampling(parsed: argparse.Namespace) -> SamplingParams:
     """Without an end but the length; what is not given is left to the server."""
-    return SamplingParams(
-        temperature=parsed.temperature,
-        top_p=parsed.top_p,
-        top_k=parsed.top_k,
-        min_p=None,
-        presence_penalty=None,
-        frequency_penalty=None,
-        repetition_penalty=None,
-        ignore_eos=True,
-        min_tokens=None,
-    )
+    numbers = {field.name: None for field in FLAGS if field.name not in (*BOOLEAN_FIELDS, "max_tokens")}
+    given = {name: getattr(parsed, name) for name in BENCH_FIELDS}
+    return SamplingParams(**numbers | given, ignore_eos=True)
 
 
 def length_ranges(parsed: argparse.Namespace) -> tuple[LengthRange, LengthRange]:

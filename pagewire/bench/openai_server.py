@@ -17,7 +17,7 @@ import grpc
 from pagewire.bench.run import Chunk
 from pagewire.completion import Usage
 from pagewire.errors import CommandError, PagewireError
-from pagewire.sampling import SamplingParams
+from pagewire.sampling import BENCH_FIELDS, SamplingParams
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 MAX_LINE_BYTES = 1 << 20
@@ -33,7 +33,7 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 # Fields of SamplingParams that OpenAI's API has by the same name, or that its servers commonly add to it.
-_SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k")
+_SAMPLING_FIELDS = ("max_tokens", *BENCH_FIELDS)
 
 
 class HttpError(PagewireError):

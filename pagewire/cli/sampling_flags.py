@@ -1,37 +1,22 @@
 """The flags of the client verbs that become `SamplingParams`. What is not given is left to the server."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
-from pagewire.sampling import EARLY_STOPPING, SamplingParams
-
-FLAGS: tuple[tuple[str, Callable[[str], object], str], ...] = (
-    ("max_tokens", int, "how many tokens to generate at most (default: as many as fit)"),
-    ("temperature", float, "randomness; 0 always takes the most likely token"),
-    ("top_p", float, "sample from the most likely tokens whose probabilities add up to this"),
-    ("top_k", int, "sample from this many most likely tokens; 0 turns it off"),
-    ("min_p", float, "sample from tokens whose probability is at least this fraction of the highest"),
-    ("presence_penalty", float, "subtracted from the logit of every token that is already in the output"),
-    ("frequency_penalty", float, "subtracted from a token's logit for each time it is already in the output"),
-    ("repetition_penalty", float, "makes tokens that are in the prompt or the output less likely, if above 1"),
-    ("seed", int, "the same seed gives the same output"),
-    ("min_tokens", int, "generate at least this many tokens"),
-)
-SWITCHES = (
-    ("ignore_eos", "--ignore-eos", True, "go on after end-of-text tokens"),
-    ("include_stop_str_in_output", "--include-stop-str-in-output", True, "keep the stop text at the end of the output"),
-    ("skip_special_tokens", "--no-skip-special-tokens", False, "show special tokens in the text"),
-)
+from pagewire.sampling import BOOLEAN_FIELDS, EARLY_STOPPING, FLAGS, INTEGER_FIELDS, SamplingParams
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each field but the number of samples and the log-probabilities, which few verbs can show."""
     group = parser.add_argument_group("sampling", "Whatever is not given takes the model's own default.")
-    for name, value_type, text in FLAGS:
-        group.add_argument(flag(name), type=value_type, metavar=value_type.__name__.upper(), help=text)
-    for name, switch, value, text in SWITCHES:
-        group.add_argument(switch, dest=name, action="store_const", const=value, help=text)
+    for field in FLAGS:
+        if field.name in BOOLEAN_FIELDS:
+            switch = flag(f"no_{field.name}" if field.default else field.name)
+            value = not field.default
+            group.add_argument(switch, dest=field.name, action="store_const", const=value, help=field.metadata["help"])
+        else:
+            add_number_flag(group, field.name, field.metadata["help"])
     group.add_argument("--stop", metavar="TEXT", action="append", help="end the output at this text; can be repeated")
     group.add_argument(
         "--stop-token-ids", metavar="IDS", type=token_ids, help="end the output at one of these tokens: 1,2,3"
@@ -42,6 +27,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_bias,
         action="append",
         help="add BIAS to the logit of token ID; can be repeated",
+    )
+
+
+def add_number_flag(
+    parser: argparse._ActionsContainer, name: str, help_text: str, default: float | None = None
+) -> None:
+    value_type = int if name in INTEGER_FIELDS else float
+    parser.add_argument(
+        flag(name), type=value_type, metavar=value_type.__name__.upper(), default=default, help=help_text
     )
 
 

@@ -112,18 +112,19 @@ class PromptLogprobs:
     logprobs: Logprobs
 
 
-# What the worker times of a step, as the wire names it.
-PART_NAMES = (
-    "plan_us",
-    "batch_us",
-    "products_us",
-    "attention_us",
-    "norms_us",
-    "rotary_us",
-    "model_us",
-    "head_us",
-    "sampling_us",
-)
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Microseconds of a step on the worker, by what it did. What it does not tell apart is the model's."""
+
+    plan_us: int = 0
+    batch_us: int = 0
+    products_us: int = 0
+    attention_us: int = 0
+    norms_us: int = 0
+    rotary_us: int = 0
+    model_us: int = 0
+    head_us: int = 0
+    sampling_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class StepResult:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     duration_us: int = 0
     last_moved_step: int = 0  # the moves of all plans up to this step are done
-    parts_us: tuple[int, ...] = (0,) * len(PART_NAMES)  # time the step took, by part
+    parts: StepParts = StepParts()
 
 
 @dataclass(frozen=True, slots=True)

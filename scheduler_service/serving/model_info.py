@@ -2,28 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.chat_template import ChatTemplate, read_chat_template
+from scheduler_service.serving.sampling_options import API_DEFAULTS, SAMPLING_OPTIONS
 
 # The keys under which the families of models give their greatest length.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 _MAX_SIZE = 1 << 24  # of a vocabulary and of a length: far above any model there is
 _MAX_SHOWN = 100  # characters of a value in an error
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What unset sampling fields mean: generation_config.json's values, else the API's own defaults."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +29,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
-    sampling_defaults: SamplingDefaults
+    sampling_defaults: SamplingParams  # what requests mean that leave sampling unset
     template_file: ChatTemplate | None
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None
@@ -160,23 +151,20 @@ def _token_id(config: dict[str, Any], key: str) -> int | None:
     return value if _is_whole(value) and 0 <= value < 2**31 else None
 
 
-def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingDefaults:
-    ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "temperature": (lambda value: 0 <= value <= 100, "a number from 0 to 100"),
-        "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
-        "top_k": (lambda value: _is_whole(value) and 0 <= value < 2**32, f"a whole number from 0 to {2**32 - 1}"),
-        "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-        "repetition_penalty": (lambda value: 0 < value <= 100, "a number above 0 and at most 100"),
-    }
+def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingParams:
+    """generation_config.json's values, else the API's own."""
     values: dict[str, Any] = {}
-    for key, (is_valid, expected) in ranges.items():
+    for key, option in SAMPLING_OPTIONS.items():
         value = generation.get(key)
-        if value is None:
+        if value is None or not option.is_checkpoints:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not is_valid(value):
+        takes_whole = _is_whole(getattr(API_DEFAULTS, key))
+        is_number = _is_whole(value) or (isinstance(value, float) and not takes_whole)
+        if not is_number or not option.holds(value):
+            expected = f"a {'whole ' if takes_whole else ''}number {'' if option.excludes_low else 'from '}{option}"
             raise _error(path / "generation_config.json", key, value, expected)
         values[key] = value
-    return SamplingDefaults(**values)
+    return replace(API_DEFAULTS, **values)
 
 
 def _special_tokens(path: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_service.core.plan import PART_NAMES, Logprobs, RowStatus, StepResult
+from scheduler_service.core.plan import Logprobs, RowStatus, StepResult
 from tests.core.simulated_worker import SimulatedWorker
 from worker_service.rpc import wire as worker_wire
 from worker_service.step import StepPlan
@@ -87,7 +87,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self.last_epoch, self.holder = hello.epoch, hello.instance_id
         self.epochs.append(hello.epoch)
-        await context.write(worker_pb2.ExecuteResponse(ready=worker_pb2.Ready(**self.capacity)))
+        await context.write(worker_pb2.ExecuteResponse(ready=worker_pb2.WorkerCapacity(**self.capacity)))
         worker = self._simulated_worker()
         heartbeats = asyncio.create_task(self._beat(hello.epoch, worker, context))
         try:
@@ -166,5 +166,4 @@ def with_top(logprobs: Logprobs, num_tops: list[int]) -> Logprobs:
 
 def encode_result(result: StepResult) -> worker_pb2.ExecuteResponse:
     columns = asdict(result) | {"statuses": [status.value for status in result.statuses]}
-    columns["parts"] = dict(zip(PART_NAMES, columns.pop("parts_us"), strict=True))
     return worker_pb2.ExecuteResponse(result=worker_pb2.StepResult(**columns))

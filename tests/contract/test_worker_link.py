@@ -297,7 +297,7 @@ class AnsweringCall:
         self._has_answered = True
         asyncio.get_running_loop().call_soon(self._stop)
         capacity = FakeWorker(b"digest").capacity
-        return worker_pb2.ExecuteResponse(ready=worker_pb2.Ready(**capacity))
+        return worker_pb2.ExecuteResponse(ready=worker_pb2.WorkerCapacity(**capacity))
 
     def cancel(self) -> None:
         """Nothing is under way."""

@@ -28,6 +28,7 @@ PUBLIC_IMPORTS = (
     "scheduler_service.rpc.tenants",
     "scheduler_service.rpc.status",
     "pagewire.protos.gen.pagewire.scheduler",
+    "pagewire.transport.translation",
 )
 # What the modules under a prefix may import of ours. The longest prefix that fits a module decides; a module that fits
 # none may import anything. A service's `server` composes it: it may import all of its own service.

@@ -39,10 +39,19 @@ from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.rows.table import TableLimits
 from worker_service.session import ProtocolError
-from worker_service.step import Candidates, Logprobs, Ready, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
+from worker_service.step import (
+    Candidates,
+    Logprobs,
+    RowOpening,
+    RowStatus,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+)
 
 VOCAB_SIZE = 151
-READY = Ready("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
+READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
 
 
 @as_kernel

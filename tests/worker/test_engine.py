@@ -9,9 +9,9 @@ import pytest
 from worker_service import engine as engine_module
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.session import ProtocolError
-from worker_service.step import Ready, StepPlan, StepResult
+from worker_service.step import StepPlan, StepResult, WorkerCapacity
 
-READY = Ready("w", b"m", 9, 64, 16, 8, 1, 4, 64, "cuda", "float32", "none")
+READY = WorkerCapacity("w", b"m", 9, 64, 16, 8, 1, 4, 64, "cuda", "float32", "none")
 TIMEOUT_S = 20
 
 

@@ -37,6 +37,14 @@ def test_every_field_is_known() -> None:
     assert ASKED.keys() | DEPENDENT == {field.name for field in fields(SamplingParams)}
 
 
+def test_every_field_says_what_is_legal() -> None:
+    """But for token ids, which are checked against the vocabulary, or may be outside it."""
+    unchecked = {field.name for field in fields(SamplingParams) if not field.metadata}
+    assert unchecked == {"logit_bias_token_ids", "stop_token_ids"}
+    for field in fields(SamplingParams):
+        assert field.name in unchecked or field.metadata["is_legal"](field.default), field.name
+
+
 @pytest.mark.parametrize("name", ASKED)
 def test_a_row_that_asks_for_anything_is_not_plain(name: str) -> None:
     assert opened(SamplingParams(top_k=3, top_p=0.5, min_p=0.1)).is_plain[2]

@@ -28,9 +28,9 @@ from worker_service.engine import Engine, FinishedStep, LoadedWorker
 from worker_service.rpc.servicer import WorkerServicer
 from worker_service.session import PROTOCOL_VERSION
 from worker_service.startup.loader import load_worker
-from worker_service.step import Ready, RowOpening, StepPlan, StepResult
+from worker_service.step import RowOpening, StepPlan, StepResult, WorkerCapacity
 
-READY = Ready("w", b"d", 100, 64, 16, 8, 1024, 4, 32, "cpu", "float32", "torch")
+READY = WorkerCapacity("w", b"d", 100, 64, 16, 8, 1024, 4, 32, "cpu", "float32", "torch")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ class Stream:
     def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
         self.call: Any = stub.Execute()
 
-    async def open(self, epoch: int, **fields: Any) -> pb.Ready:
+    async def open(self, epoch: int, **fields: Any) -> pb.WorkerCapacity:
         await self.call.write(hello(epoch, **fields))
         response = await self.read()
         assert response.WhichOneof("body") == "ready"

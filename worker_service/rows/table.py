@@ -8,9 +8,8 @@ Numbers stand in arrays by slot, so that a step costs a few vector operations an
 int32 array [max_num_seqs, max_model_len + 1]; the system gives it memory only where rows were written.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -352,26 +351,14 @@ def _check_opening(opening: RowOpening, token_ids: IntArray, limits: TableLimits
 
 
 def _check_sampling(slot: int, sampling: SamplingParams, vocab_size: int) -> None:
-    ranges = (
-        ("temperature", 0.0 <= sampling.temperature < math.inf),
-        ("top_k", sampling.top_k >= 0),
-        ("top_p", 0.0 < sampling.top_p <= 1.0),
-        ("min_p", 0.0 <= sampling.min_p <= 1.0),
-        ("repetition_penalty", 0.0 < sampling.repetition_penalty < math.inf),
-        ("presence_penalty", math.isfinite(sampling.presence_penalty)),
-        ("frequency_penalty", math.isfinite(sampling.frequency_penalty)),
-        ("logit_bias_token_ids", all(0 <= token_id < vocab_size for token_id in sampling.logit_bias_token_ids)),
-        ("logit_bias_values", not any(math.isnan(value) for value in sampling.logit_bias_values)),
-        ("min_tokens", sampling.min_tokens >= 0),
-        ("num_logprobs", sampling.num_logprobs is None or sampling.num_logprobs >= 0),
-        ("num_prompt_logprobs", sampling.num_prompt_logprobs is None or sampling.num_prompt_logprobs >= 0),
-        ("num_candidates", sampling.num_candidates is None or sampling.num_candidates >= 1),
-    )
-    for name, is_valid in ranges:
-        if not is_valid:
-            raise ProtocolError(f"slot {slot} opens with {name} {getattr(sampling, name)}, which is out of range")
-    if len(sampling.logit_bias_token_ids) != len(sampling.logit_bias_values):
+    for field in fields(sampling):
+        value = getattr(sampling, field.name)
+        if field.metadata and not field.metadata["is_legal"](value):
+            raise ProtocolError(f"slot {slot} opens with {field.name} {value}, which is out of range")
+    token_ids = sampling.logit_bias_token_ids
+    if not all(0 <= token_id < vocab_size for token_id in token_ids):
+        raise ProtocolError(f"slot {slot} opens with logit_bias_token_ids {token_ids}, which is out of range")
+    if len(token_ids) != len(sampling.logit_bias_values):
         raise ProtocolError(
-            f"slot {slot} opens with {len(sampling.logit_bias_values)} biases for "
-            f"{len(sampling.logit_bias_token_ids)} tokens"
+            f"slot {slot} opens with {len(sampling.logit_bias_values)} biases for {len(token_ids)} tokens"
         )

@@ -17,7 +17,7 @@ from pagewire.transport.link_secret import LinkSecret, shows_one
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
 from worker_service.rpc.wire import decode_request, encode_response
 from worker_service.session import ProtocolError, Session, SessionRegister
-from worker_service.step import Heartbeat, Hello, Ready, Refusal, StepPlan, StepResult
+from worker_service.step import Heartbeat, Hello, Refusal, StepPlan, StepResult, WorkerCapacity
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise _SessionEnded(grpc.StatusCode.UNAUTHENTICATED, reason)
 
     async def _begin(self, stream: "_Stream") -> None:
-        """Answer Ready once every earlier step has finished."""
+        """Answer with the worker's capacity once every earlier step has finished."""
         try:
             await asyncio.wait_for(self._loaded.wait(), self._load_patience_s)
         except TimeoutError:
@@ -216,7 +216,7 @@ class _Stream:
             await cancel(tasks)
             self._may_write = True
 
-    async def write(self, message: Ready | StepResult | Heartbeat) -> None:
+    async def write(self, message: WorkerCapacity | StepResult | Heartbeat) -> None:
         """Nothing is written once the parts are being ended."""
         if not self._may_write:
             return

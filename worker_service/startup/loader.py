@@ -39,7 +39,7 @@ from worker_service.startup.host_memory import available_bytes
 from worker_service.startup.memory_profile import CudaMeter, measure_memory
 from worker_service.startup.pool_size import PoolSize, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len
-from worker_service.step import Ready
+from worker_service.step import WorkerCapacity
 
 logger = logging.getLogger(__name__)
 
@@ -202,9 +202,9 @@ class _Assembly:
             sliding_window=self.model_config.sliding_window,
         )
 
-    def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float) -> Ready:
+    def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float) -> WorkerCapacity:
         """What the worker says of itself once it has its cache."""
-        return Ready(
+        return WorkerCapacity(
             worker_id=worker_id,
             model_digest=model_digest(Path(self.config.model)),
             vocab_size=self.model_config.vocab_size,

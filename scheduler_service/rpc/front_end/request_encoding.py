@@ -1,12 +1,13 @@
 """A core Request as the GenerateRequest that another scheduler resolves to the same."""
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.transport.translation import enum_members
 from scheduler_service.core.request import EarlyStopping, Request
+from scheduler_service.rpc.public.generate_request import SAME_NUMBERS
+from scheduler_service.serving.sampling_options import FILTERS_OFF
 
 _EARLY_STOPPING = {
-    EarlyStopping.HEURISTIC: scheduler_pb2.EARLY_STOPPING_HEURISTIC,
-    EarlyStopping.FIRST: scheduler_pb2.EARLY_STOPPING_FIRST,
-    EarlyStopping.NEVER: scheduler_pb2.EARLY_STOPPING_NEVER,
+    member: number for number, member in enum_members(EarlyStopping, scheduler_pb2.EarlyStopping.DESCRIPTOR).items()
 }
 
 
@@ -32,23 +33,17 @@ def _encode_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> schedu
     ends_at_eos = bool(eos_token_ids) and set(eos_token_ids) <= set(sampling.stop_token_ids)
     message = scheduler_pb2.SamplingParams(
         n=request.n,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
         seed=request.seed,
         stop_token_ids=[id for id in sampling.stop_token_ids if not ends_at_eos or id not in eos_token_ids],
         ignore_eos=not ends_at_eos,
-        min_tokens=sampling.min_tokens,
         logprobs=sampling.num_logprobs,
         prompt_logprobs=sampling.num_prompt_logprobs,
         logit_bias=dict(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)),
     )
-    if beam is None:
-        message.temperature = sampling.temperature
-        message.top_p = sampling.top_p
-        message.top_k = sampling.top_k
-        message.min_p = sampling.min_p
-    else:
+    for name in SAME_NUMBERS:
+        if beam is None or name not in FILTERS_OFF:
+            setattr(message, name, getattr(sampling, name))
+    if beam is not None:
         message.beam_width = beam.beam_width
         message.length_penalty = beam.length_penalty
         message.early_stopping = _EARLY_STOPPING[beam.early_stopping]

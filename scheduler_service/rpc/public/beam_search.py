@@ -3,19 +3,15 @@
 import math
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
+from pagewire.transport.translation import enum_members
 from scheduler_service.core.request import BeamParams, EarlyStopping
 from scheduler_service.rpc.status import invalid
-
-MAX_BEAM_WIDTH = 16
+from scheduler_service.serving.sampling_options import FILTERS_OFF
 
 _EARLY_STOPPING = {
     scheduler_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
-    scheduler_pb2.EARLY_STOPPING_HEURISTIC: EarlyStopping.HEURISTIC,
-    scheduler_pb2.EARLY_STOPPING_FIRST: EarlyStopping.FIRST,
-    scheduler_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+    **enum_members(EarlyStopping, scheduler_pb2.EarlyStopping.DESCRIPTOR),
 }
-# Filters that a beam search has no use for, and their values that mean off.
-_OFF = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0}
 
 
 def check_beam_search(sampling: scheduler_pb2.SamplingParams) -> None:
@@ -37,7 +33,7 @@ def check_beam_search(sampling: scheduler_pb2.SamplingParams) -> None:
         raise _invalid("length_penalty", f"length_penalty is {sampling.length_penalty:g}, but must be a finite number")
     if sampling.early_stopping not in _EARLY_STOPPING:
         raise _invalid("early_stopping", f"early_stopping is {sampling.early_stopping}, which is none of its values")
-    for field, off in _OFF.items():
+    for field, off in FILTERS_OFF.items():
         value = getattr(sampling, field)
         if sampling.HasField(field) and value != off:
             raise _invalid(

@@ -1,9 +1,8 @@
 """A GenerateRequest, checked field by field and made a core Request with nothing left to choose.
 
-Every range is tested as `low <= value <= high`, which NaN fails too.
+The legal ranges of its numbers stand in `serving/sampling_options.py`.
 """
 
-import math
 import secrets
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,19 +10,24 @@ from typing import Any
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.request import BeamParams, Request
-from scheduler_service.rpc.public.beam_search import MAX_BEAM_WIDTH, check_beam_search, num_candidates, resolve_beam
+from scheduler_service.rpc.public.beam_search import check_beam_search, num_candidates, resolve_beam
 from scheduler_service.rpc.public.prompt_text import too_many_tokens
 from scheduler_service.rpc.status import invalid
 from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.sampling_options import FILTERS_OFF, SAMPLING_OPTIONS
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_NAME_CHARS = 1024  # of a tenant, and of a cache salt
-MAX_SAMPLES = 16
 MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
-MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
+# What a request and a row call by the same name.
+SAME_NUMBERS = tuple(
+    field.name
+    for field in scheduler_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.name in SamplingParams.__dataclass_fields__
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,43 +109,11 @@ def text_options(request: scheduler_pb2.GenerateRequest) -> TextOptions:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    low: float
-    high: float
-    excludes_low: bool = False
-
-    def holds(self, value: float) -> bool:
-        return self.low <= value <= self.high and not (self.excludes_low and value == self.low)
-
-    def __str__(self) -> str:
-        if self.high == math.inf:
-            return f"at least {self.low:g}"
-        return (
-            f"above {self.low:g} and at most {self.high:g}" if self.excludes_low else f"{self.low:g} to {self.high:g}"
-        )
-
-
-_RANGES = {
-    "n": _Range(1, MAX_SAMPLES),
-    "temperature": _Range(0, 100),
-    "top_p": _Range(0, 1, excludes_low=True),
-    "min_p": _Range(0, 1),
-    "presence_penalty": _Range(-2, 2),
-    "frequency_penalty": _Range(-2, 2),
-    "repetition_penalty": _Range(0, 100, excludes_low=True),
-    "max_tokens": _Range(1, math.inf),
-    "logprobs": _Range(0, MAX_LOGPROBS),
-    "prompt_logprobs": _Range(0, MAX_LOGPROBS),
-    "beam_width": _Range(1, MAX_BEAM_WIDTH),
-}
-
-
 def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) -> None:
-    for field, allowed in _RANGES.items():
+    for field, option in SAMPLING_OPTIONS.items():
         value = getattr(sampling, field)
-        if sampling.HasField(field) and not allowed.holds(value):
-            raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {allowed}")
+        if sampling.HasField(field) and not option.holds(value):
+            raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {option}")
     check_beam_search(sampling)
     _check_stop(sampling, model)
     _check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
@@ -197,25 +169,19 @@ def _resolve_sampling(
 ) -> SamplingParams:
     eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
     biases = sorted(sampling.logit_bias.items())
-    resolved = SamplingParams(
-        temperature=_value_or(sampling, "temperature", model.sampling_defaults.temperature),
-        top_k=_value_or(sampling, "top_k", model.sampling_defaults.top_k),
-        top_p=_value_or(sampling, "top_p", model.sampling_defaults.top_p),
-        min_p=_value_or(sampling, "min_p", model.sampling_defaults.min_p),
-        repetition_penalty=_value_or(sampling, "repetition_penalty", model.sampling_defaults.repetition_penalty),
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
+    resolved = replace(
+        model.sampling_defaults,
         logit_bias_token_ids=tuple(token_id for token_id, _ in biases),
         logit_bias_values=tuple(bias for _, bias in biases),
-        min_tokens=sampling.min_tokens,
         stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *eos_token_ids})),
         num_logprobs=_value_or(sampling, "logprobs", None),
         num_prompt_logprobs=_value_or(sampling, "prompt_logprobs", None),
+        **{name: getattr(sampling, name) for name in SAME_NUMBERS if sampling.HasField(name)},
     )
     if beam is None:
         return resolved
     candidates = num_candidates(beam, len(resolved.stop_token_ids), model.vocab_size)
-    return replace(resolved, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, num_candidates=candidates)
+    return replace(resolved, num_candidates=candidates, **FILTERS_OFF)
 
 
 def _value_or(sampling: scheduler_pb2.SamplingParams, field: str, default: Any) -> Any:

@@ -10,20 +10,15 @@ from smg_grpc_proto import vllm_engine_pb2
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.status import invalid
 
-# Fields of the same name, type and meaning; sent as they are, 0 included.
-_SAME = (
-    "min_p",
-    "top_k",
-    "frequency_penalty",
-    "presence_penalty",
-    "min_tokens",
-    "skip_special_tokens",
-    "ignore_eos",
-    "include_stop_str_in_output",
-)
+# Numbers and truth values that both have by the same name, and whether theirs may be unset.
+_SAME = {
+    field.name: field.has_presence
+    for field in vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields
+    for ours in (scheduler_pb2.SamplingParams.DESCRIPTOR.fields_by_name.get(field.name),)
+    if ours is not None and ours.has_presence
+}
 # Fields whose 0 means 1, off.
 _ZERO_IS_ONE = ("n", "top_p", "repetition_penalty")
-_OPTIONAL = ("temperature", "max_tokens")
 _UNSUPPORTED_INPUTS = {
     "mm_inputs": "images, audio and video",
     "extra_mm_inputs": "images, audio and video",
@@ -83,25 +78,19 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
 
 
 def _translate_sampling(given: vllm_engine_pb2.SamplingParams, sampling: scheduler_pb2.SamplingParams) -> None:
-    for field in _SAME:
-        setattr(sampling, field, getattr(given, field))
-    for field in _ZERO_IS_ONE:
-        setattr(sampling, field, getattr(given, field) or 1)
     sampling.temperature = 1.0
-    for field in _OPTIONAL:
-        if given.HasField(field):
-            setattr(sampling, field, getattr(given, field))
-    for field in ("logprobs", "prompt_logprobs"):
-        if given.HasField(field):
-            count = getattr(given, field)
-            if count < 0:
-                raise invalid(
-                    f"sampling_params.{field}",
-                    f"{field} is {count}, but this server does not send the whole vocabulary; ask for a number of them",
-                )
-            setattr(sampling, field, count)
-    if given.HasField("seed"):
-        sampling.seed = given.seed % 2**64
+    for field, may_be_unset in _SAME.items():
+        if may_be_unset and not given.HasField(field):
+            continue
+        value = getattr(given, field)
+        if field in ("logprobs", "prompt_logprobs") and value < 0:
+            raise invalid(
+                f"sampling_params.{field}",
+                f"{field} is {value}, but this server does not send the whole vocabulary; ask for a number of them",
+            )
+        if field in _ZERO_IS_ONE:
+            value = value or 1
+        setattr(sampling, field, value % 2**64 if field == "seed" else value)
     sampling.stop.extend(given.stop)
     sampling.stop_token_ids.extend(given.stop_token_ids)
     for token_id, bias in given.logit_bias.items():

@@ -4,11 +4,12 @@ import json
 
 from smg_grpc_proto import vllm_engine_pb2
 
+from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.engine import DescribedWorker
-from scheduler_service.serving.model_info import ModelInfo, SamplingDefaults
+from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.sampling_options import API_DEFAULTS, SAMPLING_OPTIONS
 
 SERVER_TYPE = "vllm-grpc"
-_API_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def model_info(
@@ -44,6 +45,8 @@ def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engin
     return info
 
 
-def _sampling_json(defaults: SamplingDefaults) -> str:
-    values = {name: getattr(defaults, name) for name in _API_DEFAULTS}
-    return json.dumps({name: value for name, value in values.items() if value != _API_DEFAULTS[name]})
+def _sampling_json(defaults: SamplingParams) -> str:
+    """Those that are not the API's own."""
+    names = [name for name, option in SAMPLING_OPTIONS.items() if option.is_checkpoints]
+    values = {name: getattr(defaults, name) for name in names}
+    return json.dumps({name: value for name, value in values.items() if value != getattr(API_DEFAULTS, name)})

@@ -45,7 +45,7 @@ class WorkerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Execute(self, request_iterator, context):
-        """The first message down is Hello, the first one up Ready or Refusal. A refusal ends the stream with OK.
+        """The first message down is Hello, the first one up ready or refusal. A refusal ends the stream with OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

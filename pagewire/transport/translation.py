@@ -1,0 +1,141 @@
+"""Frozen dataclasses to and from protobuf messages, by tables that are made once from the fields of both.
+
+A field is translated where both have its name; the type that the dataclass gives it says how. Every other field must be
+named as one that stands apart, so that a field which one side alone has is a TypeError as soon as the table is made.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from types import MappingProxyType, NoneType
+from typing import Any, TypeVar, get_args, get_origin
+
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+Data = TypeVar("Data")
+SomeMessage = TypeVar("SomeMessage", bound=Message)
+Convert = Callable[[Any], Any]
+_NOTHING: Mapping[str, Convert] = MappingProxyType({})
+
+
+def decoder(
+    data_type: type[Data],
+    message_type: type[Message],
+    converted: Mapping[str, Convert] = _NOTHING,
+    apart: Collection[str] = (),
+) -> Callable[..., Data]:
+    """Returns what makes an instance of the dataclass from a message, and from the fields that stand apart, by keyword.
+
+    What is not set in the message takes the dataclass's default, or is None. A number that an enum does not have is a
+    KeyError. `converted` has functions for values whose type does not say how they are translated.
+    """
+    always: list[tuple[str, Convert]] = []
+    absent: dict[str, Any] = {}
+    present: dict[int, tuple[str, Convert | None]] = {}
+    for field, convert, default in _columns(data_type, message_type, decoder, converted, apart):
+        if convert is not None and (field.name in converted or field.enum_type is not None):
+            always.append((field.name, convert))
+        else:
+            present[field.number] = (field.name, convert)
+            nothing = getattr(message_type(), field.name)
+            absent[field.name] = default if default is not MISSING else convert(nothing) if convert else nothing
+
+    def decode(message: Message, **others: Any) -> Data:
+        values = absent | others
+        for descriptor, value in message.ListFields():  # those that are set
+            if column := present.get(descriptor.number):
+                name, convert = column
+                values[name] = value if convert is None else convert(value)
+        for name, convert in always:
+            values[name] = convert(getattr(message, name))
+        return data_type(**values)
+
+    return decode
+
+
+def encoder(data_type: type[Any], message_type: type[SomeMessage]) -> Callable[[Any], SomeMessage]:
+    """Returns what makes a message from an instance of the dataclass.
+
+    What is None, or a dataclass that is the field's default, is not set.
+    """
+    columns = list(_columns(data_type, message_type, encoder))
+    names, empty = [field.name for field, _, _ in columns], ()
+    conversions = [(field.name, convert, absent) for field, convert, absent in columns if convert is not None]
+
+    def encode(data: Any) -> SomeMessage:
+        values = {name: value for name in names if (value := getattr(data, name)) is not empty}
+        for name, convert, absent in conversions:
+            if name in values:
+                values[name] = None if values[name] == absent else convert(values[name])
+        return message_type(**values)
+
+    return encode
+
+
+def enum_names(descriptor: EnumDescriptor) -> dict[int, str]:
+    """The names of an enum's values by number, in lower case and without the prefix that they share; the one that is
+    unspecified is left out."""
+    prefix = descriptor.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return {value.number: value.name.removeprefix(prefix).lower() for value in descriptor.values if value.number}
+
+
+def enum_members(enum_type: type[Enum], descriptor: EnumDescriptor) -> dict[int, Any]:
+    """The members of an enum by the numbers that values of their names have in a message's enum."""
+    return {number: enum_type[name.upper()] for number, name in enum_names(descriptor).items()}
+
+
+def unknown_field(message: Message) -> str | None:
+    """Says which field this version does not know, in a message or in those within it; None: it knows all."""
+    if len(unknown := UnknownFieldSet(message)):
+        name, number = message.DESCRIPTOR.full_name, unknown[0].field_number
+        return f"{name} holds a field that this version does not know, number {number}"
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is not None:
+            for part in (value,) if isinstance(value, Message) else value:
+                if found := unknown_field(part):
+                    return found
+    return None
+
+
+def _columns(
+    data_type: type[Any],
+    message_type: type[Message],
+    nested: Callable[..., Convert],
+    converted: Mapping[str, Convert] = _NOTHING,
+    apart: Collection[str] = (),
+) -> Iterator[tuple[FieldDescriptor, Convert | None, Any]]:
+    """Fields that both sides have, each with how its values are translated (None: they are taken as they are) and with
+    the dataclass's value where the message's field is not set (MISSING: that cannot be told).
+
+    `nested` is `decoder` or `encoder`. Raises TypeError if other fields stand apart than those named.
+    """
+    ours = {field.name: field for field in fields(data_type)}
+    theirs = {field.name: field for field in message_type.DESCRIPTOR.fields}
+    if wrong := set(ours) ^ set(theirs) ^ set(apart):
+        names = ", ".join(sorted(wrong))
+        raise TypeError(f"{data_type.__name__} and {message_type.DESCRIPTOR.full_name} do not agree in {names}")
+    for name, field in theirs.items():
+        if name in ours:
+            default = None if NoneType in get_args(ours[name].type) else ours[name].default
+            convert = converted.get(name) or _conversion(ours[name].type, field, nested)
+            yield field, convert, default if field.has_presence else MISSING
+
+
+def _conversion(hint: Any, field: FieldDescriptor, nested: Callable[..., Convert]) -> Convert | None:
+    options = [option for option in get_args(hint) if option is not NoneType]
+    if get_origin(hint) is tuple:
+        one = _conversion(options[0], field, nested)
+        if one is not None:
+            return lambda values: tuple(map(one, values))
+        return tuple if nested is decoder else None
+    if get_origin(hint) is not None and len(options) == 1:
+        return _conversion(options[0], field, nested)
+    if is_dataclass(hint):
+        return nested(hint, GetMessageClass(field.message_type))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        members = enum_members(hint, field.enum_type)
+        return (members if nested is decoder else {member: number for number, member in members.items()}).__getitem__
+    return None
