@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from worker_service.config import ATTENTION_BACKENDS
+
 ROOT = Path(__file__).parents[2]
 # These are links to folders of the top level, whose names are not ours to install.
 LINKED = ("pagewire.kernels", "pagewire.protos")
@@ -19,6 +21,7 @@ PACKAGES = ("scheduler_service", "worker_service", "pagewire/kernels", "pagewire
 OURS = ("scheduler_service", "worker_service", "pagewire", "bench", "models", "tests")
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 20  # of a folder
+MAX_PARAMETERS = 12  # of a function of the worker, and of a kernel
 
 # What serves clients may import of ours, whatever the protocol.
 PUBLIC_IMPORTS = (
@@ -70,12 +73,18 @@ ALLOWED_IMPORTS = {
         "pagewire.protos.gen.pagewire.worker",
         "pagewire.transport",
     ),
+    "worker_service.startup": ("worker_service", "pagewire.kernels.cpu"),
     "worker_service.step": (),
     "worker_service.session": ("worker_service.step",),
-    "worker_service.models": ("worker_service.models",),
+    "worker_service.models": ("worker_service.models", "pagewire.kernels.arguments"),
     "worker_service.models.checkpoint": ("worker_service.models.checkpoint_files",),
     "worker_service.models.checkpoint_files": (),
-    "worker_service.attention": ("worker_service.attention", "worker_service.models.model", "pagewire.kernels"),
+    "worker_service.attention": (
+        "worker_service.attention",
+        "worker_service.config.ATTENTION_BACKENDS",
+        "worker_service.models.model",
+        "pagewire.kernels",
+    ),
     "worker_service.rows": ("worker_service.rows", "worker_service.session", "worker_service.step", "pagewire.kernels"),
     "worker_service.host": (
         "worker_service.host",
@@ -224,6 +233,11 @@ def test_packages_are_entered_by_their_doors() -> None:
     assert not around_doors("worker_service.runner", ["worker_service.rows.SequenceTable"])
 
 
+def test_every_attention_backend_has_a_name_and_a_module() -> None:
+    folder = ROOT / "worker_service" / "attention" / "backends"
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(ATTENTION_BACKENDS)
+
+
 def rooms(service: str) -> dict[str, set[str]]:
     """Packages and modules right under a service, and which of the others each imports."""
     found: dict[str, set[str]] = {}
@@ -277,9 +291,40 @@ def test_functions_are_short(path: Path) -> None:
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            first_line = node.body[0].lineno if is_kernel(node) else node.lineno  # a kernel has a line per parameter
+            first_line = node.body[0].lineno if is_kernel(node) else node.lineno  # of a kernel, the body counts
             num_lines = node.end_lineno - first_line + 1
             assert num_lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno}: {node.name} has {num_lines} lines"
+
+
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:
+    """All of them, defaults and constexprs included, but for the object that a method is called on."""
+    found = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return [name for name in found if name not in {"self", "cls"}]
+
+
+@pytest.mark.parametrize("path", sources("pagewire/kernels", "worker_service"), ids=str)
+def test_functions_take_few_parameters(path: Path) -> None:
+    """What belongs together goes together, down to the kernels: a tuple counts once, whatever it holds."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            names = parameters(node)
+            assert len(names) <= MAX_PARAMETERS, f"{path}:{node.lineno} has {len(names)}: {', '.join(names)}"
+
+
+def test_parameters_of_every_kind_are_counted() -> None:
+    (node,) = ast.parse("def f(self, a, /, b, c=1, *, D: tl.constexpr, e=2): ...").body
+    assert isinstance(node, ast.FunctionDef)
+    assert parameters(node) == ["a", "b", "c", "D", "e"]
+
+
+@pytest.mark.parametrize("path", sources("pagewire/kernels"), ids=str)
+def test_kernels_do_not_read_the_environment(path: Path) -> None:
+    """Whoever calls them says what they need to know."""
+    tree = parse(path)
+    assert not {"os.environ", "os.getenv"} & {
+        ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    }
+    assert not {"os.environ", "os.getenv"} & set(imports(tree))
 
 
 @pytest.mark.parametrize("path", sources("pagewire/kernels/triton"), ids=str)
