@@ -11,7 +11,7 @@ The noise is that of `pagewire.kernels.noise`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penal
 INTEGERS = ("top_k", "sample_indexes", "slots", "num_logprobs")
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingColumns:
+class SamplingColumns(NamedTuple):
     """What each of R rows asks for: one entry per row, contiguous, on the device of the logits.
 
     Attributes:
@@ -73,8 +72,7 @@ class SamplingColumns:
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+class SampledTokens(NamedTuple):
     """One entry per row. Log-probabilities mean nothing in rows that asked for none or whose logits hold NaN.
 
     Attributes:

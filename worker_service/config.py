@@ -8,6 +8,8 @@ from pagewire.transport.option_limits import PORT, URL, Limit, between, check_op
 
 _MAX_BLOCKS = (1 << 31) - 2
 _MUST_BE = "; it must be"
+# The packages that each needs beside torch. A backend is `worker_service/attention/backends/NAME.py`.
+ATTENTION_BACKENDS = {"cpu": "", "triton": "triton", "flash_attn": "flash-attn, and triton,", "torch": ""}
 _MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -80,7 +82,7 @@ class WorkerConfig:
         "auto",
         "implementation of attention: C kernels (cpu), Triton kernels (triton), the flash-attn package (flash_attn; "
         "needs --block-size 256) or plain torch; auto: cpu or triton if it supports the model, otherwise torch",
-        choices=("auto", "cpu", "triton", "flash_attn", "torch"),
+        choices=("auto", *ATTENTION_BACKENDS),
     )
     tensor_parallel_size: int = option(
         1, "number of ranks to split the model across; each is a process of its own", between(1, 1024)

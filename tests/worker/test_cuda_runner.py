@@ -29,9 +29,9 @@ from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
 from tests.worker.plans import GREEDY, Row, plan_steps
 from tests.worker.runners import device_runner, host_runner
-from worker_service.attention.torch_attention import TorchAttention
+from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
-from worker_service.device.computation import StepClock
+from worker_service.device.computation import StepTimer
 from worker_service.device.graphs import graph_sizes
 from worker_service.device.sampler import REFERENCE, Sampler
 from worker_service.engine import Engine, EngineSession, LaunchedStep, LoadedWorker, Outcome
@@ -59,13 +59,12 @@ def sample(
     logits: torch.Tensor, columns: SamplingColumns, token_counts: torch.Tensor | None, max_logprobs: int | None
 ) -> SampledTokens:
     """The reference, which sees that its columns are as a kernel wants them."""
-    for column in fields(columns):
-        tensor = getattr(columns, column.name)
+    for name, tensor in columns._asdict().items():
         if tensor is not None:
-            assert tensor.is_contiguous(), column.name
-            assert len(tensor) == len(logits), column.name
-            assert tensor.data_ptr() % 16 == 0, f"a kernel would be compiled again for {column.name}"
-            assert tensor.dtype in (torch.float32, torch.int32) or column.name == "seeds"
+            assert tensor.is_contiguous(), name
+            assert len(tensor) == len(logits), name
+            assert tensor.data_ptr() % 16 == 0, f"a kernel would be compiled again for {name}"
+            assert tensor.dtype in (torch.float32, torch.int32) or name == "seeds"
     return REFERENCE.sample(logits, columns, token_counts, max_logprobs)
 
 
@@ -500,7 +499,7 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
 
 
 def test_a_step_takes_what_lies_between_it_and_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = StepClock()
+    clock = StepTimer()
     now_us = 0
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now_us * 1000)
     now_us = 700

@@ -5,7 +5,7 @@ Biases, and stop tokens as long as they are suppressed, go along with the steps 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns
-from worker_service.rows.reading import Reading
+from worker_service.rows.reading import ValueReader
 from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
 
 IntArray = NDArray[np.int64]
@@ -123,7 +123,7 @@ class SamplingTable:
             torch.from_numpy(step.num_tokens.astype(np.int32)),
         )
         edits = {name: torch.from_numpy(column) for name, column in step.edits.items()}
-        return replace(columns, **edits) if edits else columns
+        return columns._replace(**edits) if edits else columns
 
     def _edits(self, slots: IntArray, num_tokens: IntArray) -> dict[str, NDArray]:
         edits = {}
@@ -182,7 +182,7 @@ class StepSampling:
         """How many values `read` reads."""
         return self.num_rows * (2 if self.max_reported is None else 4 + 2 * self.max_reported)
 
-    def read(self, reading: Reading) -> Samples:
+    def read(self, reading: ValueReader) -> Samples:
         num = self.num_rows
         token_ids, is_nan = reading.integers(num), reading.integers(num) != 0
         chooses = ~self.reports_candidates
