@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from scheduler_service.core.block_pool import BlockPool
-from scheduler_service.core.moves import Move, MoveLedger
+from scheduler_service.core.cache import BlockPool, Move, MoveLedger, Node, PrefixIndex
 from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.prefix_index import Node, PrefixIndex
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 
@@ -22,6 +20,8 @@ _DEMOTION_WINDOW = 64
 
 
 class Allocation(Enum):
+    """Whether a group may have the blocks that it asks for."""
+
     OK = "ok"
     LATER = "later"
     NEVER = "never"
@@ -44,6 +44,7 @@ class Match:
         return any(node.is_moving for node in self.host)
 
     def without_host(self) -> "Match":
+        """What needs no load."""
         return Match(self.device)
 
 
@@ -184,11 +185,12 @@ class CacheManager:
         return self.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_table)
 
     def append(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """Give the sequence so many more blocks, and return these."""
         self._extend(sequence, num_blocks)
         return sequence.block_table[len(sequence.block_table) - num_blocks :]
 
     def append_next(self, sequence: Sequence) -> int:
-        """One block, for a row that begins it."""
+        """Give a row the one block that it begins now."""
         if self.window:
             self.slide(sequence)
         block = self._allocate()
@@ -204,8 +206,8 @@ class CacheManager:
         return block if self.pool.ref_count(block) > 1 else 0
 
     def replace_tail(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Copy on write: a block of its own where the shared one stood. Returns (index, source, target); the source is
-        held until `copied`."""
+        """Copy on write: give the sequence a block of its own where the shared one stood. Returns (index, source,
+        target); the source is held until `copied`."""
         index = sequence.num_computed_tokens // self.block_size
         source = sequence.block_table[index]
         target = sequence.block_table[index] = self._allocate()
@@ -226,8 +228,8 @@ class CacheManager:
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full blocks whose tokens are known, and whose K and V are planned, available to others."""
-        # A beam that is preempted computes its last token once more: the block of it must still be its own.
-        num_known = sequence.num_tokens - (sequence.group.beam is not None)
+        # A gated row that is preempted computes its last token once more: the block of it must still be its own.
+        num_known = sequence.num_tokens - sequence.is_gated
         num_full = min(sequence.num_computed_tokens, num_known) // self.block_size
         if num_full <= sequence.num_published_blocks or not self._publishes(sequence):
             return
@@ -239,7 +241,8 @@ class CacheManager:
         sequence.num_published_blocks = num_full
 
     def _publishes(self, sequence: Sequence) -> bool:
-        """Not if a swap forgot what was published, and the window has passed over it."""
+        """Whether its blocks can be published: not if a swap forgot what was published, and the window has passed over
+        it."""
         return self.enable_prefix_caching and sequence.num_freed_blocks <= sequence.num_published_blocks
 
     def release(self, sequence: Sequence) -> None:
@@ -254,14 +257,11 @@ class CacheManager:
 
     # Swapping
 
-    def num_computed_blocks(self, group: SequenceGroup) -> int:
-        return len(self._computed_blocks(group))
-
-    def num_swap_blocks(self, group: SequenceGroup) -> int:
-        """Blocks that swapping the group out takes off the host's free list. Copies that are there already may be
-        idle."""
+    def num_swap_blocks(self, group: SequenceGroup) -> tuple[int, int]:
+        """Device blocks that swapping the group out saves, and blocks that it takes off the host's free list. Copies
+        that are there already may be idle."""
         copies = [self._host_copy(block) for block in self._computed_blocks(group)]
-        return sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
+        return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
     def swap_out(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
         """Put what the group's rows have computed into host blocks, a shared block once. Returns the moves that the
@@ -295,7 +295,8 @@ class CacheManager:
         return len({block for sequence in group.live_sequences for block in sequence.host_table if block})
 
     def swap_in(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
-        """The way back. Returns (host block, device block)."""
+        """Give the group's rows the blocks again that they had before `swap_out`. Returns the moves that the plan of
+        `step` must order: (host block, device block)."""
         blocks: dict[int, int] = {}
         swaps = []
         for sequence in group.live_sequences:

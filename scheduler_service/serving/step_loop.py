@@ -26,7 +26,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
     count_kv_events,
 )
-from scheduler_service.core.scheduler import ProtocolError, Scheduler
+from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.serving.recording_scheduler import RecordingScheduler
 from scheduler_service.serving.token_stream import FanOut, Receiver, TokenStream
@@ -347,7 +347,7 @@ class StepLoop:
                     self._take_result(news, now)
                 else:
                     self._scheduler.moved(news, now)
-            except ProtocolError as error:
+            except WorkerProtocolError as error:
                 self._fail_epoch(str(error))
 
     def _take_result(self, result: StepResult, now: float) -> None:

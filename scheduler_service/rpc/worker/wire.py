@@ -22,7 +22,7 @@ from scheduler_service.core.plan import (
     StepResult,
     WorkerCapacity,
 )
-from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.core.scheduler import WorkerProtocolError
 
 PROTOCOL_VERSION = 3
 
@@ -90,7 +90,7 @@ def encode_plan(plan: StepPlan) -> worker_pb2.ExecuteRequest:
 
 
 def decode_worker_message(message: worker_pb2.ExecuteResponse) -> WorkerMessage:
-    """Raises ProtocolError for anything that the worker should not have sent."""
+    """Raises WorkerProtocolError for anything that the worker should not have sent."""
     _refuse_unknown_fields(message)
     body = message.WhichOneof("body")
     if body == "result":
@@ -104,7 +104,7 @@ def decode_worker_message(message: worker_pb2.ExecuteResponse) -> WorkerMessage:
         return _decode_ready(message.ready)
     if body == "refusal":
         return _decode_refusal(message.refusal)
-    raise ProtocolError("the worker sent a message without a body")
+    raise WorkerProtocolError("the worker sent a message without a body")
 
 
 def _encode_opening(opening: RowOpening) -> worker_pb2.RowOpening:
@@ -163,9 +163,9 @@ def _decode_ready(ready: worker_pb2.Ready) -> WorkerCapacity:
     )
     for name in _CAPACITY_COUNTS:
         if getattr(capacity, name) < 1:
-            raise ProtocolError(f"the worker is ready with {name} 0")
+            raise WorkerProtocolError(f"the worker is ready with {name} 0")
     if capacity.num_host_blocks and not 0 < capacity.swap_bandwidth < math.inf:
-        raise ProtocolError(f"the worker is ready with host blocks and swap_bandwidth {capacity.swap_bandwidth}")
+        raise WorkerProtocolError(f"the worker is ready with host blocks and swap_bandwidth {capacity.swap_bandwidth}")
     return capacity
 
 
@@ -184,7 +184,7 @@ def _decode_refusal(refusal: worker_pb2.Refusal) -> Refusal:
     try:
         reason = RefusalReason(refusal.reason)
     except ValueError:
-        raise ProtocolError(f"the worker refused for the unknown reason {refusal.reason}") from None
+        raise WorkerProtocolError(f"the worker refused for the unknown reason {refusal.reason}") from None
     return Refusal(reason, refusal.epoch, refusal.instance_id, refusal.message)
 
 
@@ -196,7 +196,7 @@ def _decode_result(result: worker_pb2.StepResult) -> StepResult:
     try:
         statuses = tuple(RowStatus(status) for status in result.statuses)
     except ValueError:
-        raise ProtocolError(f"step {result.step}: an unknown row status in {list(result.statuses)}") from None
+        raise WorkerProtocolError(f"step {result.step}: an unknown row status in {list(result.statuses)}") from None
     return StepResult(
         epoch=result.epoch,
         step=result.step,
@@ -230,7 +230,7 @@ def _decode_candidates(candidates: worker_pb2.Candidates) -> Candidates:
 def _refuse_unknown_fields(message: Message) -> None:
     if len(UnknownFieldSet(message)):
         numbers = sorted({field.field_number for field in UnknownFieldSet(message)})
-        raise ProtocolError(f"the worker sent unknown fields {numbers} in {message.DESCRIPTOR.full_name}")
+        raise WorkerProtocolError(f"the worker sent unknown fields {numbers} in {message.DESCRIPTOR.full_name}")
     for nested in _nested_messages(message):
         _refuse_unknown_fields(nested)
 

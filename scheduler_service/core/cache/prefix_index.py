@@ -7,12 +7,24 @@ collision can serve a wrong block. The chained xxh3_64 is only the block's publi
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 
-RootKey = tuple[str, str, bytes]  # tenant, cache salt, model digest
+
+class RootKey(NamedTuple):
+    """What must be equal before content can be: equal tokens under another key are another content."""
+
+    tenant: str
+    cache_salt: str
+    model_digest: bytes
+
+    @property
+    def block_hash(self) -> int:
+        """The public name of no tokens at all, which the first block's hash is chained to."""
+        return xxhash.xxh3_64_intdigest(repr(tuple(self)).encode())
 
 
 class Node:
@@ -118,7 +130,7 @@ class PrefixIndex:
         self._prune(node)
 
     def forget_host(self, host_block: int) -> None:
-        """The same for a host block."""
+        """`host_block` no longer holds a content's copy. Nothing happens if it held none."""
         node = self._node_of_host_block[host_block]
         if node is None:
             return
@@ -163,7 +175,9 @@ class PrefixIndex:
         """What can be matched now and could not at the last call, and the other way round, in order."""
         changes, self._changes = self._changes, []
         return [
-            _stored(node, tier) if is_stored else BlockRemoved(node.block_hash, tier, *node.root_key[:2])
+            _stored(node, tier)
+            if is_stored
+            else BlockRemoved(node.block_hash, tier, node.root_key.tenant, node.root_key.cache_salt)
             for node, tier, is_stored in changes
         ]
 
@@ -193,8 +207,7 @@ class PrefixIndex:
     def _root(self, key: RootKey) -> Node:
         root = self._roots.get(key)
         if root is None:
-            seed = xxhash.xxh3_64_intdigest(repr(key).encode())
-            root = self._roots[key] = Node(key, None, b"", seed)
+            root = self._roots[key] = Node(key, None, b"", key.block_hash)
         return root
 
     def _prune(self, node: Node) -> None:
@@ -214,4 +227,7 @@ class PrefixIndex:
 def _stored(node: Node, tier: Tier) -> BlockStored:
     assert node.parent is not None
     is_first = node.parent.parent is None
-    return BlockStored(node.block_hash, node.parent.block_hash, node.token_ids, tier, is_first, *node.root_key[:2])
+    key = node.root_key
+    return BlockStored(
+        node.block_hash, node.parent.block_hash, node.token_ids, tier, is_first, key.tenant, key.cache_salt
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
-from scheduler_service.core.dispatch import PlannedRow
+from scheduler_service.core.plans.dispatch import PlannedRow
 
 
 class RowSlots:
@@ -39,7 +39,7 @@ class RowSlots:
         return released
 
     def decodes(self, slot: int) -> None:
-        """The row goes on with one token a plan, and is not among those planned one by one."""
+        """The slot's row goes on with one token a plan, and is not among those planned one by one."""
         self._moving.discard(slot)
 
     def stops_decoding(self, slot: int) -> None:

@@ -9,12 +9,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 
-from scheduler_service.core.sequence import Sequence, StepClock
+from scheduler_service.core.sequence import Sequence, StepCount
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """The decoding rows in slot order."""
+    """The decoding rows in slot order, a column for each thing that a result needs to know of them."""
 
     slots: list[int]
     sequences: list[Sequence]
@@ -25,7 +25,7 @@ class DecodeColumns:
     has_logprobs: bool
 
     def take(self, kept: list[int]) -> "DecodeColumns":
-        """Some of the rows."""
+        """The same columns of these rows alone."""
         return DecodeColumns(
             slots=[self.slots[i] for i in kept],
             sequences=[self.sequences[i] for i in kept],
@@ -42,8 +42,10 @@ class DecodeColumns:
 
 
 class DecodeBatch:
-    def __init__(self, clock: StepClock, block_size: int) -> None:
-        self._clock = clock
+    """The rows that decode in the next plan, by slot."""
+
+    def __init__(self, steps: StepCount, block_size: int) -> None:
+        self._steps = steps
         self._block_size = block_size
         self._rows: dict[int, Sequence] = {}  # by slot
         # By step. An entry counts if it is still the row's due_step.
@@ -55,17 +57,16 @@ class DecodeBatch:
 
     def join(self, sequence: Sequence) -> None:
         """A row that has just sampled in the last plan made goes on by itself."""
-        sequence.join_decoding(self._clock)
-        sequence.last_step = (
-            self._clock.num_steps + sequence.max_num_tokens - sequence.num_tokens - sequence.num_in_flight
-        )
+        num_steps = self._steps.num_steps
+        sequence.join_decoding(self._steps)
+        sequence.last_step = num_steps + sequence.max_num_tokens - sequence.num_tokens - sequence.num_in_flight
         self._rows[sequence.slot] = sequence
         self._columns = None
         num_steps_in_table = len(sequence.block_table) * self._block_size - sequence.num_computed_tokens + 1
-        self._set_due(sequence, self._clock.num_steps + num_steps_in_table)
+        self._set_due(sequence, num_steps + num_steps_in_table)
 
-    def extended(self, sequence: Sequence, step: int) -> None:
-        """The plan of `step` gave a due row the block it needs in it."""
+    def got_block(self, sequence: Sequence, step: int) -> None:
+        """The plan of `step` gave a due row the block that it needs in it."""
         self._set_due(sequence, step + self._block_size)
 
     def leave(self, sequence: Sequence) -> None:

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from scheduler_service.core.block_pool import BlockPool
-from scheduler_service.core.prefix_index import Node, PrefixIndex
+from scheduler_service.core.cache.block_pool import BlockPool
+from scheduler_service.core.cache.prefix_index import Node, PrefixIndex
 
 
 class Move(NamedTuple):
