@@ -40,6 +40,8 @@ class Results:
         """Rows were not computed, or their logits are not numbers: the request ends, and whatever was computed on top
         of its blocks is redone. They are no better if the sequence has ended by itself meanwhile."""
         failed = {sample.sequence: sample.status for sample in samples if sample.status is not RowStatus.OK}
+        if not failed:
+            return
         # Who wrote a shared block was planned before those who matched it: the cause is found before its consequences.
         planned = {row.sequence: i for i, row in enumerate(dispatch.rows)}
         for sequence in sorted(failed, key=lambda sequence: planned.get(sequence, -1)):

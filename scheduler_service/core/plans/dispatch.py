@@ -168,11 +168,12 @@ def _read_prompt_logprobs(
 def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size: int) -> list[TokenLogprobs]:
     """`tokens`: (token id, how many of the most likely ones were asked for beside it)."""
     num_tops = [min(num_top, vocab_size) for _, num_top in tokens]
-    lengths = (len(columns.chosen), len(columns.ranks), len(columns.top_token_ids), len(columns.top_logprobs))
-    if lengths != (len(tokens), len(tokens), sum(num_tops), sum(num_tops)):
-        raise WorkerProtocolError(
-            f"the columns of log-probabilities have {lengths} entries, not those of {len(tokens)} tokens"
-        )
+    num_top_tokens = sum(num_tops)
+    if not (
+        len(columns.chosen) == len(columns.ranks) == len(tokens)
+        and len(columns.top_token_ids) == len(columns.top_logprobs) == num_top_tokens
+    ):
+        raise WorkerProtocolError(f"the columns of log-probabilities are not those of {len(tokens)} tokens")
     top = zip(columns.top_token_ids, columns.top_logprobs, strict=True)
     return [
         TokenLogprobs(token_id, logprob, rank, tuple(islice(top, num_top)))
@@ -183,9 +184,9 @@ def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size:
 def _read_candidates(columns: Candidates, counts: list[int], vocab_size: int) -> list[list[tuple[int, float]]]:
     """`counts`: how many candidates each row was asked for."""
     counts = [min(count, vocab_size) for count in counts]
-    lengths = len(columns.token_ids), len(columns.logprobs)
-    if lengths != (sum(counts), sum(counts)):
-        raise WorkerProtocolError(f"the columns of candidates have {lengths} entries, not {sum(counts)}")
+    num_candidates = sum(counts)
+    if not len(columns.token_ids) == len(columns.logprobs) == num_candidates:
+        raise WorkerProtocolError(f"the columns of candidates have not the {num_candidates} entries that they should")
     if counts and not 0 <= min(columns.token_ids) <= max(columns.token_ids) < vocab_size:
         raise WorkerProtocolError(f"a candidate is outside the vocabulary of {vocab_size}")
     pairs = zip(columns.token_ids, columns.logprobs, strict=True)
