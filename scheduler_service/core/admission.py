@@ -7,7 +7,7 @@ from scheduler_service.core.request import AdmissionError, AdmissionReason, Requ
 
 
 class Admission:
-    """The limits. They are the scheduler's own; a worker's tighter ones bind while it is there."""
+    """Checks requests against the scheduler's own limits, and a worker's tighter ones while it is there."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Admission:
     def num_slots(self, capacity: WorkerCapacity) -> int:
         """Rows that a worker may have. A decoding row takes a token of every step: with more rows than a step has
         tokens, some would never have their turn."""
-        num_step_tokens = min(self._max_num_batched_tokens, capacity.max_num_batched_tokens)
-        return min(self._max_num_seqs, capacity.max_num_seqs, num_step_tokens)
+        max_num_tokens = self._max_num_batched_tokens, capacity.max_num_batched_tokens
+        return min(self._max_num_seqs, capacity.max_num_seqs, *max_num_tokens)
 
     def check(self, request: Request) -> None:
-        """Raises AdmissionError for a request that is not taken."""
+        """Raise AdmissionError for a request that is not taken."""
         if (request.tenant, request.request_id) in self._state.groups:
             raise AdmissionError(
                 AdmissionReason.DUPLICATE, "request_id", f"request {request.request_id!r} is running already"
@@ -102,15 +102,13 @@ class Admission:
                 "sampling.beam_width",
                 f"beam_width is {width}, but this server runs at most {max_width} sequences at a time; lower it",
             )
-        if epoch is None:
-            return "", ""
-        cache = epoch.cache
-        num_blocks = cache.num_most_blocks(request)
-        if cache.can_allocate(0, num_blocks, alone=True) is not Allocation.NEVER:
+        cache = epoch.cache if epoch else None
+        num_blocks = cache.num_most_blocks(request) if cache else 0
+        if cache is None or cache.can_allocate(0, num_blocks, alone=True) is not Allocation.NEVER:
             return "", ""
         what = "beam_width" if request.beam else "n"
         return (
             f"sampling.{what}",
-            f"with {what} {width if request.beam else request.n} the request may need {num_blocks} blocks of "
+            f"with {what} {request.num_rows} the request may need {num_blocks} blocks of "
             f"{cache.block_size} tokens, the worker has {cache.pool.num_blocks}; lower {what} or max_tokens",
         )

@@ -118,7 +118,7 @@ class Epoch:
     # Blocks
 
     def match(self, sequence: Sequence) -> Match | None:
-        """What the sequence would start from. None: it waits for somebody else's load of the same content."""
+        """Choose what the sequence would start from. None: it waits for somebody else's load of the same content."""
         match = self.cache.match(sequence)
         if match.is_loading:
             return None
@@ -127,7 +127,7 @@ class Epoch:
         return match.without_host()
 
     def num_missing_blocks(self, rows: Iterable[tuple[Sequence, int]]) -> int:
-        """Blocks that a group must get before its rows can compute so many tokens each."""
+        """Count the blocks that a group must get before its rows can compute so many tokens each."""
         rows = list(rows)
         num_missing = sum(self.cache.num_missing_blocks(sequence, num_tokens) for sequence, num_tokens in rows)
         return num_missing + len(self._tails_to_copy(rows))
@@ -145,7 +145,8 @@ class Epoch:
                     draft.appended_blocks.append((sequence.slot, block))
 
     def _tails_to_copy(self, rows: list[tuple[Sequence, int]]) -> list[Sequence]:
-        """The beams that must have a copy of the block they write to next, because another one writes there too."""
+        """Find the beams that must have a copy of the block they write to next, because another one writes there
+        too."""
         sharing: dict[int, list[Sequence]] = {}
         for sequence, num_tokens in rows:
             if num_tokens and sequence.group.beam is not None and (block := self.cache.shared_tail(sequence)):
@@ -159,8 +160,8 @@ class Epoch:
     # Plans
 
     def rows_to_plan(self, draft: PlanDraft) -> Iterator[tuple[SequenceGroup, list[Sequence]]]:
-        """The rows that need a look, by group, in order: those with tokens to compute, and decoding ones that need a
-        block or come to their last token."""
+        """Go through the rows that need a decision, by group, in order: those with tokens to compute, and decoding ones
+        that need a block or come to their last token."""
         due = self.decoding.take_due(draft.step)
         for sequence in due:
             if sequence.last_step == draft.step:
@@ -193,9 +194,8 @@ class Epoch:
             return
         start = sequence.num_computed_tokens
         samples = num_tokens == sequence.num_uncomputed_tokens
-        num_prompt_logprobs = 0
-        if sequence.reports_prompt_logprobs:
-            num_prompt_logprobs = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
+        num_owed = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
+        num_prompt_logprobs = num_owed if sequence.reports_prompt_logprobs else 0
         num_tokens_next = int(not sequence.is_gated) if samples else num_tokens
         draft.work(
             PlannedRow(sequence.slot, sequence, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs)

@@ -12,7 +12,7 @@ from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
 
 def stats(state: Lifecycle) -> SchedulerStats:
-    """Gauges of now and counters since start."""
+    """Read the gauges of now and the counters since start."""
     epoch, waiting, counters = state.epoch, state.waiting, state.counters
     cache = epoch.cache if epoch else None
     return SchedulerStats(
@@ -40,7 +40,7 @@ def stats(state: Lifecycle) -> SchedulerStats:
 
 
 def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
-    """What a request does and why it waits. Raises KeyError if there is none."""
+    """Say what a request does and why it waits. Raises KeyError if there is none."""
     group, epoch = state.groups[tenant, request_id], state.epoch
     position = state.waiting.position(group) if group.state in QUEUED else None
     num_wanted = _num_wanted_blocks(group, epoch) if epoch else 0
@@ -67,7 +67,7 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
 
 
 def block_map(state: Lifecycle) -> BlockMap:
-    """Who holds which block, of the worker that is there."""
+    """Say who holds which block of the worker that is there."""
     if state.epoch is None:
         return BlockMap((), (), ())
     cache = state.epoch.cache
@@ -96,7 +96,7 @@ def block_map(state: Lifecycle) -> BlockMap:
 
 
 def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
-    """Blocks that a group lacks to run, or to run on."""
+    """Count the blocks that a group lacks to run, or to run on."""
     cache = epoch.cache
     if group.state is GroupState.RUNNING:
         lacking = [row for row in group.open_sequences if row in epoch.active]
@@ -133,7 +133,7 @@ def _reason(group: SequenceGroup, epoch: Epoch | None, position: int | None, num
 
 
 def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHolder, ...]:
-    """Who holds the device's blocks, most first. Requests of other tenants stand together, without a name."""
+    """List who holds the device's blocks, most first. Requests of other tenants stand together, without a name."""
     counts: Counter[str | None] = Counter()
     for other in others:
         blocks = {block for sequence in other.sequences for block in sequence.block_table if block}

@@ -38,7 +38,7 @@ def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
 
 
 def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
-    """Assert a few of them, in time that does not grow with the pools: the counts of blocks, rows and plans."""
+    """Assert a few invariants in time that does not grow with the pools: the counts of blocks, rows and plans."""
     epoch = state.epoch
     if epoch is None:
         return
@@ -133,7 +133,7 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]
 
 
 def _check_dispatches(epoch: Epoch, pipeline_depth: int, num_step_tokens: int) -> dict[Sequence, int]:
-    """Samples on their way that count, by sequence."""
+    """Assert S11 of the plans under way. Returns how many samples on their way will count, by sequence."""
     dispatches = epoch.unacknowledged
     assert len(dispatches) <= pipeline_depth, "S11"
     in_flight: dict[Sequence, int] = {}
@@ -183,7 +183,7 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
 
 
 def _check_writable(cache: CacheManager, sequence: Sequence, holders: list[int]) -> None:
-    """S12. A beam's tail may be shared until the plan that writes it."""
+    """Assert S12. A beam's tail may be shared until the plan that writes it."""
     is_beam = sequence.group.beam is not None
     for block in sequence.block_table[sequence.num_computed_tokens // cache.block_size :]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
@@ -235,7 +235,7 @@ def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
 
 
 def _check_published(block_size: int, sequence: Sequence) -> None:
-    """S7: what it has published or matched is what its tokens say."""
+    """Assert S7: what a sequence has published or matched is what its tokens say."""
     node, num_published = sequence.node, sequence.num_published_blocks
     token_bytes = []
     for i in range(num_published - 1, -1, -1):

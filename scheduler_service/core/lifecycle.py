@@ -33,7 +33,7 @@ _COMPLETE = (EndReason.STOP, EndReason.LENGTH)
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since start; `SchedulerStats` says more."""
+    """How often things have happened since start, in the words of `SchedulerStats`."""
 
     num_preemptions: int = 0
     num_swap_preemptions: int = 0
@@ -46,7 +46,7 @@ class Counters:
 
 
 class Lifecycle:
-    """Groups, the places where they stand, and the epoch they run in."""
+    """All groups, the places where they stand, and the epoch they run in."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -93,12 +93,11 @@ class Lifecycle:
         self._num_arrivals += 1
         keys = self._policy.key(request, self._num_arrivals), self._policy.running_key(request, self._num_arrivals)
         group = SequenceGroup(request, *keys, now)
-        group.sequences = [self._new_sequence(group, index) for index in range(group.num_rows)]
+        group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
         output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]
         if request.beam is not None:
-            sampling = request.sampling
-            stop_token_ids = frozenset(sampling.stop_token_ids)
-            search = BeamSearch(request.beam, stop_token_ids, sampling.min_tokens, request.max_tokens)
+            stop_token_ids = frozenset(request.sampling.stop_token_ids)
+            search = BeamSearch(request.beam, stop_token_ids, request.sampling.min_tokens, request.max_tokens)
             group.beam = BeamGroup(search, output_ids, beams=group.sequences[:1])
         else:
             self.samples.update((sequence.sequence_id, sequence) for sequence in group.sequences)
@@ -131,14 +130,14 @@ class Lifecycle:
     # On the worker
 
     def next_waiting(self) -> SequenceGroup | None:
-        """Whose turn it is to run, for the first time or again."""
+        """Choose the group that is next to run, for the first time or again."""
         if self.quarantine.is_empty:
             return self.waiting.next(lambda group: True)
         return next((group for group in self.waiting if self.quarantine.admits(group)), None)
 
     @property
     def is_anybody_served(self) -> bool:
-        """Whether some group has blocks on the device, or will soon."""
+        """Whether some group has blocks on the device, or will have them soon."""
         return bool(len(self.running) or self.loading)
 
     def first_scheduled(self, sequence: Sequence, num_host_tokens: int, now: float) -> None:
@@ -150,8 +149,8 @@ class Lifecycle:
         self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_cached_prompt_tokens += sequence.num_cached_tokens
         self.counters.num_host_cached_prompt_tokens += num_host_tokens
-        num_computed = sequence.num_prompt_tokens - sequence.num_cached_tokens
-        self._policy.charge(sequence.group.request.tenant, num_computed, 0)
+        tenant = sequence.group.request.tenant
+        self._policy.charge(tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
 
     def load(self, group: SequenceGroup, step: int) -> None:
         """The plan of `step` orders moves to the device that a waiting group must await."""
@@ -277,8 +276,7 @@ class Lifecycle:
         for sequence_id, found in zip(beam.output_ids, best, strict=False):
             outputs.hypotheses.append(Hypothesis(sequence_id, found.token_ids, found.cumulative_logprob))
             reason = EndReason.LENGTH if found.stop_token_id is None else EndReason.STOP
-            num_tokens = len(found.token_ids)
-            outputs.ended.append(_sequence_end(first, sequence_id, reason, num_tokens, found.stop_token_id))
+            outputs.ended.append(_sequence_end(first, sequence_id, reason, len(found.token_ids), found.stop_token_id))
         for sequence_id in beam.output_ids[len(best) :]:  # a vocabulary smaller than the beam
             outputs.ended.append(_sequence_end(first, sequence_id, EndReason.LENGTH, 0))
         self._leave(group)
@@ -318,6 +316,11 @@ class Lifecycle:
         if num_tokens > 0:
             sequence.num_charged_tokens += num_tokens
             self._policy.charge(sequence.group.request.tenant, 0, num_tokens)
+
+    def charge_search(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Count the tokens that the beams of a search go on with, and tell the policy of them."""
+        self.counters.num_generation_tokens += num_tokens
+        self._policy.charge(group.request.tenant, 0, num_tokens)
 
 
 def _sequence_end(

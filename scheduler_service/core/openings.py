@@ -56,10 +56,9 @@ class Openings:
         relative = next((row for row in relatives if row.forkable_from <= draft.step), None)
         if relative is not None and cache.num_forked_tokens(sequence, relative) <= match.num_blocks * cache.block_size:
             relative = None
-        if relative is not None:
-            num_blocks = cache.num_fork_blocks(sequence, relative)
-        else:
-            num_blocks = cache.num_opening_blocks(sequence, match)
+        num_blocks = (
+            cache.num_opening_blocks(sequence, match) if relative is None else cache.num_fork_blocks(sequence, relative)
+        )
         is_alone = epoch.num_rows == len(group.open_sequences) and not self._state.loading
         is_alone = is_alone or (draft.is_empty and epoch.is_idle)
         if cache.can_allocate(num_blocks, 0, alone=is_alone) is not Allocation.OK:

@@ -4,7 +4,6 @@ from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plan import RowStatus
 from scheduler_service.core.plans import Dispatch, PlannedRow, SampledRow
-from scheduler_service.core.policy import Policy
 from scheduler_service.core.request import EndReason, TokenLogprobs, TokenOutputs
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
@@ -22,9 +21,8 @@ _FAILURES = {
 class Results:
     """Turns what the rows of a plan yielded into outputs and ends."""
 
-    def __init__(self, state: Lifecycle, policy: Policy) -> None:
+    def __init__(self, state: Lifecycle) -> None:
         self._state = state
-        self._policy = policy
 
     def take_prompt_logprobs(self, row: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
         """Hand on those entries of a row that nobody has had yet."""
@@ -37,8 +35,8 @@ class Results:
     def take_failures(
         self, epoch: Epoch, dispatch: Dispatch, samples: list[SampledRow], outputs: TokenOutputs, now: float
     ) -> None:
-        """Rows were not computed, or their logits are not numbers: the request ends, and whatever was computed on top
-        of its blocks is redone. They are no better if the sequence has ended by itself meanwhile."""
+        """End the requests whose rows were not computed, or whose logits are not numbers, and have whatever was
+        computed on top of their blocks redone. Blocks are no better if the sequence has ended by itself meanwhile."""
         failed = {sample.sequence: sample.status for sample in samples if sample.status is not RowStatus.OK}
         if not failed:
             return
@@ -64,7 +62,7 @@ class Results:
                 self._state.end_group(group, reason, outputs, message=message)
 
     def _redo(self, epoch: Epoch, group: SequenceGroup, now: float) -> None:
-        """What a group has computed is bad, and so are its samples on their way."""
+        """Have a group computed again: what it has computed is bad, and so are its samples on their way."""
         for sequence in group.sequences:
             epoch.drop(sequence)
         if group.state is GroupState.WAITING:
@@ -73,7 +71,7 @@ class Results:
             self._state.discard(group, epoch, now)
 
     def take_sample(self, epoch: Epoch, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
-        """A row that was planned by itself has a token, or candidates for one."""
+        """Take the token, or the candidates for one, of a row that was planned by itself."""
         sequence, token_id = sample.sequence, sample.token_id
         self._state.quarantine.cleared(sequence.group)
         if sequence.first_token_at is None:
@@ -97,7 +95,7 @@ class Results:
     def _take_candidates(
         self, epoch: Epoch, sequence: Sequence, candidates: list[tuple[int, float]], outputs: TokenOutputs
     ) -> None:
-        """A beam's row has reported. Once all have, the search goes on with the best, or is done."""
+        """Take what a beam's row has reported. Once all have, the search goes on with the best, or is done."""
         group, beam = sequence.group, sequence.group.beam
         assert beam is not None
         sequence.forget_in_flight()
@@ -107,12 +105,12 @@ class Results:
         if step.is_done:
             self._state.end_search(group, beam, outputs)
             return
-        self._state.counters.num_generation_tokens += len(step.children)
-        self._policy.charge(group.request.tenant, 0, len(step.children))
+        self._state.charge_search(group, len(step.children))
         beam.branch(group, step.children, epoch)
 
     def take_decoded(self, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs) -> None:
-        """One token for each decoding row. The hot loop of the scheduler: nothing but the token and its stop set."""
+        """Take one token for each decoding row. This is the hot loop of the scheduler: it looks at nothing but the
+        token and its stop set."""
         columns, quarantine = dispatch.columns, self._state.quarantine
         if not token_ids:
             return

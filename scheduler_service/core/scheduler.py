@@ -46,7 +46,7 @@ __all__ = ["Scheduler", "WorkerProtocolError"]
 
 
 class Scheduler:
-    """See the module's text. Limits are the scheduler's own; a worker's tighter ones bind while it is there."""
+    """Takes events and makes plans. Limits are its own; a worker's tighter ones bind while it is there."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Scheduler:
             max_waiting_tokens=max_waiting_tokens,
             max_tenant_waiting_requests=max_tenant_waiting_requests,
         )
-        self._results = Results(self._state, policy)
+        self._results = Results(self._state)
         self._openings: Openings | None = None  # of the epoch
         self._last_epoch = 0
         self._events: list[KvEvent] = []  # of earlier epochs
@@ -109,7 +109,7 @@ class Scheduler:
     # Steps
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next plan, or None while there is nothing to do or the pipeline is full."""
+        """Make the next plan, or none while there is nothing to do or the pipeline is full."""
         state, epoch, openings = self._state, self._state.epoch, self._openings
         if epoch is None or openings is None or len(epoch.unacknowledged) >= self._pipeline_depth:
             return None
@@ -183,7 +183,8 @@ class Scheduler:
     # Planning
 
     def _draft_tokens(self, epoch: Epoch) -> int:
-        """The token budget of the next step: where rows decode, prompts slow them down by no more than they may."""
+        """Choose the token budget of the next step: where rows decode, prompts slow them down by no more than they
+        may."""
         num_step_tokens = self._admission.num_step_tokens
         if self._max_decode_slowdown is None or not len(epoch.decoding):
             return num_step_tokens
@@ -215,7 +216,7 @@ class Scheduler:
         return False
 
     def _isolate_trial(self, epoch: Epoch, now: float) -> bool:
-        """Nobody runs beside a trial. False while others are still on the worker."""
+        """Let nobody run beside a trial. False while others are still on the worker."""
         state, admits = self._state, self._state.quarantine.admits
         for group in [*state.running, *state.loading]:
             if not admits(group):
@@ -307,14 +308,14 @@ class Scheduler:
         return explain.block_map(self._state)
 
     def take_kv_events(self) -> list[KvEvent]:
-        """What changed in the cache since the last call."""
+        """Say what changed in the cache since the last call."""
         events, self._events = self._events, []
         if self._state.epoch is not None:
             events.extend(self._state.epoch.cache.index.take_events())
         return events
 
     def drop_kv_events(self) -> KvEventCounts:
-        """Forget what `take_kv_events` would tell, where nobody wants to know; how many events these were."""
+        """Forget what `take_kv_events` would say, where nobody wants to know, and return how many events these were."""
         events, self._events = self._events, []
         counts = count_kv_events(events)
         if self._state.epoch is None:
@@ -323,7 +324,7 @@ class Scheduler:
         return counts._replace(num_stored=counts.num_stored + num_stored, num_removed=counts.num_removed + num_removed)
 
     def kv_snapshot(self) -> list[BlockStored]:
-        """What is cached, parents first."""
+        """Say what is cached, parents first."""
         return self._state.epoch.cache.index.snapshot() if self._state.epoch else []
 
     def check(self) -> None:
@@ -331,5 +332,5 @@ class Scheduler:
         invariants.check(self._state, self._pipeline_depth, self._admission.num_step_tokens)
 
     def check_sample(self) -> None:
-        """Assert a few of them, cheaply enough for production."""
+        """Assert a few invariants, cheaply enough for production."""
         invariants.check_sample(self._state, self._pipeline_depth, self._admission.num_step_tokens)

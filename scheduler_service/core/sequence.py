@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class GroupState(Enum):
+    """What a group does, and where its blocks are."""
+
     WAITING = "waiting"  # nothing of it is on the worker
     RUNNING = "running"
     SWAPPING_OUT = "swapping_out"  # its blocks are on their way to the host
@@ -68,15 +70,10 @@ class SequenceGroup:
         return self.state is GroupState.FINISHED
 
     @property
-    def num_rows(self) -> int:
-        """Rows that it may have at once."""
-        return self.request.beam.beam_width if self.request.beam else self.request.n
-
-    @property
     def num_first_slots(self) -> int:
         """Slots without which it cannot begin: a search moves its beams between all its rows, samples open as they
         can."""
-        return 1 if self.beam is None else self.num_rows
+        return 1 if self.beam is None else self.request.num_rows
 
     @property
     def live_sequences(self) -> list[Sequence]:
@@ -104,18 +101,18 @@ class SequenceGroup:
         return self.request.output_mode is OutputMode.DETACHED
 
     def pause(self, now: float) -> None:
-        """What it had on the worker is gone or on its way to the host."""
+        """Note that what it had on the worker is gone, or on its way to the host."""
         if len(self.pauses) % 2 == 0:
             self.pauses.append(now)
 
     def resume(self, now: float) -> None:
-        """It runs, for the first time or again."""
+        """Note that it runs, for the first time or again."""
         if len(self.pauses) % 2:
             self.pauses.append(now)
 
     def dissolve(self) -> None:
-        """Its last sequence has ended. A group and its sequences no longer hold each other, so that both are freed when
-        the last plan that knows them is, without a garbage collection."""
+        """Let go of its sequences, the last of which has ended: a group and its sequences no longer hold each other, so
+        that both are freed when the last plan that knows them is, without a garbage collection."""
         self.num_unfinished = 0
         for sequence in self.sequences:
             sequence.is_finished = True
@@ -125,7 +122,7 @@ class SequenceGroup:
             self.beam.forget_step()
 
     def reset(self) -> None:
-        """The worker is lost, and everything the group had there."""
+        """Forget everything that it had on the worker, which is lost."""
         self.moved_step = self.resume_step = 0
         self.reserved_slots.clear()
         for sequence in self.sequences:
@@ -209,7 +206,8 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Positions to plan: computed chases known plus in flight, and stops where the length limit will end it."""
+        """Count the positions to plan: computed chases known plus in flight, and stops where the length limit will end
+        it."""
         if self.is_gated:
             return len(self.token_ids) - self._num_computed
         num_expected = self._num_expected + self._num_decoded
@@ -221,36 +219,36 @@ class Sequence:
         return self.num_prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
 
     def plan(self, num_tokens: int, *, samples: bool) -> None:
-        """A plan computes this many more positions."""
+        """Count what a plan computes: this many more positions, and a sample or none."""
         self._num_computed += num_tokens
         self._num_expected += samples
 
     def start_from(self, num_computed_tokens: int) -> None:
-        """K and V of the first positions are in the table; nothing is in flight."""
+        """Begin behind so many positions, whose K and V are in the table. Nothing is in flight."""
         self._num_computed = num_computed_tokens
         self._num_expected = len(self.token_ids)
 
     def go_on_with(self, token_id: int) -> None:
-        """A gated row has its next token."""
+        """Give a gated row its next token."""
         self.token_ids.append(token_id)
         self._num_expected = len(self.token_ids)
 
     def forget_in_flight(self) -> None:
-        """Samples that are on their way will not count."""
+        """Expect no more samples that are on their way: they will not count."""
         self._num_expected = len(self.token_ids) - self._num_decoded
 
     def join_decoding(self, steps: StepCount) -> None:
-        """From the next plan on, every plan computes one token of it and samples."""
+        """Count one token and one sample for every plan from the next one on."""
         self._steps, self._joined_step = steps, steps.num_steps
 
     def leave_decoding(self) -> None:
-        """The next plan computes nothing of it by itself."""
+        """Count what plans compute of it one by one again."""
         self._num_computed, self._num_expected = self.num_computed_tokens, self._num_expected + self._num_decoded
         self._steps = None
 
     def forget_cache(self) -> None:
-        """Nothing of the sequence is computed any more. What its last row matched is remembered: results of that row
-        may be on their way."""
+        """Begin with nothing computed. What its last row matched is remembered: results of that row may be on their
+        way."""
         self.block_table.clear()
         self.host_table.clear()
         self.node = None

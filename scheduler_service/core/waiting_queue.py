@@ -28,7 +28,7 @@ class WaitingQueue:
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """Groups."""
+        """How many groups wait."""
         return self._num_groups
 
     def add(self, group: SequenceGroup) -> None:
@@ -46,7 +46,7 @@ class WaitingQueue:
         self._count(tenant, group, 1)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Raises KeyError for a group that is not queued."""
+        """Let a group wait no longer. Raises KeyError for one that is not queued."""
         tenant = group.request.tenant
         groups = self._groups[tenant]
         index = bisect_left(groups, group.waiting_order, key=_order)
@@ -65,12 +65,12 @@ class WaitingQueue:
         return next(filter(admits, self._candidates()), None)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """In the order in which they would be served if no rank changed."""
+        """Go through the groups in the order in which they would be served if no rank changed."""
         groups = [group for tenant in self._groups.values() for group in tenant]
         return iter(sorted(groups, key=lambda group: (self._policy.rank(group.request.tenant), group.waiting_order)))
 
     def position(self, group: SequenceGroup) -> int:
-        """From 1, in that order. The group is queued."""
+        """The place of a queued group, from 1, in the order in which groups would be served if no rank changed."""
         rank = self._policy.rank(group.request.tenant)
         num_before = 0
         for tenant, groups in self._groups.items():

@@ -23,7 +23,7 @@ class RootKey(NamedTuple):
 
     @property
     def block_hash(self) -> int:
-        """The public name of no tokens at all, which the first block's hash is chained to."""
+        """The public name of no tokens at all: the hashes of first blocks are chained to it."""
         return xxhash.xxh3_64_intdigest(repr(tuple(self)).encode())
 
 
@@ -48,6 +48,8 @@ class Node:
 
 
 class PrefixIndex:
+    """All content of one worker's cache, as trees of nodes under their root keys."""
+
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
         self._roots: dict[RootKey, Node] = {}
@@ -110,6 +112,7 @@ class PrefixIndex:
         self.num_cached_blocks += 1
 
     def add_host_copy(self, node: Node, host_block: int) -> None:
+        """Host block `host_block` holds the node's content too."""
         assert not node.host_block
         assert self._node_of_host_block[host_block] is None
         node.host_block = host_block
@@ -172,7 +175,7 @@ class PrefixIndex:
         self._roots.clear()
 
     def take_events(self) -> list[KvEvent]:
-        """What can be matched now and could not at the last call, and the other way round, in order."""
+        """Say what can be matched now and could not at the last call, and the other way round, in order."""
         changes, self._changes = self._changes, []
         return [
             _stored(node, tier)
@@ -182,7 +185,7 @@ class PrefixIndex:
         ]
 
     def drop_events(self) -> tuple[int, int]:
-        """Forget what `take_events` would tell; how often something was stored, and removed."""
+        """Forget what `take_events` would say, and return how often something was stored, and removed."""
         changes, self._changes = self._changes, []
         num_stored = sum(is_stored for _, _, is_stored in changes)
         return num_stored, len(changes) - num_stored
@@ -195,7 +198,7 @@ class PrefixIndex:
         return nodes
 
     def snapshot(self) -> list[BlockStored]:
-        """What would have to be told to somebody who knows nothing, parents first."""
+        """Say what is cached to somebody who knows nothing of it, parents first."""
         stored = []
         for node in self.nodes():
             if node.blocks:
@@ -226,8 +229,12 @@ class PrefixIndex:
 
 def _stored(node: Node, tier: Tier) -> BlockStored:
     assert node.parent is not None
-    is_first = node.parent.parent is None
-    key = node.root_key
     return BlockStored(
-        node.block_hash, node.parent.block_hash, node.token_ids, tier, is_first, key.tenant, key.cache_salt
+        node.block_hash,
+        node.parent.block_hash,
+        node.token_ids,
+        tier,
+        is_first=node.parent.parent is None,
+        tenant=node.root_key.tenant,
+        cache_salt=node.root_key.cache_salt,
     )

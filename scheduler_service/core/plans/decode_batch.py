@@ -25,7 +25,7 @@ class DecodeColumns:
     has_logprobs: bool
 
     def take(self, kept: list[int]) -> "DecodeColumns":
-        """The same columns of these rows alone."""
+        """Make the same columns of these rows alone."""
         return DecodeColumns(
             slots=[self.slots[i] for i in kept],
             sequences=[self.sequences[i] for i in kept],
@@ -37,7 +37,7 @@ class DecodeColumns:
         )
 
     def index_of(self, slot: int) -> int:
-        """How many rows stand before this slot."""
+        """Count the rows that stand before this slot."""
         return bisect_left(self.slots, slot)
 
 
@@ -56,7 +56,7 @@ class DecodeBatch:
         return len(self._rows)
 
     def join(self, sequence: Sequence) -> None:
-        """A row that has just sampled in the last plan made goes on by itself."""
+        """Let a row that samples in the last plan made go on by itself."""
         num_steps = self._steps.num_steps
         sequence.join_decoding(self._steps)
         sequence.last_step = num_steps + sequence.max_num_tokens - sequence.num_tokens - sequence.num_in_flight
@@ -70,16 +70,18 @@ class DecodeBatch:
         self._set_due(sequence, step + self._block_size)
 
     def leave(self, sequence: Sequence) -> None:
+        """Let a row no longer go on by itself."""
         del self._rows[sequence.slot]
         sequence.leave_decoding()
         sequence.due_step = 0
         self._columns = None
 
     def take_due(self, step: int) -> list[Sequence]:
-        """The rows that the plan of `step` must look at. One that left and joined again may have two entries."""
+        """Take the rows that the plan of `step` must look at. One that left and joined again may have two entries."""
         return [sequence for sequence in dict.fromkeys(self._due.pop(step, ())) if sequence.due_step == step]
 
     def columns(self) -> DecodeColumns:
+        """The columns of all rows, made anew only if a row has joined or left."""
         if self._columns is None:
             slots = sorted(self._rows)
             sequences = [self._rows[slot] for slot in slots]

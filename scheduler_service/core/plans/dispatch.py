@@ -90,7 +90,8 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
     if result.statuses or dispatch.columns.has_logprobs:
         everybody = _merge(rows, dispatch.columns)
         return ResolvedResult(_read_samples(dispatch, everybody, token_ids, result, vocab_size), [], prompt_logprobs)
-    positions = [dispatch.columns.index_of(row.slot) + i for i, row in enumerate(_choosing(rows))]
+    choosing = [row for row in rows if row.sequence.group.request.sampling.num_candidates is None]
+    positions = [dispatch.columns.index_of(row.slot) + i for i, row in enumerate(choosing)]
     _check_count(dispatch.step, len(dispatch.columns.slots) + len(positions), len(token_ids))
     decoded = list(token_ids)
     chosen = tuple(reversed([decoded.pop(position) for position in reversed(positions)]))
@@ -98,13 +99,8 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
     return ResolvedResult(samples, decoded, prompt_logprobs)
 
 
-def _choosing(rows: list[PlannedRow]) -> list[PlannedRow]:
-    """The rows that choose a token, and do not report candidates."""
-    return [row for row in rows if row.sequence.group.request.sampling.num_candidates is None]
-
-
 def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[Sequence]:
-    """Both kinds of rows in slot order."""
+    """Put both kinds of rows in slot order."""
     pairs = [(row.slot, row.sequence) for row in rows]
     pairs.extend(zip(columns.slots, columns.sequences, strict=True))
     return [sequence for _, sequence in sorted(pairs, key=itemgetter(0))]
@@ -118,7 +114,8 @@ def _check_count(step: int, num_expected: int, num_tokens: int) -> None:
 def _read_samples(
     dispatch: Dispatch, sequences: list[Sequence], token_ids: tuple[int, ...], result: StepResult, vocab_size: int
 ) -> list[SampledRow]:
-    """`sequences` are those of the rows in slot order; `token_ids` and the other columns of the result are theirs."""
+    """Cut the columns into rows: `sequences` are those of the rows in slot order, `token_ids` and the other columns of
+    the result are theirs."""
     statuses = result.statuses or (RowStatus.OK,) * len(sequences)
     pairs = list(zip(sequences, statuses, strict=True))
     wanted = [sequence.group.request.sampling for sequence, status in pairs if status is RowStatus.OK]
@@ -145,7 +142,8 @@ def _read_samples(
 def _read_prompt_logprobs(
     dispatch: Dispatch, result: StepResult, vocab_size: int
 ) -> Iterator[tuple[PlannedRow, list[TokenLogprobs]]]:
-    """The rows whose step computed prompt log-probabilities, each with one entry per position from its start on."""
+    """Find the rows whose step computed prompt log-probabilities, each with one entry per position from its start
+    on."""
     expected = sorted((row for row in dispatch.rows if row.num_prompt_logprobs > 0), key=_slot)
     if len(expected) != len(result.prompt_logprobs):
         raise WorkerProtocolError(
@@ -166,7 +164,8 @@ def _read_prompt_logprobs(
 
 
 def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size: int) -> list[TokenLogprobs]:
-    """`tokens`: (token id, how many of the most likely ones were asked for beside it)."""
+    """Cut the columns into entries of `tokens`: (token id, how many of the most likely ones were asked for beside
+    it)."""
     num_tops = [min(num_top, vocab_size) for _, num_top in tokens]
     num_top_tokens = sum(num_tops)
     if not (
@@ -182,7 +181,7 @@ def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size:
 
 
 def _read_candidates(columns: Candidates, counts: list[int], vocab_size: int) -> list[list[tuple[int, float]]]:
-    """`counts`: how many candidates each row was asked for."""
+    """Cut the columns into rows, of which each was asked for so many candidates."""
     counts = [min(count, vocab_size) for count in counts]
     num_candidates = sum(counts)
     if not len(columns.token_ids) == len(columns.logprobs) == num_candidates:

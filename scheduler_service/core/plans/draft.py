@@ -48,7 +48,7 @@ class PlanDraft:
         return not (self.num_tokens or self.swaps_out or self.swaps_in or self.openings)
 
     def share_tokens(self, rows: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
-        """How many tokens of the budget each row computes. A decoding row has its one already."""
+        """Say how many tokens of the budget each row computes. A decoding row has its one already."""
         num_free = self.num_free_tokens
         work = []
         for sequence in rows:
@@ -58,7 +58,7 @@ class PlanDraft:
         return work
 
     def can_open(self, sequence: Sequence) -> bool:
-        """Whether the plan may become as large as a row's opening makes it. The first one always may."""
+        """Whether the plan may become as large as a row's opening makes it. It always may have one opening."""
         num_values = self.num_opening_values
         return not num_values or num_values + 2 * sequence.num_tokens <= _MAX_OPENING_VALUES
 
@@ -73,7 +73,7 @@ class PlanDraft:
         self.num_row_tokens += row.num_tokens
 
     def freeze(self, epoch: int, released_slots: tuple[int, ...], patches: list[tuple[int, int]]) -> StepPlan:
-        """The plan, with the rows that end and the (slot, number of tokens) that change."""
+        """Make the plan of it, with the slots of rows that end and the (slot, number of tokens) that change."""
         swap_out_device_blocks, swap_out_host_blocks = _columns(self.swaps_out, 2)
         swap_in_host_blocks, swap_in_device_blocks = _columns(self.swaps_in, 2)
         copy_source_blocks, copy_target_blocks = _columns(self.copies, 2)

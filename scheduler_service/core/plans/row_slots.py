@@ -21,6 +21,7 @@ class RowSlots:
         return len(self._free)
 
     def take(self) -> int:
+        """Take the lowest free slot."""
         return heappop(self._free)
 
     def end_row(self, slot: int) -> None:
@@ -34,6 +35,7 @@ class RowSlots:
         heappush(self._free, slot)
 
     def take_released(self) -> tuple[int, ...]:
+        """Take the slots whose rows the plan that is made now must end."""
         released = tuple(self._released)
         self._released.clear()
         return released
@@ -43,10 +45,11 @@ class RowSlots:
         self._moving.discard(slot)
 
     def stops_decoding(self, slot: int) -> None:
+        """The slot's row is planned one by one again."""
         self._moving.add(slot)
 
     def patch(self, rows: Iterable[PlannedRow]) -> list[tuple[int, int]]:
-        """The (slot, num_tokens) that differ from what the worker would do by itself."""
+        """Find the (slot, num_tokens) that differ from what the worker would do by itself."""
         patches = []
         resting = self._moving
         self._moving = set()
