@@ -22,7 +22,7 @@ _MAX_EXPONENT = 700.0  # exp overflows at 709.8
 
 @dataclass(frozen=True, slots=True)
 class BeamState:
-    """A beam that runs."""
+    """A beam that runs: its output so far, and how likely that is."""
 
     cumulative_logprob: float
     output_token_ids: Sequence[int]
@@ -47,6 +47,8 @@ class BeamStep:
 
 @dataclass(frozen=True, slots=True)
 class FinishedHypothesis:
+    """An output that a search may return."""
+
     token_ids: tuple[int, ...]  # with the stop token
     cumulative_logprob: float
     score: float
@@ -54,7 +56,8 @@ class FinishedHypothesis:
 
 
 class BeamSearch:
-    """One search. Give every step's candidates to `advance` until it is done, then take `best`."""
+    """A search from its prompt to its hypotheses. Give every step's candidates to `advance` until it is done, then take
+    `best`."""
 
     def __init__(
         self, params: BeamParams, stop_token_ids: frozenset[int], min_tokens: int, max_output_tokens: int
@@ -89,7 +92,7 @@ class BeamSearch:
         return BeamStep(children, not children or self._cannot_improve(children[0].cumulative_logprob, num_tokens))
 
     def best(self, n: int) -> list[FinishedHypothesis]:
-        """The n of the best score, best first.
+        """The n hypotheses of the best score, best first.
 
         A search that is done has `beam_width` of them, unless the vocabulary (less the stop tokens) is smaller than
         the beam: then fewer may exist, and fewer are returned.
@@ -99,7 +102,7 @@ class BeamSearch:
     def _ranked(
         self, beams: Sequence[BeamState], candidates: Sequence[Sequence[tuple[int, float]]], num_tokens: int
     ) -> Iterator[tuple[float, int, int]]:
-        """All candidates as (negated cumulative log-probability, parent, token id), best first."""
+        """Merge the candidates of all beams, best first: (negated cumulative log-probability, parent, token id)."""
         barred = self._stop_token_ids if num_tokens <= self._min_tokens else frozenset()
         columns = [
             [
@@ -130,6 +133,6 @@ class BeamSearch:
         return self._score(best_running, length) <= self._finished[-1].score
 
     def _score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """The quotient by num_tokens ** length_penalty, for any finite penalty: a power may overflow."""
+        """Divide by num_tokens ** length_penalty, for any finite penalty: the power itself may overflow."""
         exponent = -self._params.length_penalty * math.log(num_tokens)
         return cumulative_logprob * math.exp(min(exponent, _MAX_EXPONENT))

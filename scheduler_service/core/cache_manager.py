@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from scheduler_service.core.block_pool import BlockPool
-from scheduler_service.core.moves import Move, MoveLedger
+from scheduler_service.core.cache import BlockPool, Move, MoveLedger, Node, PrefixIndex
 from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.prefix_index import Node, PrefixIndex
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 
@@ -22,6 +20,8 @@ _DEMOTION_WINDOW = 64
 
 
 class Allocation(Enum):
+    """Whether a group may have the blocks that it asks for."""
+
     OK = "ok"
     LATER = "later"
     NEVER = "never"
@@ -29,7 +29,7 @@ class Allocation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Cached content that a sequence would start from: first what is on the device, then what must be loaded."""
+    """Cached content that a sequence could start from: first what is on the device, then what must be loaded."""
 
     device: tuple[Node, ...] = ()
     host: tuple[Node, ...] = ()
@@ -44,6 +44,7 @@ class Match:
         return any(node.is_moving for node in self.host)
 
     def without_host(self) -> "Match":
+        """The part of it that needs no load."""
         return Match(self.device)
 
 
@@ -68,11 +69,11 @@ class CacheManager:
         return -(-num_positions // self.block_size)
 
     def num_most_blocks(self, request: Request) -> int:
-        """What the request may hold at once: full blocks of its prompt are shared, and each beam may need a copy of a
-        block that another one goes on with."""
+        """Count the blocks that the request may hold at once: full blocks of its prompt are shared, and each beam may
+        need a copy of a block that another one goes on with."""
         num_positions = len(request.prompt_token_ids) + request.max_tokens - 1
         num_blocks = self.num_blocks_for(num_positions)
-        num_rows = request.beam.beam_width if request.beam else request.n
+        num_rows = request.num_rows
         if num_rows == 1:
             return num_blocks
         num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
@@ -92,7 +93,8 @@ class CacheManager:
     # Opening
 
     def match(self, sequence: Sequence) -> Match:
-        """The last token is never matched: computing it is what yields the next one."""
+        """Find cached content that the sequence begins with. Its last token is never matched: computing that is what
+        yields the next one."""
         if not self.enable_prefix_caching or sequence.wants_prompt_logprobs:
             return Match()
         max_blocks = (sequence.num_tokens - 1) // self.block_size
@@ -102,7 +104,8 @@ class CacheManager:
         return Match(tuple(chain[:num_device]), tuple(chain[num_device : num_device + num_host]))
 
     def num_opening_blocks(self, sequence: Sequence, match: Match) -> int:
-        """Blocks that opening takes off the free list. Idle blocks that it matches itself are not free twice."""
+        """Count the blocks that opening takes off the free list. Idle blocks that it matches itself are not free
+        twice."""
         num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device)
         return self.num_blocks_for(sequence.num_tokens) - len(match.device) + num_idle
 
@@ -112,7 +115,7 @@ class CacheManager:
         for node in match.device:
             self.pool.share(node.blocks[0])
             sequence.block_table.append(node.blocks[0])
-        self._extend(sequence, self.num_blocks_for(sequence.num_tokens) - len(match.device))
+        self.append(sequence, self.num_blocks_for(sequence.num_tokens) - len(match.device))
         nodes = match.device + match.host
         sequence.node = nodes[-1] if nodes else None
         sequence.num_matched_blocks = sequence.num_published_blocks = len(nodes)
@@ -125,23 +128,23 @@ class CacheManager:
         return loads
 
     def num_forked_tokens(self, sequence: Sequence, relative: Sequence) -> int:
-        """Positions that the sequence can have from a relative whose prompt is computed; 0 if the window has passed
-        over them there."""
+        """Count the positions that the sequence can have from a relative whose prompt is computed: none if the window
+        has passed over them there."""
         num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
         first_needed = max(0, num_tokens - self.window + 1) // self.block_size if self.window else 0
         return num_tokens if relative.num_freed_blocks <= first_needed else 0
 
     def num_fork_blocks(self, sequence: Sequence, relative: Sequence) -> int:
-        """Blocks that a fork takes off the free list."""
+        """Count the blocks that a fork takes off the free list."""
         return self.num_blocks_for(sequence.num_tokens) - self.num_forked_tokens(sequence, relative) // self.block_size
 
     def fork(self, sequence: Sequence, relative: Sequence) -> list[tuple[int, int]]:
-        """Let a sequence share the full blocks of its prompt with a relative. Returns the copy of the partial one:
-        (source, target)."""
+        """Let a sequence share the full blocks of its prompt with a relative. Returns the copy of the one that is
+        not full, if there is one: (source, target)."""
         num_tokens = self.num_forked_tokens(sequence, relative)
         num_full = num_tokens // self.block_size
         self._share_table(sequence, relative, num_full)
-        self._extend(sequence, self.num_blocks_for(sequence.num_tokens) - num_full)
+        self.append(sequence, self.num_blocks_for(sequence.num_tokens) - num_full)
         sequence.num_matched_blocks = num_full
         sequence.start_from(num_tokens)
         if num_tokens % self.block_size == 0:
@@ -158,7 +161,7 @@ class CacheManager:
         sequence.start_from(parent.num_computed_tokens)
 
     def copied(self, copies: list[tuple[int, int]]) -> None:
-        """The plan with these copies is made."""
+        """The plan with these copies is made: nothing can be written to their sources before they are read."""
         for source, _ in copies:
             self.pool.free(source, cached=self.index.is_cached(source))
 
@@ -180,15 +183,17 @@ class CacheManager:
     # Running
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks to append before `num_tokens` more positions can be computed."""
+        """Count the blocks to append before `num_tokens` more positions can be computed."""
         return self.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.block_table)
 
     def append(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        self._extend(sequence, num_blocks)
-        return sequence.block_table[len(sequence.block_table) - num_blocks :]
+        """Give the sequence so many more blocks, and return these."""
+        blocks = [self._allocate() for _ in range(num_blocks)]
+        sequence.block_table.extend(blocks)
+        return blocks
 
     def append_next(self, sequence: Sequence) -> int:
-        """One block, for a row that begins it."""
+        """Give a row the one block that it begins now."""
         if self.window:
             self.slide(sequence)
         block = self._allocate()
@@ -196,7 +201,7 @@ class CacheManager:
         return block
 
     def shared_tail(self, sequence: Sequence) -> int:
-        """The block that the next position is written to, if others hold it too; else 0."""
+        """Return the block that the next position is written to if others hold it too, else 0."""
         index = sequence.num_computed_tokens // self.block_size
         if index >= len(sequence.block_table):
             return 0
@@ -204,8 +209,8 @@ class CacheManager:
         return block if self.pool.ref_count(block) > 1 else 0
 
     def replace_tail(self, sequence: Sequence) -> tuple[int, int, int]:
-        """Copy on write: a block of its own where the shared one stood. Returns (index, source, target); the source is
-        held until `copied`."""
+        """Copy on write: give the sequence a block of its own where the shared one stood. Returns (index, source,
+        target); the source is held until `copied`."""
         index = sequence.num_computed_tokens // self.block_size
         source = sequence.block_table[index]
         target = sequence.block_table[index] = self._allocate()
@@ -226,8 +231,8 @@ class CacheManager:
 
     def publish(self, sequence: Sequence) -> None:
         """Make the full blocks whose tokens are known, and whose K and V are planned, available to others."""
-        # A beam that is preempted computes its last token once more: the block of it must still be its own.
-        num_known = sequence.num_tokens - (sequence.group.beam is not None)
+        # A gated row that is preempted computes its last token once more: the block of it must still be its own.
+        num_known = sequence.num_tokens - sequence.is_gated
         num_full = min(sequence.num_computed_tokens, num_known) // self.block_size
         if num_full <= sequence.num_published_blocks or not self._publishes(sequence):
             return
@@ -239,11 +244,12 @@ class CacheManager:
         sequence.num_published_blocks = num_full
 
     def _publishes(self, sequence: Sequence) -> bool:
-        """Not if a swap forgot what was published, and the window has passed over it."""
+        """Whether its blocks can be published: not if a swap forgot what was published, and the window has passed over
+        it."""
         return self.enable_prefix_caching and sequence.num_freed_blocks <= sequence.num_published_blocks
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks back, leaves first, so that a prefix outlives what follows it."""
+        """Take all blocks of a sequence back, leaves first, so that a prefix outlives what follows it."""
         for block in reversed(sequence.block_table):
             if block:
                 self._free(block)
@@ -254,14 +260,11 @@ class CacheManager:
 
     # Swapping
 
-    def num_computed_blocks(self, group: SequenceGroup) -> int:
-        return len(self._computed_blocks(group))
-
-    def num_swap_blocks(self, group: SequenceGroup) -> int:
-        """Blocks that swapping the group out takes off the host's free list. Copies that are there already may be
-        idle."""
+    def num_swap_blocks(self, group: SequenceGroup) -> tuple[int, int]:
+        """Count the device blocks that swapping the group out saves, and the blocks that it takes off the host's free
+        list. Copies that are there already may be idle."""
         copies = [self._host_copy(block) for block in self._computed_blocks(group)]
-        return sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
+        return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)
 
     def swap_out(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
         """Put what the group's rows have computed into host blocks, a shared block once. Returns the moves that the
@@ -291,11 +294,12 @@ class CacheManager:
         return swaps
 
     def num_swapped_blocks(self, group: SequenceGroup) -> int:
-        """Device blocks that a swapped group needs to be back where it was."""
+        """Count the device blocks that a swapped group needs to be back where it was."""
         return len({block for sequence in group.live_sequences for block in sequence.host_table if block})
 
     def swap_in(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
-        """The way back. Returns (host block, device block)."""
+        """Give the group's rows the blocks again that they had before `swap_out`. Returns the moves that the plan of
+        `step` must order: (host block, device block)."""
         blocks: dict[int, int] = {}
         swaps = []
         for sequence in group.live_sequences:
@@ -365,14 +369,14 @@ class CacheManager:
     # Bad content
 
     def unpublish(self, sequence: Sequence) -> None:
-        """What the sequence wrote, from its first block that it did not match on, and all content computed on top of
-        it, is no longer to be found."""
+        """Let nobody find what the sequence wrote, from its first block that it did not match on, nor any content
+        computed on top of it."""
         node = self.index.find(sequence.root_key, sequence.token_ids, sequence.num_matched_blocks)
         if node is not None:
             self._expose(*self.index.forget_subtree(node))
 
     def flush(self) -> None:
-        """Nothing that was computed until now is to be found."""
+        """Let nobody find anything that was computed until now."""
         self._expose(*self.index.forget_all())
 
     def _expose(self, blocks: list[int], host_blocks: list[int]) -> None:
@@ -391,10 +395,6 @@ class CacheManager:
         )
 
     # Blocks
-
-    def _extend(self, sequence: Sequence, num_blocks: int) -> None:
-        for _ in range(num_blocks):
-            sequence.block_table.append(self._allocate())
 
     def _allocate(self) -> int:
         block = self.pool.allocate()

@@ -8,6 +8,8 @@ from statistics import median_low
 
 
 class PreemptionMode(Enum):
+    """How the blocks of a victim come back."""
+
     AUTO = "auto"  # whichever is cheaper
     SWAP = "swap"
     RECOMPUTE = "recompute"
@@ -15,13 +17,14 @@ class PreemptionMode(Enum):
 
 # Steps that tell the prefill rate: most of their tokens are of prompts.
 _MIN_PROMPT_SHARE = 0.75
-_NUM_STEPS = 31  # that the estimates look back on
-# Of prompts, in any step: less would never end.
+_NUM_STEPS = 31  # the estimates look back on so many
+# Tokens of prompts that any step may compute: with less, prompts would never end.
 _MIN_PROMPT_TOKENS = 16
 
 
 class CostModel:
-    """For one worker. Sizes in bytes, rates per second; it knows no time but that of the steps it is told of."""
+    """What things cost on one worker. Sizes are in bytes, rates per second; it knows no time but that of the steps it
+    is told of."""
 
     def __init__(self, mode: PreemptionMode, block_bytes: int, swap_bandwidth: float) -> None:
         """`swap_bandwidth`: bytes per second each way, 0 where there is nowhere to swap to."""
@@ -53,9 +56,10 @@ class CostModel:
         self.prefill_rate = _weighted_median(sorted(self._steps))
 
     def max_prompt_tokens(self, slowdown: float) -> int | None:
-        """Tokens of prompts that make a step take at most `slowdown` times as long as one that only decodes.
+        """Count the tokens of prompts that make a step take at most `slowdown` times as long as one that only decodes.
 
-        At least 16. None while that is not known.
+        They are at least 16. None while that is not known.
+
         """
         if self.prefill_rate is None or not self._decode_seconds:
             return None
@@ -82,7 +86,7 @@ class CostModel:
 
 
 def _weighted_median(values: list[tuple[float, int]]) -> float:
-    """Of sorted (value, weight): the first value at which half of the weight is reached."""
+    """Find the first value at which half of the weight is reached, in a sorted list of (value, weight)."""
     total = sum(weight for _, weight in values)
     reached = accumulate(weight for _, weight in values)
     return next(value for (value, _), weight in zip(values, reached, strict=True) if 2 * weight >= total)

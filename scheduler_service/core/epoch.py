@@ -1,19 +1,19 @@
 """What lives and dies with an epoch: one worker's blocks, rows and plans, and the mechanics of using them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 
-from scheduler_service.core.cache_manager import CacheManager
+from scheduler_service.core.cache_manager import CacheManager, Match
 from scheduler_service.core.cost import CostModel
-from scheduler_service.core.decode_batch import DecodeBatch
-from scheduler_service.core.dispatch import Dispatch, PlannedRow
 from scheduler_service.core.plan import RowOpening, StepPlan, WorkerCapacity
-from scheduler_service.core.plan_draft import PlanDraft
-from scheduler_service.core.row_slots import RowSlots
-from scheduler_service.core.sequence import Sequence, SequenceGroup, StepClock
+from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanDraft, PlannedRow, RowSlots
+from scheduler_service.core.sequence import Sequence, SequenceGroup, StepCount
 
 
 class Epoch:
+    """One worker as the scheduler knows it, from the moment it joins until it is lost."""
+
     def __init__(
         self, number: int, capacity: WorkerCapacity, cache: CacheManager, num_slots: int, cost: CostModel
     ) -> None:
@@ -21,25 +21,21 @@ class Epoch:
         self.capacity = capacity
         self.cache = cache
         self.cost = cost
-        self.clock = StepClock()
+        self.steps = StepCount()
         self.slots = RowSlots(num_slots)
-        self.decoding = DecodeBatch(self.clock, capacity.block_size)
+        self.decoding = DecodeBatch(self.steps, capacity.block_size)
         self.num_rows = 0
         self.active: dict[Sequence, None] = {}  # rows with tokens to compute that do not decode
         self.unacknowledged: list[Dispatch] = []
         self.last_moved_step = 0
-        self.swapped: dict[SequenceGroup, None] = {}  # out, or on their way out
-        self.loading: dict[SequenceGroup, None] = {}  # on their way in
-        self.partial: dict[SequenceGroup, None] = {}  # running groups of which some sequence has no row
-        self.blocked: tuple[SequenceGroup | None, int] = (None, 0)  # who last lacked blocks, and how many were free
 
     @property
     def num_steps(self) -> int:
-        return self.clock.num_steps
+        return self.steps.num_steps
 
     @property
     def last_acknowledged_step(self) -> int:
-        return self.unacknowledged[0].step - 1 if self.unacknowledged else self.clock.num_steps
+        return self.unacknowledged[0].step - 1 if self.unacknowledged else self.steps.num_steps
 
     @property
     def is_idle(self) -> bool:
@@ -49,14 +45,17 @@ class Epoch:
     # Rows
 
     def reserve_slots(self, group: SequenceGroup, num_slots: int) -> None:
+        """Keep slots for rows that the group will open."""
         group.reserved_slots = [self.slots.take() for _ in range(num_slots)]
 
     def give_back_reserved(self, group: SequenceGroup) -> None:
+        """Slots that were kept for the group may be anybody's."""
         for slot in group.reserved_slots:
             self.slots.give_back(slot)
         group.reserved_slots.clear()
 
     def open_row(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Have the worker open a row of a sequence that has its blocks, and let it compute what the budget allows."""
         group = sequence.group
         sequence.slot = group.reserved_slots.pop(0) if group.reserved_slots else self.slots.take()
         if sequence.num_computed_tokens >= sequence.num_prompt_tokens:
@@ -64,6 +63,11 @@ class Epoch:
         self.active[sequence] = None
         self.num_rows += 1
         draft.open(_opening(sequence))
+        work = draft.share_tokens([sequence])
+        self.cache.slide(sequence)
+        if self.num_missing_blocks(work) <= self.cache.pool.num_free:
+            self.give_blocks(work, draft)
+            self.plan_row(*work[0], draft)
 
     def pause(self, sequence: Sequence) -> None:
         """A decoding row goes back to those that are planned one by one."""
@@ -84,14 +88,12 @@ class Epoch:
         sequence.slot = -1
 
     def vacate_group(self, group: SequenceGroup) -> None:
-        """All its rows end, and every slot it has is given back."""
+        """All rows of the group end, and every slot it has is given back."""
         for sequence in group.open_sequences:
             self.vacate(sequence)
         self.give_back_reserved(group)
-        self.partial.pop(group, None)
         if group.beam is not None:
-            group.beam.candidates.clear()
-            group.beam.forget_changes()
+            group.beam.forget_step()
 
     def drop(self, sequence: Sequence) -> None:
         """Samples of the sequence that are on their way no longer count."""
@@ -100,66 +102,39 @@ class Epoch:
                 dispatch.dropped.add(sequence)
             sequence.forget_in_flight()
 
+    def rewind(self, group: SequenceGroup) -> None:
+        """What gated rows have reported, or are about to, is lost: each computes its last token again."""
+        for sequence in group.sequences:
+            if sequence.is_gated:
+                self.drop(sequence)
+                sequence.start_from(min(sequence.num_computed_tokens, sequence.num_tokens - 1))
+
     def forget(self, group: SequenceGroup) -> None:
         """The group holds nothing any more: no row, no block of either tier."""
         self.vacate_group(group)
         for sequence in group.sequences:
             self.cache.release(sequence)
-        self.swapped.pop(group, None)
-        self.loading.pop(group, None)
 
-    # Beams
+    # Blocks
+
+    def match(self, sequence: Sequence) -> Match | None:
+        """Choose what the sequence would start from. None: it waits for somebody else's load of the same content."""
+        match = self.cache.match(sequence)
+        if match.is_loading:
+            return None
+        if match.host and self.cost.prefers_load(len(match.host), len(match.host) * self.cache.block_size):
+            return match
+        return match.without_host()
 
     def num_missing_blocks(self, rows: Iterable[tuple[Sequence, int]]) -> int:
-        """What a group must get before its rows can compute so many tokens each."""
+        """Count the blocks that a group must get before its rows can compute so many tokens each."""
         rows = list(rows)
         num_missing = sum(self.cache.num_missing_blocks(sequence, num_tokens) for sequence, num_tokens in rows)
-        return num_missing + len(self.tails_to_copy([sequence for sequence, num_tokens in rows if num_tokens]))
-
-    def tails_to_copy(self, rows: list[Sequence]) -> list[Sequence]:
-        """The beams that must have a copy of the block they write to next, because another one writes there too."""
-        sharing: dict[int, list[Sequence]] = {}
-        for sequence in rows:
-            block = self.cache.shared_tail(sequence) if sequence.group.beam is not None else 0
-            if block:
-                sharing.setdefault(block, []).append(sequence)
-        copying = []
-        for block, holders in sharing.items():
-            num_others = self.cache.pool.ref_count(block) - len(holders)
-            copying.extend(holders if num_others else holders[1:])
-        return copying
-
-    def tell_beams(self, group: SequenceGroup, draft: PlanDraft) -> None:
-        """Put what the last selection changed into the plan."""
-        beam = group.beam
-        if beam is not None and beam.appended:
-            draft.forks.extend(beam.forks)
-            draft.appended_tokens.extend(beam.appended)
-            self.num_rows += len(beam.unborn_slots)
-            beam.forget_changes()
-
-    # Plans
-
-    def has_ample_blocks(self, num_due: int, max_tokens: int) -> bool:
-        """Whether nobody who runs can lack a block in this plan, so that the order in which they get theirs, and who
-        would be preempted for whom, does not matter."""
-        cache = self.cache
-        num_blocks = num_due
-        for sequence in self.active:
-            num_tokens = min(sequence.num_uncomputed_tokens, max_tokens)
-            num_blocks += max(0, cache.num_missing_blocks(sequence, num_tokens)) + 1  # a beam's copy
-        return num_blocks <= cache.pool.num_free
-
-    def extend_decoding(self, due: list[Sequence], draft: PlanDraft) -> None:
-        """A block for each decoding row that needs one."""
-        for sequence in due:
-            draft.appended_blocks.append((sequence.slot, self.cache.append_next(sequence)))
-            self.decoding.extended(sequence, draft.step)
-        draft.extended.extend(due)
+        return num_missing + len(self._tails_to_copy(rows))
 
     def give_blocks(self, rows: list[tuple[Sequence, int]], draft: PlanDraft) -> None:
-        """The blocks that `num_missing_blocks` counted."""
-        for sequence in self.tails_to_copy([sequence for sequence, num_tokens in rows if num_tokens]):
+        """Give a group's rows the blocks that `num_missing_blocks` counted."""
+        for sequence in self._tails_to_copy(rows):
             index, source, target = self.cache.replace_tail(sequence)
             draft.copies.append((source, target))
             draft.set_blocks.append((sequence.slot, index, target))
@@ -169,16 +144,59 @@ class Epoch:
                 for block in self.cache.append(sequence, num_missing):
                     draft.appended_blocks.append((sequence.slot, block))
 
+    def _tails_to_copy(self, rows: list[tuple[Sequence, int]]) -> list[Sequence]:
+        """Find the beams that must have a copy of the block they write to next, because another one writes there
+        too."""
+        sharing: dict[int, list[Sequence]] = {}
+        for sequence, num_tokens in rows:
+            if num_tokens and sequence.group.beam is not None and (block := self.cache.shared_tail(sequence)):
+                sharing.setdefault(block, []).append(sequence)
+        copying = []
+        for block, holders in sharing.items():
+            num_others = self.cache.pool.ref_count(block) - len(holders)
+            copying.extend(holders if num_others else holders[1:])
+        return copying
+
+    # Plans
+
+    def rows_to_plan(self, draft: PlanDraft) -> Iterator[tuple[SequenceGroup, list[Sequence]]]:
+        """Go through the rows that need a decision, by group, in order: those with tokens to compute, and decoding ones
+        that need a block or come to their last token."""
+        due = self.decoding.take_due(draft.step)
+        for sequence in due:
+            if sequence.last_step == draft.step:
+                self.pause(sequence)
+        due = [sequence for sequence in due if sequence.is_decoding]
+        if self._has_ample_blocks(len(due), draft.max_tokens):
+            for sequence in due:
+                draft.appended_blocks.append((sequence.slot, self.cache.append_next(sequence)))
+                self.decoding.got_block(sequence, draft.step)
+            draft.began_block.extend(due)
+            due.clear()
+        rows = {**self.active, **dict.fromkeys(due)}
+        for _, sequences in groupby(sorted(rows, key=lambda row: row.order), key=lambda row: row.group.order):
+            group_rows = list(sequences)
+            yield group_rows[0].group, group_rows
+
+    def _has_ample_blocks(self, num_due: int, max_tokens: int) -> bool:
+        """Whether nobody who runs can lack a block in this plan, so that the order in which they get theirs, and who
+        would be preempted for whom, does not matter."""
+        cache = self.cache
+        num_blocks = num_due
+        for sequence in self.active:
+            num_tokens = min(sequence.num_uncomputed_tokens, max_tokens)
+            num_blocks += max(0, cache.num_missing_blocks(sequence, num_tokens)) + 1  # a beam's copy
+        return num_blocks <= cache.pool.num_free
+
     def plan_row(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> None:
         """Let a row compute `num_tokens` positions for which it has blocks; 0 lets it rest."""
         if not num_tokens:
             return
         start = sequence.num_computed_tokens
         samples = num_tokens == sequence.num_uncomputed_tokens
-        num_prompt_logprobs = 0
-        if sequence.reports_prompt_logprobs:
-            num_prompt_logprobs = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
-        num_tokens_next = (0 if sequence.group.beam is not None else 1) if samples else num_tokens
+        num_owed = max(0, min(start + num_tokens, sequence.num_prompt_tokens - 1) - start)
+        num_prompt_logprobs = num_owed if sequence.reports_prompt_logprobs else 0
+        num_tokens_next = int(not sequence.is_gated) if samples else num_tokens
         draft.work(
             PlannedRow(sequence.slot, sequence, start, num_tokens, samples, num_tokens_next, num_prompt_logprobs)
         )
@@ -193,7 +211,7 @@ class Epoch:
         """Make the plan final. None if there is nothing to do."""
         if draft.is_empty:
             return None
-        self.clock.num_steps += 1
+        self.steps.num_steps += 1
         self.cache.copied(draft.copies)
         rows = tuple(draft.rows)
         self.unacknowledged.append(
@@ -201,7 +219,7 @@ class Epoch:
                 step=draft.step,
                 rows=rows,
                 columns=self.decoding.columns(),
-                extended=tuple(draft.extended),
+                began_block=tuple(draft.began_block),
                 num_tokens=draft.num_tokens,
                 num_prompt_tokens=sum(
                     row.num_tokens for row in rows if row.start + row.num_tokens <= row.sequence.num_prompt_tokens
@@ -209,7 +227,7 @@ class Epoch:
                 has_moves=bool(draft.swaps_out or draft.swaps_in),
             )
         )
-        plan = _freeze(draft, self.number, self.slots.take_released(), self.slots.patch(rows))
+        plan = draft.freeze(self.number, self.slots.take_released(), self.slots.patch(rows))
         for row in rows:
             sequence = row.sequence
             if row.samples and row.num_tokens_next and sequence.num_uncomputed_tokens:
@@ -236,41 +254,3 @@ def _opening(sequence: Sequence) -> RowOpening:
         sample_index=sequence.sample_index,
         traceparent=request.traceparent,
     )
-
-
-def _freeze(draft: PlanDraft, epoch: int, released_slots: tuple[int, ...], patches: list[tuple[int, int]]) -> StepPlan:
-    swap_out_device_blocks, swap_out_host_blocks = _columns(draft.swaps_out, 2)
-    swap_in_host_blocks, swap_in_device_blocks = _columns(draft.swaps_in, 2)
-    copy_source_blocks, copy_target_blocks = _columns(draft.copies, 2)
-    fork_source_slots, fork_target_slots = _columns(draft.forks, 2)
-    append_slots, append_block_ids = _columns(draft.appended_blocks, 2)
-    set_block_slots, set_block_indexes, set_block_ids = _columns(draft.set_blocks, 3)
-    append_token_slots, append_token_ids = _columns(draft.appended_tokens, 2)
-    work_slots, work_num_tokens = _columns(patches, 2)
-    return StepPlan(
-        epoch=epoch,
-        step=draft.step,
-        released_slots=released_slots,
-        swap_out_device_blocks=swap_out_device_blocks,
-        swap_out_host_blocks=swap_out_host_blocks,
-        swap_in_host_blocks=swap_in_host_blocks,
-        swap_in_device_blocks=swap_in_device_blocks,
-        copy_source_blocks=copy_source_blocks,
-        copy_target_blocks=copy_target_blocks,
-        openings=tuple(draft.openings),
-        fork_source_slots=fork_source_slots,
-        fork_target_slots=fork_target_slots,
-        append_slots=append_slots,
-        append_block_ids=append_block_ids,
-        set_block_slots=set_block_slots,
-        set_block_indexes=set_block_indexes,
-        set_block_ids=set_block_ids,
-        append_token_slots=append_token_slots,
-        append_token_ids=append_token_ids,
-        work_slots=work_slots,
-        work_num_tokens=work_num_tokens,
-    )
-
-
-def _columns(entries: Iterable[tuple[int, ...]], width: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(zip(*entries, strict=True)) or ((),) * width

@@ -1,36 +1,48 @@
-"""What a request is doing and why it waits; who holds which block. Questions only: nothing changes."""
+"""Questions about a scheduler's state: figures, what a request is doing and why it waits, who holds which block.
+
+Nothing changes by them.
+"""
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from scheduler_service.core.epoch import Epoch
+from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.request import BlockHolder, BlockMap, BlockUse, RequestReport, SchedulerStats
-from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, SequenceGroup
-from scheduler_service.core.waiting_queue import WaitingQueue
-
-if TYPE_CHECKING:
-    from scheduler_service.core.scheduler import Scheduler
-
-_QUEUED = (GroupState.WAITING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
+from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
 
-def stats(state: "Scheduler") -> SchedulerStats:
-    return state.stats()
+def stats(state: Lifecycle) -> SchedulerStats:
+    """Read the gauges of now and the counters since start."""
+    epoch, waiting, counters = state.epoch, state.waiting, state.counters
+    cache = epoch.cache if epoch else None
+    return SchedulerStats(
+        num_running=epoch.num_rows if epoch else 0,
+        # Those that are swapped stand in the queue too.
+        num_waiting=waiting.num_sequences - sum(group.num_waiting_sequences for group in state.swapped),
+        num_swapped=sum(group.num_unfinished for group in [*state.swapped, *state.loading]),
+        num_waiting_tokens=waiting.num_prompt_tokens
+        - sum(len(group.request.prompt_token_ids) for group in state.swapped),
+        num_device_blocks=cache.pool.num_blocks if cache else 0,
+        num_held_blocks=cache.num_held_blocks if cache else 0,
+        num_cached_blocks=cache.index.num_cached_blocks if cache else 0,
+        num_host_blocks=cache.host_pool.num_blocks if cache else 0,
+        num_held_host_blocks=cache.host_pool.num_blocks - cache.host_pool.num_free if cache else 0,
+        num_cached_host_blocks=cache.index.num_cached_host_blocks if cache else 0,
+        num_preemptions=counters.num_preemptions,
+        num_swap_preemptions=counters.num_swap_preemptions,
+        num_moved_blocks_out=counters.num_moved_blocks_out + (cache.moves.num_moved_out if cache else 0),
+        num_moved_blocks_in=counters.num_moved_blocks_in + (cache.moves.num_moved_in if cache else 0),
+        num_prompt_tokens=counters.num_prompt_tokens,
+        num_cached_prompt_tokens=counters.num_cached_prompt_tokens,
+        num_host_cached_prompt_tokens=counters.num_host_cached_prompt_tokens,
+        num_generation_tokens=counters.num_generation_tokens,
+    )
 
 
-def report(state: "Scheduler", tenant: str, request_id: str) -> RequestReport:
-    return state.report(tenant, request_id)
-
-
-def block_map(state: "Scheduler") -> BlockMap:
-    return state.block_map()
-
-
-def group_report(
-    group: SequenceGroup, epoch: Epoch | None, waiting: WaitingQueue[SequenceGroup], running: GroupQueue
-) -> RequestReport:
-    position = waiting.position(group) if group.state in _QUEUED else None
+def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
+    """Say what a request does and why it waits. Raises KeyError if there is none."""
+    group, epoch = state.groups[tenant, request_id], state.epoch
+    position = state.waiting.position(group) if group.state in QUEUED else None
     num_wanted = _num_wanted_blocks(group, epoch) if epoch else 0
     sequences = group.sequences
     return RequestReport(
@@ -49,15 +61,16 @@ def group_report(
         num_wanted_blocks=num_wanted,
         num_free_blocks=epoch.cache.pool.num_free if epoch else 0,
         num_preemptions=group.num_preemptions,
-        holders=_holders(group, [*running, *epoch.loading]) if epoch else (),
+        holders=_holders(group, [*state.running, *state.loading]),
         arrived_at=group.arrived_at,
     )
 
 
-def epoch_blocks(epoch: Epoch | None, groups: Iterable[SequenceGroup]) -> BlockMap:
-    if epoch is None:
+def block_map(state: Lifecycle) -> BlockMap:
+    """Say who holds which block of the worker that is there."""
+    if state.epoch is None:
         return BlockMap((), (), ())
-    cache = epoch.cache
+    cache = state.epoch.cache
     device, host = [BlockUse.FREE.value] * cache.pool.num_blocks, [BlockUse.FREE.value] * cache.host_pool.num_blocks
     for block in range(1, cache.pool.num_blocks + 1):
         if cache.index.is_cached(block):
@@ -68,7 +81,7 @@ def epoch_blocks(epoch: Epoch | None, groups: Iterable[SequenceGroup]) -> BlockM
     for move in cache.moves:
         device[move.device_block - 1] = host[move.host_block - 1] = BlockUse.MOVING
     owners: list[str] = []
-    for group in groups:
+    for group in state.groups.values():
         use = BlockUse.HELD + len(owners)
         tables = [(device, sequence.block_table) for sequence in group.sequences]
         tables += [(host, sequence.host_table) for sequence in group.sequences]
@@ -83,12 +96,12 @@ def epoch_blocks(epoch: Epoch | None, groups: Iterable[SequenceGroup]) -> BlockM
 
 
 def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
-    """Blocks it lacks to run, or to run on."""
+    """Count the blocks that a group lacks to run, or to run on."""
     cache = epoch.cache
     if group.state is GroupState.RUNNING:
         lacking = [row for row in group.open_sequences if row in epoch.active]
         return max(0, epoch.num_missing_blocks((row, min(1, row.num_uncomputed_tokens)) for row in lacking))
-    if group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT):
+    if group.state in SWAPPED:
         return cache.num_swapped_blocks(group)
     if group.state is GroupState.WAITING and group.unopened_sequences:
         first: Sequence = group.unopened_sequences[0]
@@ -111,16 +124,16 @@ def _reason(group: SequenceGroup, epoch: Epoch | None, position: int | None, num
         return f"{was}waits behind {position - 1} other requests"
     if epoch.last_acknowledged_step < group.resume_step:
         return f"{was}waits for a token that is on its way"
-    num_slots = 1 if group.beam is None else group.num_rows
-    if epoch.slots.num_free < num_slots:
-        return f"{was}waits for {num_slots} of {epoch.slots.num_slots} rows, {epoch.slots.num_free} are free"
+    if epoch.slots.num_free < group.num_first_slots:
+        of_all = f"{group.num_first_slots} of {epoch.slots.num_slots}"
+        return f"{was}waits for {of_all} rows, {epoch.slots.num_free} are free"
     if num_wanted > num_free:
         return f"{was}waits for {num_wanted} blocks, {num_free} are free"
     return f"{was}is next"
 
 
 def _holders(group: SequenceGroup, others: list[SequenceGroup]) -> tuple[BlockHolder, ...]:
-    """Most blocks first. Requests of other tenants stand together, without a name."""
+    """List who holds the device's blocks, most first. Requests of other tenants stand together, without a name."""
     counts: Counter[str | None] = Counter()
     for other in others:
         blocks = {block for sequence in other.sequences for block in sequence.block_table if block}

@@ -4,38 +4,29 @@ S6 is kept by the streams, S9 by `Scheduler.complete` itself, and S4 follows fro
 is SWAPPED, and then no move names its host blocks.
 """
 
-from __future__ import annotations
-
 from array import array
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from scheduler_service.core.block_pool import BlockPool
+from scheduler_service.core.cache import BlockPool, Node
 from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.epoch import Epoch
-from scheduler_service.core.prefix_index import Node
+from scheduler_service.core.lifecycle import QUEUED, SWAPPED, Lifecycle
 from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
-
-if TYPE_CHECKING:
-    from scheduler_service.core.scheduler import Scheduler
-
-_QUEUED = (GroupState.WAITING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
-_SWAPPED = (GroupState.SWAPPING_OUT, GroupState.SWAPPED)
 
 LiveGroups = list[tuple[SequenceGroup, list[Sequence]]]  # each with its live sequences
 
 
-def check(scheduler: Scheduler) -> None:
+def check(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
     """Assert S1 to S5, S7, S8 and S10 to S12. Written to be called after every event of a simulation."""
-    epoch = scheduler._epoch
-    groups = [(group, group.live_sequences) for group in scheduler._groups.values()]
-    _check_queues(scheduler, groups)
-    for group, live in groups:
-        _check_group(group, live, epoch)
+    epoch = state.epoch
+    groups = [(group, group.live_sequences) for group in state.groups.values()]
+    _check_queues(state, groups)
+    for group, _ in groups:
+        _check_group(group, epoch)
     if epoch is None:
-        assert not len(scheduler._running), "requests run without a worker"
+        assert not len(state.running), "requests run without a worker"
         return
-    in_flight = _check_dispatches(scheduler, epoch)
+    in_flight = _check_dispatches(epoch, pipeline_depth, num_step_tokens)
     _check_rows(epoch, groups, in_flight)
     _check_blocks(epoch, groups)
     _check_content(epoch.cache)
@@ -46,38 +37,40 @@ def check(scheduler: Scheduler) -> None:
                     _check_published(epoch.cache.block_size, sequence)
 
 
-def check_sample(scheduler: Scheduler) -> None:
-    """A few of them, in time that does not grow with the pools: the counts of blocks, rows and plans."""
-    epoch = scheduler._epoch
+def check_sample(state: Lifecycle, pipeline_depth: int, num_step_tokens: int) -> None:
+    """Assert a few invariants in time that does not grow with the pools: the counts of blocks, rows and plans."""
+    epoch = state.epoch
     if epoch is None:
         return
     pool = epoch.cache.pool
     assert 0 <= pool.num_idle_cached <= pool.num_free <= pool.num_blocks, "S1"
     assert epoch.num_rows + epoch.slots.num_free <= epoch.slots.num_slots, "S11"
-    assert len(epoch.unacknowledged) <= scheduler.pipeline_depth, "S11"
+    assert len(epoch.unacknowledged) <= pipeline_depth, "S11"
     for dispatch in epoch.unacknowledged:
-        assert dispatch.num_tokens <= scheduler.num_step_tokens, f"S11: step {dispatch.step}"
+        assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
     for sequence in epoch.active:
         assert sequence.num_in_flight >= 0, f"S5: {sequence.sequence_id}"
         num_positions = len(sequence.block_table) * epoch.cache.block_size
         assert sequence.num_computed_tokens <= num_positions, f"S5: {sequence.sequence_id}"
 
 
-def _check_queues(scheduler: Scheduler, groups: LiveGroups) -> None:
-    running = list(scheduler._running)
+def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
+    running = list(state.running)
     for earlier, later in pairwise(running):
         assert earlier.order < later.order
     waiting: set[SequenceGroup] = set()
-    for queued in scheduler._waiting._groups.values():
+    for queued in state.waiting._groups.values():
         waiting.update(queued)
     num_running = num_loading = num_samples = 0
     for group, live in groups:
-        state = group.state
-        assert (group in waiting) == (state in _QUEUED), f"{state} and the queue disagree"
+        where = group.state
+        assert (group in waiting) == (where in QUEUED), f"{where} and the queue disagree"
+        assert (group in state.loading) == (where is GroupState.SWAPPING_IN)
+        assert (group in state.swapped) == (where in SWAPPED)
         assert group.num_lone_crashes < 2, "S10: a request that must fail is still there"
         assert group.num_unfinished > 0, "S8: a request outlived itself"
-        num_running += state is GroupState.RUNNING
-        num_loading += state is GroupState.SWAPPING_IN
+        num_running += where is GroupState.RUNNING
+        num_loading += where is GroupState.SWAPPING_IN
         if group.beam is None:
             assert len(live) == group.num_unfinished
             num_samples += len(live)
@@ -85,11 +78,12 @@ def _check_queues(scheduler: Scheduler, groups: LiveGroups) -> None:
     assert len(running) == num_running
     for group in running:
         assert group.state is GroupState.RUNNING
-    assert len(scheduler._sequences) == num_samples, "S8: a sequence is in no request, or in one too many"
-    assert sum(scheduler._num_tenant_requests.values()) == len(groups), "S8: a tenant is counted wrong"
+    assert len(state.loading) == num_loading
+    assert len(state.samples) == num_samples, "S8: a sequence is in no request, or in one too many"
+    assert sum(state.num_tenant_requests.values()) == len(groups), "S8: a tenant is counted wrong"
 
 
-def _check_group(group: SequenceGroup, live: list[Sequence], epoch: Epoch | None) -> None:
+def _check_group(group: SequenceGroup, epoch: Epoch | None) -> None:
     state = group.state
     for sequence in group.sequences:
         if state is GroupState.RUNNING:
@@ -99,14 +93,11 @@ def _check_group(group: SequenceGroup, live: list[Sequence], epoch: Epoch | None
             if sequence.block_table:
                 assert state is GroupState.SWAPPING_IN, f"S8: a request that is {state.value} holds blocks"
         if sequence.host_table:
-            assert state in _SWAPPED, f"S8: a request that is {state.value} holds host blocks"
+            assert state in SWAPPED, f"S8: a request that is {state.value} holds host blocks"
     if group.reserved_slots:
         assert state in (GroupState.RUNNING, GroupState.SWAPPING_IN)
-    if epoch is not None:
-        assert (group in epoch.loading) == (state is GroupState.SWAPPING_IN)
-        assert (group in epoch.swapped) == (state in _SWAPPED)
-        if state is GroupState.SWAPPED:
-            assert group.moved_step <= epoch.last_moved_step, "S4: swapped before it was moved"
+    if epoch is not None and state is GroupState.SWAPPED:
+        assert group.moved_step <= epoch.last_moved_step, "S4: swapped before it was moved"
 
 
 def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]) -> None:
@@ -141,13 +132,13 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]
     assert slots == list(range(epoch.slots.num_slots)), "a slot is lost, or has two owners"
 
 
-def _check_dispatches(scheduler: Scheduler, epoch: Epoch) -> dict[Sequence, int]:
-    """Samples on their way that count, by sequence."""
+def _check_dispatches(epoch: Epoch, pipeline_depth: int, num_step_tokens: int) -> dict[Sequence, int]:
+    """Assert S11 of the plans under way. Returns how many samples on their way will count, by sequence."""
     dispatches = epoch.unacknowledged
-    assert len(dispatches) <= scheduler.pipeline_depth, "S11"
+    assert len(dispatches) <= pipeline_depth, "S11"
     in_flight: dict[Sequence, int] = {}
     for dispatch in dispatches:
-        assert dispatch.num_tokens <= scheduler.num_step_tokens, f"S11: step {dispatch.step}"
+        assert dispatch.num_tokens <= num_step_tokens, f"S11: step {dispatch.step}"
         slots = dispatch.columns.slots.copy()
         sampled = dispatch.columns.sequences.copy()
         num_tokens = len(slots)
@@ -192,7 +183,7 @@ def _check_blocks(epoch: Epoch, groups: LiveGroups) -> None:
 
 
 def _check_writable(cache: CacheManager, sequence: Sequence, holders: list[int]) -> None:
-    """S12. A beam's tail may be shared until the plan that writes it."""
+    """Assert S12. A beam's tail may be shared until the plan that writes it."""
     is_beam = sequence.group.beam is not None
     for block in sequence.block_table[sequence.num_computed_tokens // cache.block_size :]:
         assert is_beam or holders[block] == 1, f"S12: block {block} will be written and is shared"
@@ -244,7 +235,7 @@ def _check_idle(pool: BlockPool, nodes: list[Node | None]) -> None:
 
 
 def _check_published(block_size: int, sequence: Sequence) -> None:
-    """S7: what it has published or matched is what its tokens say."""
+    """Assert S7: what a sequence has published or matched is what its tokens say."""
     node, num_published = sequence.node, sequence.num_published_blocks
     token_bytes = []
     for i in range(num_published - 1, -1, -1):

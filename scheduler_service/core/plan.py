@@ -24,7 +24,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    # A row of a beam: it reports its most likely tokens instead of choosing one, and appends nothing by itself.
+    # Not None: the row reports its most likely tokens instead of choosing one, and waits to be told how it goes on.
     num_candidates: int | None = None
 
 
@@ -80,6 +80,8 @@ class StepPlan:
 
 
 class RowStatus(Enum):
+    """Whether a row was computed, and why not."""
+
     OK = 1
     NAN_LOGITS = 2
     OUT_OF_MEMORY = 3

@@ -15,42 +15,35 @@ _NUM_ABSENT = 64  # counters of tenants without requests that a fair policy keep
 
 
 class Policy(Protocol):
-    """What the scheduler asks. All keys of a policy have one shape and end in `arrival`, which makes them unique."""
+    """What the scheduler asks of a policy. All its keys have one shape and end in `arrival`, which makes them
+    unique."""
 
     name: str
     ranks_tenants: bool  # False: every rank is 0 at all times
 
     def key(self, request: Request, arrival: int) -> tuple[Any, ...]:
-        """Lower is next among those of its tenant that wait. `arrival` counts the requests."""
-        ...
+        """Order a request among those of its tenant that wait: the lowest is next. `arrival` counts the requests."""
 
     def running_key(self, request: Request, arrival: int) -> tuple[Any, ...]:
-        """Lower is served first among all that run, and preempted last."""
-        ...
+        """Order a request among all that run: the lowest is served first, and preempted last."""
 
     def rank(self, tenant: str) -> float:
-        """The tenant of the lowest is next."""
-        ...
+        """Order the tenants: one of the lowest rank is next."""
 
     def arrived(self, tenant: str, is_first: bool) -> None:
         """A request was added. `is_first`: the tenant had none, waiting or running."""
-        ...
 
     def queued(self, tenant: str) -> None:
         """A request of the tenant waits, and none did before. It arrived earlier."""
-        ...
 
     def unqueued(self, tenant: str) -> None:
         """The tenant has no request that waits any more."""
-        ...
 
     def left(self, tenant: str) -> None:
         """The tenant's last request ended."""
-        ...
 
     def charge(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The tenant, which has a request, was served."""
-        ...
 
 
 class StaticPolicy:
@@ -190,7 +183,7 @@ POLICIES = tuple(_POLICIES)  # the first is the default
 
 
 def create_policy(name: str) -> Policy:
-    """A new policy of that name. Raises ValueError for another name."""
+    """Make a policy of that name. Raises ValueError for another name."""
     if name not in _POLICIES:
         raise ValueError(f"policy is {name!r}, choose one of {', '.join(POLICIES)}")
     return _POLICIES[name]()

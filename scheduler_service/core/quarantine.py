@@ -14,6 +14,8 @@ _MAX_LONE_CRASHES = 2
 
 
 class Quarantine:
+    """Which groups are suspects, and which of them are tried now."""
+
     def __init__(self) -> None:
         self._suspects: list[SequenceGroup] = []  # in order of arrival
         self._trial: set[SequenceGroup] = set()
@@ -33,7 +35,7 @@ class Quarantine:
         return not self._trial or request in self._trial
 
     def crashed(self, dispatched: Iterable[SequenceGroup]) -> list[SequenceGroup]:
-        """The worker was lost with these requests dispatched. Returns those that must fail."""
+        """Charge these requests, which were dispatched when the worker was lost. Returns those that must fail."""
         charged = sorted(dispatched, key=lambda request: request.order)
         failed = []
         for request in charged:
@@ -50,7 +52,7 @@ class Quarantine:
         return failed
 
     def cleared(self, request: SequenceGroup) -> None:
-        """A token of the request was confirmed, or it ended."""
+        """Take back the charges: a token of the request was confirmed, or it ended."""
         if request not in self._charged:
             return
         self._charged.remove(request)

@@ -50,8 +50,15 @@ class Request:
     traceparent: str = ""  # W3C trace context, handed on to the worker
     output_mode: OutputMode = OutputMode.STREAMED
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the worker that it may have at once."""
+        return self.beam.beam_width if self.beam else self.n
+
 
 class AdmissionReason(Enum):
+    """Why a request is not taken."""
+
     INVALID = "invalid"  # can never run
     DUPLICATE = "duplicate"  # the tenant has a running request of this id
     QUEUE_FULL = "queue_full"  # try again later
@@ -99,6 +106,8 @@ class SequenceEnd:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
+    """How likely a token was, and which others were most likely in its place."""
+
     token_id: int
     logprob: float
     rank: int
@@ -205,6 +214,8 @@ class BlockMap:
 
 
 class Tier(Enum):
+    """Where a copy of a content is."""
+
     DEVICE = "device"
     HOST = "host"
 

@@ -1,21 +1,27 @@
 """The scheduler's own state of requests and sequences.
 
 A request is a group of sequences: parallel samples, or the beams of a search. A group is admitted, preempted and
-resumed as a whole.
+resumed as a whole; `lifecycle.py` alone says in which state it is.
 """
+
+from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from scheduler_service.core.beam import BeamSearch
-from scheduler_service.core.prefix_index import Node, RootKey
+from scheduler_service.core.cache import Node, RootKey
 from scheduler_service.core.request import OutputMode, Request
+
+if TYPE_CHECKING:
+    from scheduler_service.core.beam_group import BeamGroup
 
 
 class GroupState(Enum):
+    """What a group does, and where its blocks are."""
+
     WAITING = "waiting"  # nothing of it is on the worker
     RUNNING = "running"
     SWAPPING_OUT = "swapping_out"  # its blocks are on their way to the host
@@ -24,7 +30,7 @@ class GroupState(Enum):
     FINISHED = "finished"
 
 
-class StepClock:
+class StepCount:
     """How many plans an epoch has had. Rows that decode are advanced by it, all at once."""
 
     __slots__ = ("num_steps",)
@@ -41,21 +47,19 @@ class SequenceGroup:
     waiting_order: tuple[Any, ...]  # by its policy, among those of its tenant that wait: lower is next
     order: tuple[Any, ...]  # by its policy, among those that run: lower is served first, and preempted last
     arrived_at: float
-    sequences: list["Sequence"] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0
     state: GroupState = GroupState.WAITING
-    beam: "BeamGroup | None" = None
-    # Slots that are its own, but hold no row: of a beam search, or of a group that is being swapped in.
+    beam: BeamGroup | None = None  # its search, if it is one
+    # Slots that are its own, but hold no row: a beam search keeps all of its slots, a group that is being swapped in
+    # those that it will need.
     reserved_slots: list[int] = field(default_factory=list)
     moved_step: int = 0  # what it waits for while swapping: the acknowledgement of this step's moves
     resume_step: int = 0  # what it waits for before it is resumed: the result of this step
     num_preemptions: int = 0
-    pauses: list[float] = field(
-        default_factory=list
-    )  # when it was preempted, or lost its worker, and when it ran again
-    # What it counts for in the queue. Constant while it is there.
-    num_waiting_sequences: int = 0
-    num_waiting_tokens: int = 0
+    # In turn when it was preempted, or lost its worker, and when it ran again.
+    pauses: list[float] = field(default_factory=list)
+    num_waiting_sequences: int = 0  # what it counts for in the queue: constant while it is there
     # Crashes of the worker since a token of this request was last confirmed, with the request dispatched; and those of
     # them in which nothing else was.
     num_crashes: int = 0
@@ -66,24 +70,26 @@ class SequenceGroup:
         return self.state is GroupState.FINISHED
 
     @property
-    def num_rows(self) -> int:
-        """Rows that it may have at once."""
-        return self.request.beam.beam_width if self.request.beam else self.request.n
+    def num_first_slots(self) -> int:
+        """Slots without which it cannot begin: a search moves its beams between all its rows, samples open as they
+        can."""
+        return 1 if self.beam is None else self.request.num_rows
 
     @property
-    def live_sequences(self) -> list["Sequence"]:
-        """Those that go on: samples that have not ended, or the beams of a search."""
+    def live_sequences(self) -> list[Sequence]:
+        """The sequences that go on: samples that have not ended, or the beams of a search."""
         if self.beam is not None:
             return self.beam.beams
         return [sequence for sequence in self.sequences if not sequence.is_finished]
 
     @property
-    def open_sequences(self) -> list["Sequence"]:
-        """Those that have a slot."""
+    def open_sequences(self) -> list[Sequence]:
+        """The sequences that have a slot."""
         return [sequence for sequence in self.sequences if sequence.slot >= 0]
 
     @property
-    def unopened_sequences(self) -> list["Sequence"]:
+    def unopened_sequences(self) -> list[Sequence]:
+        """The sequences that go on and have no slot yet."""
         return [sequence for sequence in self.live_sequences if sequence.slot < 0]
 
     @property
@@ -95,30 +101,28 @@ class SequenceGroup:
         return self.request.output_mode is OutputMode.DETACHED
 
     def pause(self, now: float) -> None:
-        """What it had on the worker is gone or on its way to the host."""
+        """Note that what it had on the worker is gone, or on its way to the host."""
         if len(self.pauses) % 2 == 0:
             self.pauses.append(now)
 
     def resume(self, now: float) -> None:
-        """It runs, for the first time or again."""
+        """Note that it runs, for the first time or again."""
         if len(self.pauses) % 2:
             self.pauses.append(now)
 
     def dissolve(self) -> None:
-        """Its last sequence has ended. A group and its sequences no longer hold each other, so that both are freed when
-        the last plan that knows them is, without a garbage collection."""
-        self.state = GroupState.FINISHED
+        """Let go of its sequences, the last of which has ended: a group and its sequences no longer hold each other, so
+        that both are freed when the last plan that knows them is, without a garbage collection."""
         self.num_unfinished = 0
         for sequence in self.sequences:
             sequence.is_finished = True
         self.sequences.clear()
         if self.beam is not None:
             self.beam.beams.clear()
-            self.beam.candidates.clear()
+            self.beam.forget_step()
 
     def reset(self) -> None:
-        """The worker is lost, and everything the group had there."""
-        self.state = GroupState.WAITING
+        """Forget everything that it had on the worker, which is lost."""
         self.moved_step = self.resume_step = 0
         self.reserved_slots.clear()
         for sequence in self.sequences:
@@ -128,28 +132,7 @@ class SequenceGroup:
             sequence.forget_cache()
             sequence.forget_in_flight()
         if self.beam is not None:
-            self.beam.candidates.clear()
-            self.beam.forget_changes()
-
-
-@dataclass(slots=True, eq=False)
-class BeamGroup:
-    """A beam search: its `width` sequences are rows that beams move between, not beams."""
-
-    search: BeamSearch
-    output_ids: list[int]  # sequence ids that the hypotheses will have, best first
-    beams: list["Sequence"] = field(default_factory=list)  # live ones, best first
-    # Candidates of the beams whose row has reported since the last selection: (token id, logprob), best first.
-    candidates: dict["Sequence", list[tuple[int, float]]] = field(default_factory=dict)
-    # What the selection changed and no plan has told the worker yet.
-    forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
-    appended: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
-    unborn_slots: set[int] = field(default_factory=set)  # targets of these forks that have no row yet
-
-    def forget_changes(self) -> None:
-        self.forks.clear()
-        self.appended.clear()
-        self.unborn_slots.clear()
+            self.beam.forget_step()
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +148,8 @@ class Sequence:
     root_key: RootKey
     stop_token_ids: frozenset[int]
     num_prompt_logprobs: int | None
+    # Nobody knows its next token when its row has sampled: the row rests until it is told what it goes on with.
+    is_gated: bool
     is_finished: bool = False
     has_failed: bool = False  # a row of it had bad logits, and what it wrote was unpublished
     slot: int = -1  # -1: no row on the worker
@@ -186,7 +171,7 @@ class Sequence:
     # it had when it joined the decoding rows, and the plans since then.
     _num_computed: int = 0
     _num_expected: int = 0  # tokens known and in flight
-    _clock: StepClock | None = None  # None: it does not decode
+    _steps: StepCount | None = None  # None: it does not decode
     _joined_step: int = 0
     due_step: int = 0  # the plan that must look at it: for a block, or for its last token
     last_step: int = 0  # the plan that samples its last token
@@ -205,11 +190,11 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self._clock is not None
+        return self._steps is not None
 
     @property
     def _num_decoded(self) -> int:
-        return 0 if self._clock is None else self._clock.num_steps - self._joined_step
+        return 0 if self._steps is None else self._steps.num_steps - self._joined_step
 
     @property
     def num_computed_tokens(self) -> int:
@@ -221,9 +206,9 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Positions to plan: computed chases known plus in flight, and stops where the length limit will end it. A beam
-        goes on from what was selected, which nobody knows before."""
-        if self.group.beam is not None:
+        """Count the positions to plan: computed chases known plus in flight, and stops where the length limit will end
+        it."""
+        if self.is_gated:
             return len(self.token_ids) - self._num_computed
         num_expected = self._num_expected + self._num_decoded
         return num_expected - self.num_computed_tokens if num_expected < self.max_num_tokens else 0
@@ -234,34 +219,36 @@ class Sequence:
         return self.num_prompt_logprobs is not None and self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
 
     def plan(self, num_tokens: int, *, samples: bool) -> None:
-        """A plan computes this many more positions."""
+        """Count what a plan computes: this many more positions, and a sample or none."""
         self._num_computed += num_tokens
         self._num_expected += samples
 
     def start_from(self, num_computed_tokens: int) -> None:
-        """K and V of the first positions are in the table; nothing is in flight."""
+        """Begin behind so many positions, whose K and V are in the table. Nothing is in flight."""
         self._num_computed = num_computed_tokens
         self._num_expected = len(self.token_ids)
 
-    def select(self, token_id: int) -> None:
-        """A beam goes on with this token."""
+    def go_on_with(self, token_id: int) -> None:
+        """Give a gated row its next token."""
         self.token_ids.append(token_id)
         self._num_expected = len(self.token_ids)
 
     def forget_in_flight(self) -> None:
-        """Samples that are on their way will not count."""
+        """Expect no more samples that are on their way: they will not count."""
         self._num_expected = len(self.token_ids) - self._num_decoded
 
-    def join_decoding(self, clock: StepClock) -> None:
-        self._clock, self._joined_step = clock, clock.num_steps
+    def join_decoding(self, steps: StepCount) -> None:
+        """Count one token and one sample for every plan from the next one on."""
+        self._steps, self._joined_step = steps, steps.num_steps
 
     def leave_decoding(self) -> None:
+        """Count what plans compute of it one by one again."""
         self._num_computed, self._num_expected = self.num_computed_tokens, self._num_expected + self._num_decoded
-        self._clock = None
+        self._steps = None
 
     def forget_cache(self) -> None:
-        """Nothing of the sequence is computed any more. What its last row matched is remembered: results of that row
-        may be on their way."""
+        """Begin with nothing computed. What its last row matched is remembered: results of that row may be on their
+        way."""
         self.block_table.clear()
         self.host_table.clear()
         self.node = None
@@ -292,9 +279,6 @@ class GroupQueue:
         if index == len(self._groups) or self._groups[index] is not group:
             raise RuntimeError(f"request {group.request.request_id!r} is not in this queue")
         del self._groups[index]
-
-    def snapshot(self) -> list[SequenceGroup]:
-        return self._groups.copy()
 
 
 def _order(group: SequenceGroup) -> tuple[Any, ...]:

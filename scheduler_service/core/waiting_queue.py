@@ -4,36 +4,14 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
 
 from scheduler_service.core.policy import Policy
-from scheduler_service.core.request import Request
-
-
-class Group(Protocol):
-    """The sequences of a request that wait together. None of this changes while the group is queued."""
-
-    @property
-    def request(self) -> Request: ...
-
-    @property
-    def waiting_order(self) -> tuple[Any, ...]:
-        """The policy's key: unique."""
-        ...
-
-    @property
-    def num_waiting_sequences(self) -> int: ...
-
-    @property
-    def num_waiting_tokens(self) -> int: ...
-
-
-GroupT = TypeVar("GroupT", bound=Group)
+from scheduler_service.core.sequence import SequenceGroup
 
 _order = attrgetter("waiting_order")
 
 
-class WaitingQueue(Generic[GroupT]):
+class WaitingQueue:
     """Groups in order of (rank of the tenant, order of the group). It tells the policy who begins and ends to wait.
 
     Each tenant has a sorted list. Where ranks do not matter, the first ones of all tenants are kept sorted; where they
@@ -42,19 +20,20 @@ class WaitingQueue(Generic[GroupT]):
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._groups: dict[str, list[GroupT]] = {}  # by tenant, in order; none is empty
-        self._heads: list[GroupT] = []  # the first of every tenant in order; empty where ranks matter
+        self._groups: dict[str, list[SequenceGroup]] = {}  # by tenant, in order; none is empty
+        self._heads: list[SequenceGroup] = []  # the first of every tenant in order; empty where ranks matter
         self._num_groups = 0
         self._num_sequences: dict[str, int] = {}
         self.num_sequences = 0
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """Groups."""
+        """How many groups wait."""
         return self._num_groups
 
-    def add(self, group: GroupT) -> None:
-        """Also for a group that comes back: its order says where it belongs."""
+    def add(self, group: SequenceGroup) -> None:
+        """Let a group wait, for the first time or again: its order says where it belongs."""
+        group.num_waiting_sequences = 1 if group.request.beam else group.num_unfinished
         tenant = group.request.tenant
         groups = self._groups.get(tenant)
         if groups is None:
@@ -66,8 +45,8 @@ class WaitingQueue(Generic[GroupT]):
         self._change_head(head, groups[0])
         self._count(tenant, group, 1)
 
-    def remove(self, group: GroupT) -> None:
-        """Raises KeyError for a group that is not queued."""
+    def remove(self, group: SequenceGroup) -> None:
+        """Let a group wait no longer. Raises KeyError for one that is not queued."""
         tenant = group.request.tenant
         groups = self._groups[tenant]
         index = bisect_left(groups, group.waiting_order, key=_order)
@@ -81,17 +60,17 @@ class WaitingQueue(Generic[GroupT]):
             del self._groups[tenant], self._num_sequences[tenant]
             self._policy.unqueued(tenant)
 
-    def next(self, admits: Callable[[GroupT], bool]) -> GroupT | None:
+    def next(self, admits: Callable[[SequenceGroup], bool]) -> SequenceGroup | None:
         """The first group that `admits` accepts, or None. Only the first group of each tenant is asked for."""
         return next(filter(admits, self._candidates()), None)
 
-    def __iter__(self) -> Iterator[GroupT]:
-        """In the order in which they would be served if no rank changed."""
+    def __iter__(self) -> Iterator[SequenceGroup]:
+        """Go through the groups in the order in which they would be served if no rank changed."""
         groups = [group for tenant in self._groups.values() for group in tenant]
         return iter(sorted(groups, key=lambda group: (self._policy.rank(group.request.tenant), group.waiting_order)))
 
-    def position(self, group: GroupT) -> int:
-        """From 1, in that order. The group is queued."""
+    def position(self, group: SequenceGroup) -> int:
+        """The place of a queued group, from 1, in the order in which groups would be served if no rank changed."""
         rank = self._policy.rank(group.request.tenant)
         num_before = 0
         for tenant, groups in self._groups.items():
@@ -105,7 +84,7 @@ class WaitingQueue(Generic[GroupT]):
     def num_tenant_sequences(self, tenant: str) -> int:
         return self._num_sequences.get(tenant, 0)
 
-    def _candidates(self) -> Iterator[GroupT]:
+    def _candidates(self) -> Iterator[SequenceGroup]:
         """The first group of every tenant, in order. O(1) for the first where ranks do not matter, else O(tenants)."""
         if not self._policy.ranks_tenants:
             yield from self._heads
@@ -117,7 +96,7 @@ class WaitingQueue(Generic[GroupT]):
         while heads:
             yield heappop(heads)[2]
 
-    def _change_head(self, old: GroupT | None, new: GroupT | None) -> None:
+    def _change_head(self, old: SequenceGroup | None, new: SequenceGroup | None) -> None:
         if self._policy.ranks_tenants or old is new:
             return
         if old is not None:
@@ -125,8 +104,8 @@ class WaitingQueue(Generic[GroupT]):
         if new is not None:
             insort(self._heads, new, key=_order)
 
-    def _count(self, tenant: str, group: GroupT, sign: int) -> None:
+    def _count(self, tenant: str, group: SequenceGroup, sign: int) -> None:
         self._num_groups += sign
         self.num_sequences += sign * group.num_waiting_sequences
         self._num_sequences[tenant] += sign * group.num_waiting_sequences
-        self.num_prompt_tokens += sign * group.num_waiting_tokens
+        self.num_prompt_tokens += sign * len(group.request.prompt_token_ids)

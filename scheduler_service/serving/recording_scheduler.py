@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import BlockStored, KvEvent, KvEventCounts, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler
@@ -74,7 +75,7 @@ class RecordingScheduler:
         return self._scheduler.max_sequence_tokens
 
     @property
-    def state(self) -> Scheduler:
+    def state(self) -> Lifecycle:
         return self._scheduler.state
 
     def take_kv_events(self) -> list[KvEvent]:

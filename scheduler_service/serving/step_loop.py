@@ -16,9 +16,10 @@ from functools import partial
 from typing import Protocol
 
 from scheduler_service.core import explain
+from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.request import Request, TokenOutputs
-from scheduler_service.core.scheduler import ProtocolError, Scheduler
+from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.kv_events import KvEvents
@@ -77,7 +78,7 @@ class StepLoop:
         self.epoch = 0
 
     @property
-    def state(self) -> Scheduler:
+    def state(self) -> Lifecycle:
         """For questions that change nothing; `core.explain` answers them."""
         return self._scheduler.state
 
@@ -206,7 +207,7 @@ class StepLoop:
                     self._take_result(news, now)
                 else:
                     self._scheduler.moved(news, now)
-            except ProtocolError as error:
+            except WorkerProtocolError as error:
                 self._fail_epoch(str(error))
 
     def _take_result(self, result: StepResult, now: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.core import plan as core
-from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.rpc.worker import wire as scheduler_wire
 from tests.contract.drawn_data import drawn_data
 from worker_service import step
@@ -136,14 +136,14 @@ UNKNOWN = b"\x98\x06\x01"  # field 99
     ],
 )
 def test_what_the_protocol_does_not_know_is_an_error(message: worker_pb2.ExecuteResponse) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(WorkerProtocolError):
         scheduler_wire.decode_worker_message(worker_pb2.ExecuteResponse.FromString(message.SerializeToString()))
 
 
 @pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.inf, math.nan])
 def test_host_blocks_need_a_bandwidth(bandwidth: float) -> None:
     ready = step.WorkerCapacity("w", b"d", 1, 1, 1, 1, 1, 1, 1, "", "", "", num_host_blocks=1, swap_bandwidth=bandwidth)
-    with pytest.raises(ProtocolError, match="swap_bandwidth"):
+    with pytest.raises(WorkerProtocolError, match="swap_bandwidth"):
         to_scheduler(ready)
     assert to_scheduler(replace(ready, num_host_blocks=0, swap_bandwidth=0.0))
 

@@ -13,7 +13,7 @@ from scheduler_service.core.request import (
     Request,
     TokenOutputs,
 )
-from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.serving.recording import Recorder, SchedulerArguments
 from scheduler_service.serving.recording_scheduler import RecordingScheduler
 from tests.core.simulated_worker import SimulatedWorker
@@ -164,7 +164,7 @@ class RecordedHistory:
             result = self.worker.execute(self.plans[0])
             try:
                 self.scheduler.complete(result.__class__(result.epoch, result.step + 1), self.now)
-            except ProtocolError:
+            except WorkerProtocolError:
                 self.num_refused += 1
         self.take(self.scheduler.worker_lost(self.now))
         self.worker = None

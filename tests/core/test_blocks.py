@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from scheduler_service.core.block_pool import BlockPool
-from scheduler_service.core.prefix_index import PrefixIndex
+from scheduler_service.core.cache import BlockPool, PrefixIndex, RootKey
 
-KEY = ("tenant", "salt", b"model")
+KEY = RootKey("tenant", "salt", b"model")
 
 
 def test_a_pool_hands_out_every_block_but_block_0():
@@ -107,7 +106,7 @@ def test_an_index_finds_the_longest_cached_prefix_of_the_same_key():
     assert [n.blocks for n in index.match(KEY, tokens, 2)] == [[7], [8]]
     assert [n.blocks for n in index.match(KEY, [1, 2, 9, 9], 2)] == [[7]]
     assert index.match(KEY, [2, 1], 1) == []
-    assert index.match(("tenant", "other", b"model"), tokens, 3) == []
+    assert index.match(KEY._replace(cache_salt="other"), tokens, 3) == []
 
 
 def test_equal_tokens_after_other_prefixes_are_other_content():

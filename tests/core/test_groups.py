@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler_service.core.cache import RootKey
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import (
@@ -198,7 +199,7 @@ def test_a_prefix_that_was_evicted_to_the_host_is_loaded_and_not_computed():
     for i in range(5):  # others push it out
         system.add(prompt_of(40, i + 1), 4)
         system.run()
-    chain = system.scheduler._epoch.cache.index.match(("", "", b"m"), shared, 15)
+    chain = system.scheduler.state.epoch.cache.index.match(RootKey("", "", b"m"), shared, 15)
     assert chain
     assert not all(node.blocks for node in chain), "it is on the device still: the test tests nothing"
     before = system.scheduler.stats()
@@ -232,8 +233,8 @@ def test_prompts_of_a_single_step_do_not_outrun_demotion():
 def test_content_that_nobody_can_load_cheaper_is_computed():
     system = System(num_blocks=32, num_host_blocks=64, max_num_seqs=4)
     system.join()
-    system.scheduler._epoch.cost._swap_bandwidth = 1e-9
-    system.scheduler._epoch.cost.prefill_rate = 1e9
+    system.scheduler.state.epoch.cost._swap_bandwidth = 1e-9
+    system.scheduler.state.epoch.cost.prefill_rate = 1e9
     system.add([*prompt_of(60), 1], 4)
     system.run()
     for i in range(6):

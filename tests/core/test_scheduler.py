@@ -23,7 +23,7 @@ from scheduler_service.core.request import (
     Request,
     TokenOutputs,
 )
-from scheduler_service.core.scheduler import ProtocolError, Scheduler
+from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from tests.core.simulated_worker import SimulatedWorker, candidates, digest_all, reference
 
 VOCAB = 97
@@ -175,7 +175,7 @@ class System:
         """Until all requests have ended. L1: the first running sequence gets the first tokens of every plan and is
         never a victim, so each sequence takes at most a plan per token once it is first; a late arrival of a better
         priority can cost a victim its progress once, and so can each failed row."""
-        live = [sequence for group in self.scheduler._groups.values() for sequence in group.sequences]
+        live = [sequence for group in self.scheduler.state.groups.values() for sequence in group.sequences]
         num_restarts = 2 + sum(VOCAB - 1 in sequence.token_ids for sequence in live)
         max_steps = 4 * num_restarts * sum(sequence.max_num_tokens + 4 for sequence in live) + 1
         max_steps += len(self.worker.pending)
@@ -191,9 +191,9 @@ class System:
             if not self.results and not self.worker.pending and not self.scheduler.has_requests:
                 break
         assert not self.scheduler.has_requests, "L1: requests did not end"
-        assert not self.scheduler._sequences
-        assert not len(self.scheduler._waiting)
-        assert not len(self.scheduler._running)
+        assert not self.scheduler.state.samples
+        assert not len(self.scheduler.state.waiting)
+        assert not len(self.scheduler.state.running)
         assert self.scheduler.stats().num_held_blocks == 0, "S8"
 
     def expected(self, sequence_id: int) -> list[int]:
@@ -316,7 +316,7 @@ def test_prompts_slow_decoding_rows_down_by_no_more_than_told():
 
     def step():
         system.plan()
-        [dispatch] = system.scheduler._epoch.unacknowledged
+        [dispatch] = system.scheduler.state.epoch.unacknowledged
         num_prompt_tokens.append(dispatch.num_prompt_tokens)
         seconds = dispatch.num_prompt_tokens / 1000 or 0.02
         system.results.append(replace(system.results.popleft(), duration_us=int(seconds * 1e6)))
@@ -557,13 +557,13 @@ def test_results_that_do_not_answer_the_oldest_plan_are_refused():
         StepResult(good.epoch, good.step, token_ids=(1, 2)),
         StepResult(good.epoch, good.step, token_ids=(VOCAB,)),
     ):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(WorkerProtocolError):
             system.scheduler.complete(bad, 0.0)
     system.run()
-    with pytest.raises(ProtocolError):
+    with pytest.raises(WorkerProtocolError):
         system.scheduler.complete(good, 0.0)
     system.lose()
-    with pytest.raises(ProtocolError):
+    with pytest.raises(WorkerProtocolError):
         system.scheduler.worker_joined(system.capacity, system.epoch, 0.0)
 
 
@@ -646,8 +646,8 @@ def test_a_poison_request_among_64_fails_alone():
             break
         plan = system.scheduler.schedule(0.0)
         if plan is not None:
-            dispatched = {row.sequence.sequence_id for row in system.scheduler._epoch.unacknowledged[-1].rows}
-            columns = system.scheduler._epoch.unacknowledged[-1].columns
+            dispatched = {row.sequence.sequence_id for row in system.scheduler.state.epoch.unacknowledged[-1].rows}
+            columns = system.scheduler.state.epoch.unacknowledged[-1].columns
             dispatched |= set(columns.sequence_ids)
             if poison in dispatched:
                 crashes += 1
@@ -758,14 +758,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.system.scheduler.has_requests)
     @rule(data=st.data())
     def abort(self, data):
-        live = list(self.system.scheduler._groups)
+        live = list(self.system.scheduler.state.groups)
         tenant, request_id = data.draw(st.sampled_from(live))
         self.system.take(self.system.scheduler.abort(tenant, request_id, 0.0))
 
-    @precondition(lambda self: self.system.scheduler._sequences)
+    @precondition(lambda self: self.system.scheduler.state.samples)
     @rule(data=st.data())
     def stop(self, data):
-        sequence_id = data.draw(st.sampled_from(sorted(self.system.scheduler._sequences)))
+        sequence_id = data.draw(st.sampled_from(sorted(self.system.scheduler.state.samples)))
         tokens = self.system.tokens[sequence_id]
         if tokens:
             num_tokens = data.draw(st.integers(1, len(tokens)))

@@ -1,38 +1,32 @@
 """The queue of waiting groups, against a plain list that is sorted anew for every question."""
 
 import random
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.core.policy import POLICIES, Policy, create_policy
 from scheduler_service.core.request import Request
+from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.waiting_queue import WaitingQueue
 
 
-@dataclass(frozen=True)
-class Item:
-    request: Request
-    waiting_order: tuple[Any, ...]
-    num_waiting_sequences: int = 1
-    num_waiting_tokens: int = 3
-
-
-def item(policy: Policy, arrival: int, tenant: str = "", priority: int = 0, deadline: float | None = None) -> Item:
+def item(
+    policy: Policy, arrival: int, tenant: str = "", priority: int = 0, deadline: float | None = None
+) -> SequenceGroup:
     request = Request(str(arrival), tenant, (1, 2, 3), SamplingParams(), 1, priority=priority, deadline=deadline)
-    return Item(request, policy.key(request, arrival))
+    orders = policy.key(request, arrival), policy.running_key(request, arrival)
+    return SequenceGroup(request, *orders, arrived_at=0.0, num_unfinished=1)
 
 
-def everybody(group: Item) -> bool:
+def everybody(group: SequenceGroup) -> bool:
     return True
 
 
-def filled(name: str, tenants: str) -> tuple[WaitingQueue[Item], list[Item], Policy]:
+def filled(name: str, tenants: str) -> tuple[WaitingQueue, list[SequenceGroup], Policy]:
     """One group of each tenant named, in order."""
     policy = create_policy(name)
-    queue: WaitingQueue[Item] = WaitingQueue(policy)
+    queue: WaitingQueue = WaitingQueue(policy)
     items = [item(policy, arrival, tenant) for arrival, tenant in enumerate(tenants)]
     for i, group in enumerate(items):
         policy.arrived(group.request.tenant, group.request.tenant not in tenants[:i])
@@ -41,16 +35,16 @@ def filled(name: str, tenants: str) -> tuple[WaitingQueue[Item], list[Item], Pol
 
 
 def test_an_empty_queue_has_nothing() -> None:
-    queue: WaitingQueue[Item] = WaitingQueue(create_policy("fcfs"))
+    queue: WaitingQueue = WaitingQueue(create_policy("fcfs"))
     assert queue.next(everybody) is None
     assert (len(queue), queue.num_sequences, queue.num_prompt_tokens, list(queue)) == (0, 0, 0, [])
 
 
 def test_a_tenants_first_stands_before_its_others_whoever_is_admitted() -> None:
     queue, items, _ = filled("fcfs", "aaba")
-    asked: list[Item] = []
+    asked: list[SequenceGroup] = []
 
-    def refuse_a(group: Item) -> bool:
+    def refuse_a(group: SequenceGroup) -> bool:
         asked.append(group)
         return group.request.tenant != "a"
 
@@ -104,11 +98,11 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     policy = create_policy(name)
-    queue: WaitingQueue[Item] = WaitingQueue(policy)
+    queue: WaitingQueue = WaitingQueue(policy)
     tenants = [f"t{i}" for i in range(rng.choice([1, 2, 7]))]
     for tenant in tenants:
         policy.arrived(tenant, True)
-    waiting: list[Item] = []
+    waiting: list[SequenceGroup] = []
     for arrival in range(400):
         if rng.random() < 0.55 or not waiting:
             deadline = rng.choice([None, rng.random()])

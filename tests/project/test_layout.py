@@ -146,6 +146,7 @@ BESIDE_THE_CLIENT = ("bench", "cli", "hosting", "kernels", "llm")
 # Packages whose `__init__` names all that others may use, and modules beside it that load what is not always there.
 DOORS = (
     *(f"worker_service.{name}" for name in ("attention", "cache", "device", "host", "rows")),
+    *(f"scheduler_service.core.{name}" for name in ("cache", "plans")),
     "pagewire.cli",
 )
 SIDE_DOORS = ("worker_service.attention.cached_attend", "pagewire.cli.chat", "pagewire.cli.services")

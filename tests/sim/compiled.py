@@ -39,7 +39,7 @@ class CompilationError(Exception):
 
 def sources() -> list[Path]:
     """Relative to the root: all that a simulation imports of this project."""
-    found = [path.relative_to(ROOT) for package in _PACKAGES for path in (ROOT / package).glob("*.py")]
+    found = [path.relative_to(ROOT) for package in _PACKAGES for path in (ROOT / package).rglob("*.py")]
     return sorted([*map(Path, _MODULES), *(path for path in found if path.name not in _UNUSED)])
 
 

@@ -35,7 +35,7 @@ class Mutant:
 
 def _mutant(name: str, file: str, *snippets: str) -> Mutant:
     """One file; `snippets` are old and new in turn."""
-    path = file if "/" in file else f"{_CORE}{file}.py"
+    path = file if file.endswith(".py") else f"{_CORE}{file}.py"
     return Mutant(name, tuple((path, old, new) for old, new in zip(snippets[::2], snippets[1::2], strict=True)))
 
 
@@ -103,9 +103,9 @@ MUTANTS = (
     ),
     _mutant(
         "a request that is too long is admitted",
-        "scheduler",
-        "if num_tokens > self.max_sequence_tokens:",
-        "if num_tokens > self.max_sequence_tokens + 1:",
+        "admission",
+        "if num_tokens > max_sequence_tokens:",
+        "if num_tokens > max_sequence_tokens + 1:",
     ),
     _mutant(
         "the window frees a block a token early",
@@ -122,7 +122,7 @@ MUTANTS = (
     # The prefix cache
     _mutant(
         "the last token of a block is not compared",
-        "prefix_index",
+        "cache/prefix_index",
         "token_ids[start : start + self._block_size]",
         "token_ids[start : start + max(1, self._block_size - 1)]",
     ),
@@ -134,15 +134,15 @@ MUTANTS = (
     ),
     _mutant(
         "salts share content",
-        "scheduler",
-        "root_key=(request.tenant, request.cache_salt, self._model_digest)",
-        'root_key=(request.tenant, "", self._model_digest)',
+        "lifecycle",
+        "RootKey(request.tenant, request.cache_salt, self._model_digest)",
+        'RootKey(request.tenant, "", self._model_digest)',
     ),
     _mutant(
         "a block is published before its tokens are known",
         "cache_manager",
-        "num_known = sequence.num_tokens - (sequence.group.beam is not None)",
-        "num_known = sequence.num_tokens + sequence.num_in_flight - (sequence.group.beam is not None)",
+        "num_known = sequence.num_tokens - sequence.is_gated",
+        "num_known = sequence.num_tokens + sequence.num_in_flight - sequence.is_gated",
     ),
     _mutant(
         "a reused block is still found by its old content",
@@ -158,19 +158,19 @@ MUTANTS = (
     ),
     _mutant(
         "bad blocks stay published",
-        "scheduler",
+        "results",
         "                epoch.cache.unpublish(bad)\n",
         "",
     ),
     _mutant(
         "what was computed on bad blocks is kept",
-        "scheduler",
+        "results",
         "                    self._redo(epoch, other, now)\n",
         "                    pass\n",
     ),
     _mutant(
         "copies of bad blocks on the host stay published",
-        "prefix_index",
+        "cache/prefix_index",
         "        for host_block in host_blocks:\n            self.forget_host(host_block)\n",
         "",
     ),
@@ -182,14 +182,14 @@ MUTANTS = (
     ),
     _mutant(
         "a preempted beam's bad blocks stay published",
-        "scheduler",
+        "results",
         "            if sequence.has_failed:\n",
         "            if sequence.has_failed or (sequence in dispatch.dropped and not sequence.is_finished):\n",
     ),
     Mutant(
         "a second bad row unpublishes what others wrote since the first",
         (
-            (f"{_CORE}scheduler.py", "bad.has_failed = ends or bad.is_finished", "bad.has_failed = False"),
+            (f"{_CORE}results.py", "bad.has_failed = ends or bad.is_finished", "bad.has_failed = False"),
             (
                 f"{_CORE}cache_manager.py",
                 "max(sequence.num_matched_blocks, sequence.num_published_blocks) > other",
@@ -200,7 +200,7 @@ MUTANTS = (
     # Moves
     _mutant(
         "a swap's source is free before it was read",
-        "moves",
+        "cache/moves",
         "        self._pool.share(move.device_block)\n",
         "        if not move.is_out or move.node is not None:\n            self._pool.share(move.device_block)\n",
         "            self._pool.free(move.device_block,",
@@ -208,7 +208,7 @@ MUTANTS = (
     ),
     _mutant(
         "a load's source is free before it was read",
-        "moves",
+        "cache/moves",
         "        self._host_pool.share(move.host_block)\n",
         "        if move.is_out:\n            self._host_pool.share(move.host_block)\n",
         "            self._host_pool.free(move.host_block,",
@@ -216,19 +216,19 @@ MUTANTS = (
     ),
     _mutant(
         "a group is swapped in before it was swapped out",
-        "scheduler",
+        "openings",
         "if group.state is GroupState.SWAPPED and any(",
         "if group.state in (GroupState.SWAPPED, GroupState.SWAPPING_OUT) and any(",
     ),
     _mutant(
         "a group is opened before its blocks are there",
-        "scheduler",
+        "openings",
         "if group.moved_step <= epoch.last_moved_step]",
         "if group.moved_step <= epoch.last_acknowledged_step]",
     ),
     _mutant(
         "moves of the next step are taken for done",
-        "moves",
+        "cache/moves",
         "self._pending[0].step <= step:",
         "self._pending[0].step <= step + 1:",
     ),
@@ -242,14 +242,14 @@ MUTANTS = (
     _mutant(
         "a swap takes idle copies on the host for free",
         "cache_manager",
-        "return sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)",
-        "return sum(copy == 0 for copy in copies)",
+        "return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)",
+        "return len(copies), sum(copy == 0 for copy in copies)",
     ),
     # Rows and results
     _mutant(
         "a victim is resumed with a token in flight",
-        "scheduler",
-        "if group is None or draft.num_free_tokens <= 0 or epoch.last_acknowledged_step < group.resume_step:",
+        "openings",
+        "if group is None or draft.num_free_tokens <= 0 or self._epoch.last_acknowledged_step < group.resume_step:",
         "if group is None or draft.num_free_tokens <= 0:",
     ),
     _mutant(
@@ -264,17 +264,24 @@ MUTANTS = (
         "sample_index=sequence.sample_index,",
         "sample_index=0,",
     ),
-    _mutant(
+    Mutant(
         "a swapped beam is opened with nothing to compute",
-        "scheduler",
-        "            sequence.start_from(min(sequence.num_computed_tokens, sequence.num_tokens - 1))\n",
-        "",
-        "row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))",
-        "row.start_from(row.num_computed_tokens)",
+        (
+            (
+                f"{_CORE}epoch.py",
+                "                sequence.start_from(min(sequence.num_computed_tokens, sequence.num_tokens - 1))\n",
+                "",
+            ),
+            (
+                f"{_CORE}openings.py",
+                "row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))",
+                "row.start_from(row.num_computed_tokens)",
+            ),
+        ),
     ),
     _mutant(
         "a plan computes more than its budget",
-        "scheduler",
+        "plans/draft",
         "            num_free -= 0 if sequence.is_decoding else num_tokens\n",
         "            num_free -= 0 if sequence.is_decoding else num_tokens // 2\n",
     ),
@@ -286,9 +293,9 @@ MUTANTS = (
     ),
     _mutant(
         "a stop text drops no tokens",
-        "scheduler",
+        "lifecycle",
         "            del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]\n",
-        "",
+        "            pass\n",
     ),
     _mutant(
         "a result of an old epoch is accepted",
@@ -316,7 +323,7 @@ MUTANTS = (
     ),
     _mutant(
         "a beam that forks keeps the tokens of the old one",
-        "scheduler",
+        "beam_group",
         "                row.token_ids = parent.token_ids.copy()\n",
         "",
     ),
@@ -324,8 +331,8 @@ MUTANTS = (
     _mutant(
         "the first is the victim, not the last",
         "scheduler",
-        "                break\n            self._preempt(epoch, draft, self._running.last())\n",
-        "                break\n            self._preempt(epoch, draft, next(iter(self._running)))\n",
+        "                break\n            state.preempt(state.running.last(), epoch, draft)\n",
+        "                break\n            state.preempt(next(iter(state.running)), epoch, draft)\n",
     ),
     _mutant(
         "the newest running group is served first",
@@ -342,26 +349,26 @@ MUTANTS = (
     _mutant(
         "nobody is admitted in place of a group that gave way to none",
         "scheduler",
-        "if (draft.is_empty or not draft.has_preempted) and self",
-        "if not draft.has_preempted and self",
+        "if (draft.is_empty or not draft.has_preempted) and openings",
+        "if not draft.has_preempted and openings",
     ),
     _mutant(
         "groups that lack room for their samples wait for each other",
-        "scheduler",
-        "if not (draft.is_empty and epoch.is_idle) or self._running.last() is group:",
+        "openings",
+        "if not (draft.is_empty and epoch.is_idle) or state.running.last() is group:",
         "if True:",
         "        is_alone = is_alone or (draft.is_empty and epoch.is_idle)\n",
         "",
     ),
     _mutant(
         "a group of which nothing is swapped any more is swapped in",
-        "scheduler",
+        "openings",
         " and any(sequence.host_table for sequence in group.live_sequences):",
         ":",
     ),
     _mutant(
         "a plan that only opens a row is dropped",
-        "plan_draft",
+        "plans/draft",
         " or self.swaps_in or self.openings)",
         " or self.swaps_in)",
     ),
@@ -386,8 +393,8 @@ MUTANTS = (
     _mutant(
         "the cache is emptied under requests",
         "scheduler",
-        "        if self._epoch is not None and not self._groups:\n            self._epoch.cache.flush()",
-        "        if self._epoch is not None:\n            self._epoch.cache.flush()",
+        "        if epoch is not None and not self._state.groups:\n            epoch.cache.flush()",
+        "        if epoch is not None:\n            epoch.cache.flush()",
     ),
     # Without a worker
     _mutant(
@@ -423,7 +430,7 @@ MUTANTS = (
     # What is told
     _mutant(
         "a block's removal from the device is told to nobody",
-        "prefix_index",
+        "cache/prefix_index",
         "            self._changes.append((node, Tier.DEVICE, False))\n",
         "            pass\n",
     ),

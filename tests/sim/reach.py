@@ -96,10 +96,10 @@ class Reach:
 
     @property
     def _epoch(self) -> Epoch | None:
-        return self._simulation.scheduler._epoch
+        return self._simulation.scheduler.state.epoch
 
     def _group(self, client: Client) -> SequenceGroup:
-        return self._simulation.scheduler._groups[client.key]
+        return self._simulation.scheduler.state.groups[client.key]
 
     def is_elsewhere(self, client: Client) -> bool:
         """Whether the client's request is swapped, or on its way there or back."""
@@ -132,7 +132,7 @@ class Reach:
             count["stopped while it is swapped out"] += 1
         elif group.state is GroupState.SWAPPED:
             count["stopped while it is swapped"] += 1
-        if self._simulation.scheduler._sequences[sequence_id].num_in_flight > 0:
+        if self._simulation.scheduler.state.samples[sequence_id].num_in_flight > 0:
             count["stopped with a token in flight"] += 1
 
     def planned(self, plan: StepPlan) -> None:
@@ -146,11 +146,11 @@ class Reach:
             count["a sample copies the tail of its prompt"] += len(plan.copy_source_blocks) - num_of_beams
         if len(epoch.cache.moves):
             self._see_moves(epoch, plan)
-        if epoch.partial:
+        if self._simulation.scheduler.state.unopened:
             count["a sample waits for room"] += 1
         if epoch.cache.window:
             self._see_windows(plan)
-        if not self._simulation.scheduler._quarantine.is_empty:
+        if not self._simulation.scheduler.state.quarantine.is_empty:
             count["suspects of a crash are tried"] += 1
         for client in self._simulation.clients.values():
             group = self._group(client)
@@ -181,12 +181,12 @@ class Reach:
         if not demoted.isdisjoint(opened):
             count["a block is matched while it is demoted"] += 1
         if loads:
-            group = self._simulation.scheduler._next_waiting()
+            group = self._simulation.scheduler.state.next_waiting()
             if group is not None and group.state is GroupState.WAITING:
                 count["a request waits for another one's load"] += epoch.cache.match(group.sequences[0]).is_loading
 
     def _see_windows(self, plan: StepPlan) -> None:
-        sequences = [s for group in self._simulation.scheduler._running for s in group.sequences]
+        sequences = [s for group in self._simulation.scheduler.state.running for s in group.sequences]
         self._count["a block falls out of the window"] += any(sequence.num_freed_blocks for sequence in sequences)
         self._count["a window's hole is opened or forked"] += any(0 in opening.block_ids for opening in plan.openings)
 
@@ -220,14 +220,14 @@ class Reach:
             count["a result has rows that no longer count"] += 1
         if result.statuses:
             count["bad logits while moves are under way"] += bool(len(epoch.cache.moves))
-            count["bad logits while another request is swapped"] += bool(epoch.swapped)
+            count["bad logits while another request is swapped"] += bool(self._simulation.scheduler.state.swapped)
 
     def before_loss(self) -> None:
         epoch, count = self._epoch, self._count
         assert epoch is not None
         count["lost with two plans in flight"] += len(epoch.unacknowledged) >= 2
-        count["lost while requests are swapped"] += bool(epoch.swapped)
-        count["lost while beams run"] += any(group.beam for group in self._simulation.scheduler._running)
+        count["lost while requests are swapped"] += bool(self._simulation.scheduler.state.swapped)
+        count["lost while beams run"] += any(group.beam for group in self._simulation.scheduler.state.running)
         count["lost while blocks are swapped out"] += any(move.is_out for move in epoch.cache.moves)
         count["lost while blocks are swapped in"] += any(not move.is_out for move in epoch.cache.moves)
 

@@ -12,11 +12,11 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from scheduler_service.core.dispatch import Dispatch
 from scheduler_service.core.plan import RowStatus, StepPlan, StepResult
+from scheduler_service.core.plans import Dispatch
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, EndReason, Request, TokenOutputs
-from scheduler_service.core.scheduler import ProtocolError, Scheduler
+from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client
 from tests.sim.connection import NEVER, Connection
@@ -132,8 +132,8 @@ class Simulation:
             self._tempt_fate()
 
     def _tempt_fate(self) -> None:
-        scenario, epoch = self.scenario, self.scheduler._epoch
-        is_delicate = epoch is not None and (epoch.swapped or epoch.loading)
+        scenario, state = self.scenario, self.scheduler.state
+        is_delicate = state.swapped or state.loading
         if scenario.faults and self.rng.random() < scenario.fault_rate * (8 if is_delicate else 1):
             faults = scenario.faults
             if is_delicate and self.rng.random() < 0.5:
@@ -305,7 +305,7 @@ class Simulation:
         """S9, and the core is as it was."""
         try:
             self.scheduler.complete(result, self.clock)
-        except ProtocolError as error:
+        except WorkerProtocolError as error:
             self.note("refused", error)
             self.reached[what] += 1
             self._audit(5, result.step)
@@ -408,7 +408,7 @@ class Simulation:
             self._audit(14)
 
     def _unacknowledged(self) -> list[Dispatch]:
-        epoch = self.scheduler._epoch
+        epoch = self.scheduler.state.epoch
         return epoch.unacknowledged if epoch else []
 
     def poison_crashed(self) -> None:
@@ -521,11 +521,11 @@ class Simulation:
 
     def false_acknowledgement(self) -> None:
         """Of moves that were never ordered; then one that says nothing new."""
-        epoch = self.scheduler._epoch
+        epoch = self.scheduler.state.epoch
         num_steps = epoch.num_steps if epoch else 0
         try:
             self.scheduler.moved(num_steps + 1, self.clock)
-        except ProtocolError:
+        except WorkerProtocolError:
             self.reached["a false acknowledgement of moves is refused"] += 1
         else:
             raise AssertionError("moves of a step that was never planned are acknowledged")

@@ -22,8 +22,7 @@ from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 from scheduler_service.core import plan as core_plan
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, Request
-from scheduler_service.core.scheduler import ProtocolError as CoreProtocolError
-from scheduler_service.core.scheduler import Scheduler
+from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
@@ -308,7 +307,7 @@ def test_a_missing_guard_shows(checkpoints: dict[str, Path], guard: Guard) -> No
         try:
             options = {"num_blocks": 25, "num_host_blocks": 40, "device": FakeDevice(seed, dropped=guard)}
             run_history(checkpoints["qwen2"], seed, depth=4, preemption=PreemptionMode.SWAP, **options)
-        except (AssertionError, IndexError, CoreProtocolError) as error:
+        except (AssertionError, IndexError, WorkerProtocolError) as error:
             print("seen with seed", seed, repr(error)[:200])
             return
     pytest.fail(f"nobody notices that not {guard.value}")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.rpc.worker import wire
 from scheduler_service.rpc.worker.worker_session import Session, SessionEnded
 from scheduler_service.serving.step_loop import StepLoop
@@ -61,7 +61,7 @@ class RankedSession:
             self._step_loop.moved(self._last_moved_step)
 
     def rank_result(self, rank: int, result: StepResult) -> None:
-        """Raises ProtocolError if the ranks do not agree."""
+        """Raises WorkerProtocolError if the ranks do not agree."""
         self._results[rank].append(result)
         while all(self._results):
             first, *others = (results.popleft() for results in self._results)
@@ -102,7 +102,7 @@ class _RankEvents:
 def _check_equal(first: StepResult, rank: int, other: StepResult) -> None:
     """Tokens that differ would be followed by different keys and values: nothing of the epoch can be trusted."""
     if other.step != first.step:
-        raise ProtocolError(f"rank {rank} answered step {other.step} where rank 0 answered step {first.step}")
+        raise WorkerProtocolError(f"rank {rank} answered step {other.step} where rank 0 answered step {first.step}")
     chosen = [(result.statuses, result.token_ids, result.candidates.token_ids) for result in (first, other)]
     if chosen[0] != chosen[1]:
-        raise ProtocolError(f"rank {rank} chose other tokens in step {first.step} than rank 0")
+        raise WorkerProtocolError(f"rank {rank} chose other tokens in step {first.step} than rank 0")

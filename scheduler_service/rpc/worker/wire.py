@@ -8,7 +8,7 @@ from enum import Enum
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from pagewire.transport.translation import decoder, encoder, unknown_field
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.core.scheduler import WorkerProtocolError
 
 PROTOCOL_VERSION = 3
 
@@ -71,16 +71,16 @@ def encode_plan(plan: StepPlan) -> worker_pb2.ExecuteRequest:
 
 
 def decode_worker_message(message: worker_pb2.ExecuteResponse) -> WorkerMessage:
-    """Raises ProtocolError for anything that the worker should not have sent."""
+    """Raises WorkerProtocolError for anything that the worker should not have sent."""
     if reason := unknown_field(message):
-        raise ProtocolError(f"what the worker sent is not understood: {reason}")
+        raise WorkerProtocolError(f"what the worker sent is not understood: {reason}")
     body = message.WhichOneof("body")
     if body is None:
-        raise ProtocolError("the worker sent a message without a body")
+        raise WorkerProtocolError("the worker sent a message without a body")
     try:
         decoded = _DECODERS[body](getattr(message, body))
     except KeyError as error:
-        raise ProtocolError(f"the worker sent a {body} with a value of an enum that is none: {error}") from None
+        raise WorkerProtocolError(f"the worker sent a {body} with a value of an enum that is none: {error}") from None
     if isinstance(decoded, WorkerCapacity):
         _check_capacity(decoded)
     return decoded
@@ -89,6 +89,6 @@ def decode_worker_message(message: worker_pb2.ExecuteResponse) -> WorkerMessage:
 def _check_capacity(capacity: WorkerCapacity) -> None:
     for name in _CAPACITY_COUNTS:
         if getattr(capacity, name) < 1:
-            raise ProtocolError(f"the worker is ready with {name} 0")
+            raise WorkerProtocolError(f"the worker is ready with {name} 0")
     if capacity.num_host_blocks and not 0 < capacity.swap_bandwidth < math.inf:
-        raise ProtocolError(f"the worker is ready with host blocks and swap_bandwidth {capacity.swap_bandwidth}")
+        raise WorkerProtocolError(f"the worker is ready with host blocks and swap_bandwidth {capacity.swap_bandwidth}")

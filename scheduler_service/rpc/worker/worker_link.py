@@ -17,7 +17,7 @@ from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from pagewire.transport.draining import cancel
 from pagewire.transport.link_secret import LinkSecret
 from scheduler_service.core.plan import WorkerCapacity
-from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.rpc.waiting import Waiting
 from scheduler_service.rpc.worker import wire
 from scheduler_service.rpc.worker.epochs import Epochs
@@ -144,7 +144,7 @@ class WorkerLink:
             return self._given_up(rank, f"the worker has not answered Hello in {_READY_TIMEOUT:.0f} s")
         except (WorkerHangs, WorkerTaken) as error:
             return self._given_up(rank, str(error))
-        except (SessionEnded, ProtocolError) as error:
+        except (SessionEnded, WorkerProtocolError) as error:
             return _Ended(str(error))
         except grpc.aio.AioRpcError as error:
             return _describe(error, session)
@@ -162,7 +162,7 @@ class WorkerLink:
             self._take_refusal(answer)
             raise SessionEnded(f"refused: {answer.message}")
         if not isinstance(answer, WorkerCapacity):
-            raise ProtocolError(f"the worker answered Hello with {type(answer).__name__}")
+            raise WorkerProtocolError(f"the worker answered Hello with {type(answer).__name__}")
         if answer.model_digest != self._model_digest:
             raise SessionEnded(
                 f"the worker serves another model (digest {answer.model_digest.hex()[:16]}, here "

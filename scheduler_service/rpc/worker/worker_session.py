@@ -11,7 +11,7 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from pagewire.transport.draining import cancel
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
-from scheduler_service.core.scheduler import ProtocolError
+from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.rpc.worker import wire
 from scheduler_service.rpc.worker.liveness import Liveness
 
@@ -28,7 +28,7 @@ class SessionEvents(Protocol):
         """The moves of all plans up to this step are done. Comes before the result that told so."""
 
     def result(self, result: StepResult) -> None:
-        """May raise ProtocolError."""
+        """May raise WorkerProtocolError."""
 
 
 class SessionEnded(Exception):
@@ -89,9 +89,9 @@ class Session:
             now = time.monotonic()
             self._liveness.heard(now)
             if not isinstance(message, StepResult | wire.Heartbeat):
-                raise ProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
+                raise WorkerProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
             if message.epoch != self.epoch:
-                raise ProtocolError(f"a {type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
+                raise WorkerProtocolError(f"a {type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
             if message.last_moved_step > self._last_moved_step:
                 self._last_moved_step = message.last_moved_step
                 self._liveness.moved(message.last_moved_step, now)
@@ -113,7 +113,7 @@ class Session:
 
 
 async def read(call: grpc.aio.StreamStreamCall) -> wire.WorkerMessage:
-    """Read the next message. Raises SessionEnded, ProtocolError, AioRpcError."""
+    """Read the next message. Raises SessionEnded, WorkerProtocolError, AioRpcError."""
     message = await call.read()
     if message is grpc.aio.EOF:
         raise await _ended(call)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
-from scheduler_service.core.dispatch import PlannedRow
+from scheduler_service.core.plans.dispatch import PlannedRow
 
 
 class RowSlots:
@@ -21,6 +21,7 @@ class RowSlots:
         return len(self._free)
 
     def take(self) -> int:
+        """Take the lowest free slot."""
         return heappop(self._free)
 
     def end_row(self, slot: int) -> None:
@@ -34,19 +35,21 @@ class RowSlots:
         heappush(self._free, slot)
 
     def take_released(self) -> tuple[int, ...]:
+        """Take the slots whose rows the plan that is made now must end."""
         released = tuple(self._released)
         self._released.clear()
         return released
 
     def decodes(self, slot: int) -> None:
-        """The row goes on with one token a plan, and is not among those planned one by one."""
+        """The slot's row goes on with one token a plan, and is not among those planned one by one."""
         self._moving.discard(slot)
 
     def stops_decoding(self, slot: int) -> None:
+        """The slot's row is planned one by one again."""
         self._moving.add(slot)
 
     def patch(self, rows: Iterable[PlannedRow]) -> list[tuple[int, int]]:
-        """The (slot, num_tokens) that differ from what the worker would do by itself."""
+        """Find the (slot, num_tokens) that differ from what the worker would do by itself."""
         patches = []
         resting = self._moving
         self._moving = set()

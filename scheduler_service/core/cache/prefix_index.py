@@ -7,12 +7,24 @@ collision can serve a wrong block. The chained xxh3_64 is only the block's publi
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, Tier
 
-RootKey = tuple[str, str, bytes]  # tenant, cache salt, model digest
+
+class RootKey(NamedTuple):
+    """What must be equal before content can be: equal tokens under another key are another content."""
+
+    tenant: str
+    cache_salt: str
+    model_digest: bytes
+
+    @property
+    def block_hash(self) -> int:
+        """The public name of no tokens at all: the hashes of first blocks are chained to it."""
+        return xxhash.xxh3_64_intdigest(repr(tuple(self)).encode())
 
 
 class Node:
@@ -36,6 +48,8 @@ class Node:
 
 
 class PrefixIndex:
+    """All content of one worker's cache, as trees of nodes under their root keys."""
+
     def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = block_size
         self._roots: dict[RootKey, Node] = {}
@@ -98,6 +112,7 @@ class PrefixIndex:
         self.num_cached_blocks += 1
 
     def add_host_copy(self, node: Node, host_block: int) -> None:
+        """Host block `host_block` holds the node's content too."""
         assert not node.host_block
         assert self._node_of_host_block[host_block] is None
         node.host_block = host_block
@@ -118,7 +133,7 @@ class PrefixIndex:
         self._prune(node)
 
     def forget_host(self, host_block: int) -> None:
-        """The same for a host block."""
+        """`host_block` no longer holds a content's copy. Nothing happens if it held none."""
         node = self._node_of_host_block[host_block]
         if node is None:
             return
@@ -160,15 +175,17 @@ class PrefixIndex:
         self._roots.clear()
 
     def take_events(self) -> list[KvEvent]:
-        """What can be matched now and could not at the last call, and the other way round, in order."""
+        """Say what can be matched now and could not at the last call, and the other way round, in order."""
         changes, self._changes = self._changes, []
         return [
-            _stored(node, tier) if is_stored else BlockRemoved(node.block_hash, tier, *node.root_key[:2])
+            _stored(node, tier)
+            if is_stored
+            else BlockRemoved(node.block_hash, tier, node.root_key.tenant, node.root_key.cache_salt)
             for node, tier, is_stored in changes
         ]
 
     def drop_events(self) -> tuple[int, int]:
-        """Forget what `take_events` would tell; how often something was stored, and removed."""
+        """Forget what `take_events` would say, and return how often something was stored, and removed."""
         changes, self._changes = self._changes, []
         num_stored = sum(is_stored for _, _, is_stored in changes)
         return num_stored, len(changes) - num_stored
@@ -181,7 +198,7 @@ class PrefixIndex:
         return nodes
 
     def snapshot(self) -> list[BlockStored]:
-        """What would have to be told to somebody who knows nothing, parents first."""
+        """Say what is cached to somebody who knows nothing of it, parents first."""
         stored = []
         for node in self.nodes():
             if node.blocks:
@@ -193,8 +210,7 @@ class PrefixIndex:
     def _root(self, key: RootKey) -> Node:
         root = self._roots.get(key)
         if root is None:
-            seed = xxhash.xxh3_64_intdigest(repr(key).encode())
-            root = self._roots[key] = Node(key, None, b"", seed)
+            root = self._roots[key] = Node(key, None, b"", key.block_hash)
         return root
 
     def _prune(self, node: Node) -> None:
@@ -213,5 +229,12 @@ class PrefixIndex:
 
 def _stored(node: Node, tier: Tier) -> BlockStored:
     assert node.parent is not None
-    is_first = node.parent.parent is None
-    return BlockStored(node.block_hash, node.parent.block_hash, node.token_ids, tier, is_first, *node.root_key[:2])
+    return BlockStored(
+        node.block_hash,
+        node.parent.block_hash,
+        node.token_ids,
+        tier,
+        is_first=node.parent.parent is None,
+        tenant=node.root_key.tenant,
+        cache_salt=node.root_key.cache_salt,
+    )

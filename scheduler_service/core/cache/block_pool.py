@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 
 class BlockPool:
+    """The blocks of one tier: how many hold each, and in which order free ones are taken."""
+
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
@@ -35,14 +37,14 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more holder; an idle cached block comes back into use."""
+        """Count one more holder. An idle cached block comes back into use."""
         if self._ref_counts[block] == 0:
             self._unlink(block)
         self._ref_counts[block] += 1
 
     def free(self, block: int, *, cached: bool, spare: bool = False) -> None:
-        """One holder less. A block that nobody holds then is free, behind all others if its content is cached; if that
-        can be had elsewhere too, the block is `spare`: behind the other spare ones, before the cached ones."""
+        """Count one holder less. A block that nobody holds then is free, behind all others if its content is cached; if
+        that can be had elsewhere too, the block is `spare`: behind the other spare ones, before the cached ones."""
         count = self._ref_counts[block] - 1
         if count < 0:
             raise RuntimeError(f"block {block} was freed by somebody who does not hold it")
@@ -66,14 +68,14 @@ class BlockPool:
             self._link(block, before=self._next[0], cached=False)
 
     def free_blocks(self) -> Iterator[int]:
-        """The free list from head to tail."""
+        """Go through the free list from head to tail."""
         block = self._next[0]
         while block != 0:
             yield block
             block = self._next[block]
 
     def blocks_to_spare(self) -> Iterator[int]:
-        """The free list from the oldest block on that is not spare."""
+        """Go through the free list from the oldest block on that is not spare."""
         block = self._next[self._last_spare]
         while block != 0:
             yield block

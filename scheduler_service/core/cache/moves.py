@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from scheduler_service.core.block_pool import BlockPool
-from scheduler_service.core.prefix_index import Node, PrefixIndex
+from scheduler_service.core.cache.block_pool import BlockPool
+from scheduler_service.core.cache.prefix_index import Node, PrefixIndex
 
 
 class Move(NamedTuple):
+    """A block's bytes on their way, ordered by the plan of `step`."""
+
     step: int
     device_block: int
     host_block: int
@@ -21,6 +23,8 @@ class Move(NamedTuple):
 
 
 class MoveLedger:
+    """The moves that no worker has acknowledged yet, and how many it has."""
+
     def __init__(self, pool: BlockPool, host_pool: BlockPool, index: PrefixIndex) -> None:
         self._pool = pool
         self._host_pool = host_pool
@@ -37,10 +41,11 @@ class MoveLedger:
 
     @property
     def num_returning(self) -> int:
-        """Device blocks that will be free when the moves under way are done."""
+        """Count the device blocks that will be free when the moves under way are done."""
         return sum(move.is_out and self._pool.ref_count(move.device_block) == 1 for move in self._pending)
 
     def add(self, move: Move) -> None:
+        """Hold both ends of a move that a plan orders."""
         self._pool.share(move.device_block)
         self._host_pool.share(move.host_block)
         if move.node is not None:
@@ -48,7 +53,7 @@ class MoveLedger:
         self._pending.append(move)
 
     def acknowledge(self, step: int) -> None:
-        """The moves of all plans up to `step` are done."""
+        """Let go of the moves of all plans up to `step`: they are done."""
         while self._pending and self._pending[0].step <= step:
             move = self._pending.popleft()
             if move.node is not None:
@@ -61,7 +66,7 @@ class MoveLedger:
             self.num_moved_in += not move.is_out
 
     def _copied(self, move: Move, node: Node) -> None:
-        """The content is in both tiers, unless it was found to be bad and forgotten meanwhile."""
+        """Make the second copy of a content available, unless it was found to be bad and forgotten meanwhile."""
         node.is_moving = False
         if move.is_out and self._index.node_of(move.device_block) is node and not node.host_block:
             self._index.add_host_copy(node, move.host_block)

@@ -9,12 +9,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 
-from scheduler_service.core.sequence import Sequence, StepClock
+from scheduler_service.core.sequence import Sequence, StepCount
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeColumns:
-    """The decoding rows in slot order."""
+    """The decoding rows in slot order, a column for each thing that a result needs to know of them."""
 
     slots: list[int]
     sequences: list[Sequence]
@@ -25,7 +25,7 @@ class DecodeColumns:
     has_logprobs: bool
 
     def take(self, kept: list[int]) -> "DecodeColumns":
-        """Some of the rows."""
+        """Make the same columns of these rows alone."""
         return DecodeColumns(
             slots=[self.slots[i] for i in kept],
             sequences=[self.sequences[i] for i in kept],
@@ -37,13 +37,15 @@ class DecodeColumns:
         )
 
     def index_of(self, slot: int) -> int:
-        """How many rows stand before this slot."""
+        """Count the rows that stand before this slot."""
         return bisect_left(self.slots, slot)
 
 
 class DecodeBatch:
-    def __init__(self, clock: StepClock, block_size: int) -> None:
-        self._clock = clock
+    """The rows that decode in the next plan, by slot."""
+
+    def __init__(self, steps: StepCount, block_size: int) -> None:
+        self._steps = steps
         self._block_size = block_size
         self._rows: dict[int, Sequence] = {}  # by slot
         # By step. An entry counts if it is still the row's due_step.
@@ -54,31 +56,32 @@ class DecodeBatch:
         return len(self._rows)
 
     def join(self, sequence: Sequence) -> None:
-        """A row that has just sampled in the last plan made goes on by itself."""
-        sequence.join_decoding(self._clock)
-        sequence.last_step = (
-            self._clock.num_steps + sequence.max_num_tokens - sequence.num_tokens - sequence.num_in_flight
-        )
+        """Let a row that samples in the last plan made go on by itself."""
+        num_steps = self._steps.num_steps
+        sequence.join_decoding(self._steps)
+        sequence.last_step = num_steps + sequence.max_num_tokens - sequence.num_tokens - sequence.num_in_flight
         self._rows[sequence.slot] = sequence
         self._columns = None
         num_steps_in_table = len(sequence.block_table) * self._block_size - sequence.num_computed_tokens + 1
-        self._set_due(sequence, self._clock.num_steps + num_steps_in_table)
+        self._set_due(sequence, num_steps + num_steps_in_table)
 
-    def extended(self, sequence: Sequence, step: int) -> None:
-        """The plan of `step` gave a due row the block it needs in it."""
+    def got_block(self, sequence: Sequence, step: int) -> None:
+        """The plan of `step` gave a due row the block that it needs in it."""
         self._set_due(sequence, step + self._block_size)
 
     def leave(self, sequence: Sequence) -> None:
+        """Let a row no longer go on by itself."""
         del self._rows[sequence.slot]
         sequence.leave_decoding()
         sequence.due_step = 0
         self._columns = None
 
     def take_due(self, step: int) -> list[Sequence]:
-        """The rows that the plan of `step` must look at. One that left and joined again may have two entries."""
+        """Take the rows that the plan of `step` must look at. One that left and joined again may have two entries."""
         return [sequence for sequence in dict.fromkeys(self._due.pop(step, ())) if sequence.due_step == step]
 
     def columns(self) -> DecodeColumns:
+        """The columns of all rows, made anew only if a row has joined or left."""
         if self._columns is None:
             slots = sorted(self._rows)
             sequences = [self._rows[slot] for slot in slots]

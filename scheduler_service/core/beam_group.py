@@ -1,0 +1,81 @@
+"""A beam search while it runs: which row holds which beam, what they have reported, what the worker must be told."""
+
+from dataclasses import dataclass, field
+
+from scheduler_service.core.beam import BeamSearch, BeamState, BeamStep, Child
+from scheduler_service.core.epoch import Epoch
+from scheduler_service.core.plans import PlanDraft
+from scheduler_service.core.sequence import Sequence, SequenceGroup
+
+
+@dataclass(slots=True, eq=False)
+class BeamGroup:
+    """The search of a group, whose sequences are rows that beams move between, not beams."""
+
+    search: BeamSearch
+    output_ids: list[int]  # sequence ids that the hypotheses will have, best first
+    beams: list[Sequence]  # rows of the live ones, best first
+    # Candidates of the beams whose row has reported since the last selection: (token id, logprob), best first.
+    candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
+    # What the selection changed and no plan has told the worker yet.
+    forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
+    appended: list[tuple[int, int]] = field(default_factory=list)  # slot, token id
+    unborn_slots: set[int] = field(default_factory=set)  # targets of these forks that have no row yet
+
+    def report(self, beam: Sequence, candidates: list[tuple[int, float]]) -> bool:
+        """A beam's row has computed its candidates. Whether all have by now, so that `select` can choose among them."""
+        self.candidates[beam] = candidates
+        return len(self.candidates) == len(self.beams)
+
+    def select(self) -> BeamStep:
+        """Choose the beams that go on, among the candidates of all."""
+        states = [BeamState(beam.cumulative_logprob, beam.token_ids[beam.num_prompt_tokens :]) for beam in self.beams]
+        step = self.search.advance(states, [self.candidates[beam] for beam in self.beams])
+        self.candidates.clear()
+        return step
+
+    def branch(self, group: SequenceGroup, children: list[Child], epoch: Epoch) -> None:
+        """Let the group's rows hold the children: the first child of a beam stays in its row, the others move to rows
+        whose beam has none."""
+        parents = self.beams
+        used = {parents[child.parent] for child in children}
+        spare = [row for row in group.sequences if row not in used]
+        for row in spare:
+            epoch.active.pop(row, None)
+            epoch.cache.release(row)
+        self.beams = []
+        for child in children:
+            parent = row = parents[child.parent]
+            if parent in self.beams:
+                row = spare.pop(0)
+                row.token_ids = parent.token_ids.copy()
+                epoch.cache.branch(row, parent)
+                if row.slot < 0:
+                    row.slot = group.reserved_slots.pop(0)
+                    self.unborn_slots.add(row.slot)
+                self.forks.append((parent.slot, row.slot))
+            self.beams.append(row)
+        for row, child in zip(self.beams, children, strict=True):
+            row.go_on_with(child.token_id)
+            row.cumulative_logprob = child.cumulative_logprob
+            self.appended.append((row.slot, child.token_id))
+            epoch.active[row] = None
+            epoch.cache.publish(row)
+
+    def tell(self, draft: PlanDraft) -> int:
+        """Put what the last selection changed into the plan. How many rows that opens."""
+        draft.forks.extend(self.forks)
+        draft.appended_tokens.extend(self.appended)
+        num_born = len(self.unborn_slots)
+        self._forget_changes()
+        return num_born
+
+    def forget_step(self) -> None:
+        """What was reported since the last selection is lost, and what nobody was told of it."""
+        self.candidates.clear()
+        self._forget_changes()
+
+    def _forget_changes(self) -> None:
+        self.forks.clear()
+        self.appended.clear()
+        self.unborn_slots.clear()

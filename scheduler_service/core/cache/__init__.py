@@ -1,0 +1,7 @@
+"""Blocks and what they hold: who has which, which content can be found again, what is on its way between the tiers."""
+
+from scheduler_service.core.cache.block_pool import BlockPool
+from scheduler_service.core.cache.moves import Move, MoveLedger
+from scheduler_service.core.cache.prefix_index import Node, PrefixIndex, RootKey
+
+__all__ = ["BlockPool", "Move", "MoveLedger", "Node", "PrefixIndex", "RootKey"]

@@ -1,0 +1,346 @@
+"""The life of every request, from its arrival to its end: the one place that changes the state of a group.
+
+    waiting ──▶ running                     it begins, with nothing to load
+    waiting ──▶ swapping_in ──▶ running     it begins with blocks that the host has
+    running ──▶ swapping_out ──▶ swapped    it is preempted, and what it has computed is kept on the host
+    swapped ──▶ swapping_in ──▶ running     it goes on
+    any     ──▶ waiting                     what it has computed is lost
+    any     ──▶ finished
+
+Where a group stands follows from its state, and both change in one function, `_enter`. Questions about the scheduler
+are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts that it is made of have it do something.
+"""
+
+from dataclasses import dataclass
+
+from scheduler_service.core.beam import BeamSearch
+from scheduler_service.core.beam_group import BeamGroup
+from scheduler_service.core.cache import RootKey
+from scheduler_service.core.epoch import Epoch
+from scheduler_service.core.plans import PlanDraft
+from scheduler_service.core.policy import Policy
+from scheduler_service.core.quarantine import Quarantine
+from scheduler_service.core.request import EndReason, Hypothesis, Request, SequenceEnd, TokenOutputs
+from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, SequenceGroup
+from scheduler_service.core.waiting_queue import WaitingQueue
+
+# Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
+QUEUED = (GroupState.WAITING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
+SWAPPED = (GroupState.SWAPPING_OUT, GroupState.SWAPPED)
+# Ends of samples whose content may serve others.
+_COMPLETE = (EndReason.STOP, EndReason.LENGTH)
+
+
+@dataclass(slots=True)
+class Counters:
+    """How often things have happened since start, in the words of `SchedulerStats`."""
+
+    num_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_host_cached_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_moved_blocks_out: int = 0  # of earlier epochs
+    num_moved_blocks_in: int = 0
+
+
+class Lifecycle:
+    """All groups, the places where they stand, and the epoch they run in."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._model_digest = b""  # of the worker that is there or was there last
+        self._num_arrivals = 0
+        self._num_sequences = 0
+        self.epoch: Epoch | None = None
+        self.groups: dict[tuple[str, str], SequenceGroup] = {}  # by tenant and request id
+        self.samples: dict[int, Sequence] = {}  # by sequence id
+        self.num_tenant_requests: dict[str, int] = {}
+        self.waiting = WaitingQueue(policy)
+        self.running = GroupQueue()
+        self.unopened: dict[SequenceGroup, None] = {}  # those that run, and have sequences without a row
+        self.swapped: dict[SequenceGroup, None] = {}  # out, or on their way out; these wait too
+        self.loading: dict[SequenceGroup, None] = {}  # blocks of theirs are on their way in
+        self.quarantine = Quarantine()
+        self.counters = Counters()
+
+    def _enter(self, group: SequenceGroup, state: GroupState) -> None:
+        """Change a group's state, and where it stands by it."""
+        before, group.state = group.state, state
+        if before in QUEUED and state not in QUEUED:
+            self.waiting.remove(group)
+        if before is GroupState.RUNNING:
+            self.running.remove(group)
+            self.unopened.pop(group, None)
+        elif before is GroupState.SWAPPING_IN:
+            del self.loading[group]
+        elif before in SWAPPED and state not in SWAPPED:
+            del self.swapped[group]
+        if state is GroupState.RUNNING:
+            self.running.add(group)
+        elif state is GroupState.SWAPPING_IN:
+            self.loading[group] = None
+        elif state in SWAPPED:
+            self.swapped[group] = None
+        if state in QUEUED and before not in QUEUED:
+            self.waiting.add(group)
+
+    # Arrival
+
+    def add(self, request: Request, now: float) -> list[int]:
+        """Queue a request; the ids of its outputs, one per sample or hypothesis."""
+        self._num_arrivals += 1
+        keys = self._policy.key(request, self._num_arrivals), self._policy.running_key(request, self._num_arrivals)
+        group = SequenceGroup(request, *keys, now)
+        group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
+        output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]
+        if request.beam is not None:
+            stop_token_ids = frozenset(request.sampling.stop_token_ids)
+            search = BeamSearch(request.beam, stop_token_ids, request.sampling.min_tokens, request.max_tokens)
+            group.beam = BeamGroup(search, output_ids, beams=group.sequences[:1])
+        else:
+            self.samples.update((sequence.sequence_id, sequence) for sequence in group.sequences)
+        group.num_unfinished = len(group.sequences)
+        self.groups[request.tenant, request.request_id] = group
+        num_requests = self.num_tenant_requests.get(request.tenant, 0)
+        self.num_tenant_requests[request.tenant] = num_requests + 1
+        self._policy.arrived(request.tenant, num_requests == 0)
+        self.waiting.add(group)
+        return output_ids
+
+    def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
+        request = group.request
+        self._num_sequences += 1
+        sequence = Sequence(
+            sequence_id=self._num_sequences - 1,
+            group=group,
+            sample_index=sample_index,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
+            root_key=RootKey(request.tenant, request.cache_salt, self._model_digest),
+            stop_token_ids=frozenset(request.sampling.stop_token_ids),
+            num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
+            is_gated=request.beam is not None,
+        )
+        sequence.start_from(0)
+        return sequence
+
+    # On the worker
+
+    def next_waiting(self) -> SequenceGroup | None:
+        """Choose the group that is next to run, for the first time or again."""
+        if self.quarantine.is_empty:
+            return self.waiting.next(lambda group: True)
+        return next((group for group in self.waiting if self.quarantine.admits(group)), None)
+
+    @property
+    def is_anybody_served(self) -> bool:
+        """Whether some group has blocks on the device, or will have them soon."""
+        return bool(len(self.running) or self.loading)
+
+    def first_scheduled(self, sequence: Sequence, num_host_tokens: int, now: float) -> None:
+        """A sequence has got its blocks. Only the first time counts."""
+        if sequence.first_scheduled_at is not None:
+            return
+        sequence.first_scheduled_at = now
+        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        self.counters.num_prompt_tokens += sequence.num_prompt_tokens
+        self.counters.num_cached_prompt_tokens += sequence.num_cached_tokens
+        self.counters.num_host_cached_prompt_tokens += num_host_tokens
+        tenant = sequence.group.request.tenant
+        self._policy.charge(tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
+
+    def load(self, group: SequenceGroup, step: int) -> None:
+        """The plan of `step` orders moves to the device that a waiting group must await."""
+        self._enter(group, GroupState.SWAPPING_IN)
+        group.moved_step = step
+
+    def run(self, group: SequenceGroup, sequences: list[Sequence], epoch: Epoch, draft: PlanDraft) -> None:
+        """Open the rows of these sequences, whose blocks are there."""
+        self._enter(group, GroupState.RUNNING)
+        group.resume(draft.now)
+        for sequence in sequences:
+            epoch.open_row(sequence, draft)
+        if group.beam is None:
+            epoch.give_back_reserved(group)
+        if group.unopened_sequences:
+            self.unopened[group] = None
+
+    def moved(self, step: int) -> None:
+        """The moves of all plans up to `step` are done."""
+        for group in self.swapped:
+            if group.moved_step <= step:
+                self._enter(group, GroupState.SWAPPED)
+
+    def preempt(self, group: SequenceGroup, epoch: Epoch, draft: PlanDraft) -> None:
+        """Take the blocks of a running group: it will be swapped in, or computed again, whichever is cheaper."""
+        draft.has_preempted = True
+        num_blocks, num_host_blocks = epoch.cache.num_swap_blocks(group)
+        swaps = (
+            num_blocks > 0
+            and num_host_blocks <= epoch.cache.host_pool.num_free
+            and epoch.cost.prefers_swap(num_blocks, num_blocks * epoch.cache.block_size)
+        )
+        if not swaps:
+            self.discard(group, epoch, draft.now)
+            return
+        self.counters.num_swap_preemptions += 1
+        self._interrupt(group, epoch, draft.now)
+        moves = epoch.cache.swap_out(group, draft.step)
+        draft.swaps_out.extend(moves)
+        epoch.vacate_group(group)
+        group.moved_step = draft.step if moves else 0
+        self._enter(group, GroupState.SWAPPING_OUT if moves else GroupState.SWAPPED)
+
+    def discard(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
+        """Take everything that a group has on the worker, in whatever state: it will be computed again."""
+        self._interrupt(group, epoch, now)
+        epoch.forget(group)
+        self._enter(group, GroupState.WAITING)
+
+    def _interrupt(self, group: SequenceGroup, epoch: Epoch, now: float) -> None:
+        self.counters.num_preemptions += 1
+        group.num_preemptions += 1
+        group.pause(now)
+        group.resume_step = epoch.num_steps
+        epoch.rewind(group)
+
+    def lost_its_swap(self, group: SequenceGroup) -> None:
+        """What was swapped of a group has ended meanwhile: the rest of it begins as if it were new."""
+        self._enter(group, GroupState.WAITING)
+
+    # The worker
+
+    def join_worker(self, epoch: Epoch) -> None:
+        """A worker is there, with nothing in its cache."""
+        self.epoch = epoch
+        self._model_digest = epoch.capacity.model_digest
+        for group in self.groups.values():
+            for sequence in group.sequences:
+                sequence.root_key = sequence.root_key._replace(model_digest=self._model_digest)
+
+    def lose_worker(self, epoch: Epoch, now: float) -> list[SequenceGroup]:
+        """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem
+        to have crashed it, and must end."""
+        self.epoch = None
+        self.counters.num_moved_blocks_out += epoch.cache.moves.num_moved_out
+        self.counters.num_moved_blocks_in += epoch.cache.moves.num_moved_in
+        for group in self.groups.values():
+            if group.state not in QUEUED:
+                group.pause(now)
+            group.reset()
+            self._enter(group, GroupState.WAITING)
+        dispatched = {group for dispatch in epoch.unacknowledged for group in dispatch.groups()}
+        return self.quarantine.crashed(group for group in dispatched if not group.is_finished)
+
+    # Ends
+
+    def end(
+        self,
+        sequence: Sequence,
+        reason: EndReason,
+        outputs: TokenOutputs,
+        *,
+        num_output_tokens: int | None = None,
+        stop_token_id: int | None = None,
+        message: str = "",
+    ) -> None:
+        """A sample ends with its first so many tokens, by default all, and its request with the last sample. What is on
+        its way no longer counts."""
+        group, epoch = sequence.group, self.epoch
+        if epoch is not None:
+            has_row = sequence.slot >= 0
+            if has_row and reason in _COMPLETE:
+                epoch.cache.publish(sequence)
+            epoch.drop(sequence)
+            if has_row:
+                epoch.vacate(sequence)
+            epoch.cache.release(sequence)
+        if num_output_tokens is not None:
+            del sequence.token_ids[sequence.num_prompt_tokens + num_output_tokens :]
+        self.charge(sequence)
+        sequence.is_finished = True
+        del self.samples[sequence.sequence_id]
+        end = _sequence_end(sequence, sequence.sequence_id, reason, sequence.num_output_tokens, stop_token_id, message)
+        outputs.ended.append(end)
+        group.num_unfinished -= 1
+        if group.num_unfinished == 0:
+            self._leave(group)
+
+    def end_search(self, group: SequenceGroup, beam: BeamGroup, outputs: TokenOutputs) -> None:
+        """A beam search is done: its best hypotheses are its outputs."""
+        first = group.sequences[0]
+        best = beam.search.best(len(beam.output_ids))
+        for sequence_id, found in zip(beam.output_ids, best, strict=False):
+            outputs.hypotheses.append(Hypothesis(sequence_id, found.token_ids, found.cumulative_logprob))
+            reason = EndReason.LENGTH if found.stop_token_id is None else EndReason.STOP
+            outputs.ended.append(_sequence_end(first, sequence_id, reason, len(found.token_ids), found.stop_token_id))
+        for sequence_id in beam.output_ids[len(best) :]:  # a vocabulary smaller than the beam
+            outputs.ended.append(_sequence_end(first, sequence_id, EndReason.LENGTH, 0))
+        self._leave(group)
+
+    def end_group(self, group: SequenceGroup, reason: EndReason, outputs: TokenOutputs, *, message: str = "") -> None:
+        """Every sequence of a group ends, whatever it does."""
+        if group.beam is None:
+            for sequence in group.live_sequences:
+                self.end(sequence, reason, outputs, message=message)
+            return
+        if self.epoch is not None:
+            for sequence in group.sequences:
+                self.epoch.drop(sequence)
+        for sequence_id in group.beam.output_ids:
+            outputs.ended.append(_sequence_end(group.sequences[0], sequence_id, reason, 0, message=message))
+        self._leave(group)
+
+    def _leave(self, group: SequenceGroup) -> None:
+        """The group's last sequence has ended: nothing remembers it."""
+        tenant = group.request.tenant
+        if self.epoch is not None:
+            self.epoch.forget(group)
+        self._enter(group, GroupState.FINISHED)
+        group.dissolve()
+        del self.groups[tenant, group.request.request_id]
+        self.quarantine.cleared(group)
+        self.num_tenant_requests[tenant] -= 1
+        if not self.num_tenant_requests[tenant]:
+            del self.num_tenant_requests[tenant]
+            self._policy.left(tenant)
+
+    def charge(self, sequence: Sequence) -> None:
+        """Tell the policy of a sample's output since the last time."""
+        if not self._policy.ranks_tenants:
+            return
+        num_tokens = sequence.num_output_tokens - sequence.num_charged_tokens
+        if num_tokens > 0:
+            sequence.num_charged_tokens += num_tokens
+            self._policy.charge(sequence.group.request.tenant, 0, num_tokens)
+
+    def charge_search(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Count the tokens that the beams of a search go on with, and tell the policy of them."""
+        self.counters.num_generation_tokens += num_tokens
+        self._policy.charge(group.request.tenant, 0, num_tokens)
+
+
+def _sequence_end(
+    sequence: Sequence,
+    sequence_id: int,
+    reason: EndReason,
+    num_output_tokens: int,
+    stop_token_id: int | None = None,
+    message: str = "",
+) -> SequenceEnd:
+    return SequenceEnd(
+        sequence_id=sequence_id,
+        reason=reason,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_output_tokens=num_output_tokens,
+        stop_token_id=stop_token_id,
+        message=message,
+        arrived_at=sequence.group.arrived_at,
+        first_scheduled_at=sequence.first_scheduled_at,
+        first_token_at=sequence.first_token_at,
+        pauses=tuple(sequence.group.pauses),
+    )

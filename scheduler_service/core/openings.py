@@ -1,0 +1,130 @@
+"""Who gets rows on the worker in a plan: groups whose blocks have come in, samples beside the first, waiting groups."""
+
+from scheduler_service.core.cache_manager import Allocation
+from scheduler_service.core.epoch import Epoch
+from scheduler_service.core.lifecycle import Lifecycle
+from scheduler_service.core.plans import PlanDraft
+from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
+
+
+class Openings:
+    """For one epoch."""
+
+    def __init__(self, state: Lifecycle, epoch: Epoch) -> None:
+        self._state = state
+        self._epoch = epoch
+        # The waiting group that last lacked blocks, and how many were free: until more are, nobody need look again.
+        self._lacking: tuple[SequenceGroup | None, int] = (None, 0)
+
+    def open_loaded(self, draft: PlanDraft) -> None:
+        """Open the rows of the groups whose blocks have come in."""
+        epoch = self._epoch
+        loaded = [group for group in self._state.loading if group.moved_step <= epoch.last_moved_step]
+        for group in sorted(loaded, key=lambda group: group.order):
+            rows = [sequence for sequence in group.live_sequences if sequence.block_table]
+            self._state.run(group, rows, epoch, draft)
+
+    # Samples beside the first
+
+    def open_siblings(self, draft: PlanDraft) -> bool:
+        """Open the other sequences of groups whose prompt is computed. False if one had no room: nobody is admitted
+        before it."""
+        state, epoch = self._state, self._epoch
+        for group in sorted(state.unopened, key=lambda group: group.order):
+            if group not in state.unopened:  # it has just given way
+                continue
+            for sequence in group.unopened_sequences:
+                relatives = [row for row in group.open_sequences if row.forkable_from]
+                if group.open_sequences and not any(row.forkable_from <= draft.step for row in relatives):
+                    break
+                while not self._open_sibling(sequence, relatives, draft):
+                    # Groups that wait for siblings hold on to blocks: when nothing else happens, the last gives way.
+                    if not (draft.is_empty and epoch.is_idle) or state.running.last() is group:
+                        return False
+                    state.preempt(state.running.last(), epoch, draft)
+            else:
+                del state.unopened[group]
+        return True
+
+    def _open_sibling(self, sequence: Sequence, relatives: list[Sequence], draft: PlanDraft) -> bool:
+        """Open a sample from the prompt of a relative, or from what is cached, whichever is more."""
+        epoch, cache, group = self._epoch, self._epoch.cache, sequence.group
+        has_slot = bool(group.reserved_slots) or epoch.slots.num_free > 0
+        if not has_slot or draft.num_free_tokens <= 0 or not draft.can_open(sequence):
+            return False
+        match = cache.match(sequence).without_host()
+        relative = next((row for row in relatives if row.forkable_from <= draft.step), None)
+        if relative is not None and cache.num_forked_tokens(sequence, relative) <= match.num_blocks * cache.block_size:
+            relative = None
+        num_blocks = (
+            cache.num_opening_blocks(sequence, match) if relative is None else cache.num_fork_blocks(sequence, relative)
+        )
+        is_alone = epoch.num_rows == len(group.open_sequences) and not self._state.loading
+        is_alone = is_alone or (draft.is_empty and epoch.is_idle)
+        if cache.can_allocate(num_blocks, 0, alone=is_alone) is not Allocation.OK:
+            return False
+        if relative is not None:
+            draft.copies.extend(cache.fork(sequence, relative))
+        else:
+            cache.open(sequence, match, draft.step)
+        self._state.first_scheduled(sequence, 0, draft.now)
+        epoch.open_row(sequence, draft)
+        return True
+
+    # Waiting groups
+
+    def admit(self, draft: PlanDraft) -> bool:
+        """Start the next waiting group, or bring it back, if that is possible now."""
+        state, group = self._state, self._state.next_waiting()
+        if group is None or draft.num_free_tokens <= 0 or self._epoch.last_acknowledged_step < group.resume_step:
+            return False
+        if group.state is GroupState.SWAPPED and any(sequence.host_table for sequence in group.live_sequences):
+            return self._swap_in(group, draft)
+        if group.state is GroupState.SWAPPED:
+            state.lost_its_swap(group)
+        return group.state is GroupState.WAITING and self._start(group, draft)
+
+    def _start(self, group: SequenceGroup, draft: PlanDraft) -> bool:
+        """Give the first sequence of a group its blocks, and all the slots it needs at once."""
+        state, epoch, cache, sequence = self._state, self._epoch, self._epoch.cache, group.unopened_sequences[0]
+        if epoch.slots.num_free < group.num_first_slots or not draft.can_open(sequence):
+            return False
+        is_alone = not state.is_anybody_served
+        if not is_alone and self._lacking[0] is group and cache.pool.num_free <= self._lacking[1]:
+            return False
+        match = epoch.match(sequence)
+        if match is None:
+            return False
+        num_blocks = cache.num_opening_blocks(sequence, match)
+        num_most_blocks = cache.num_most_blocks(group.request)
+        if cache.can_allocate(num_blocks, num_most_blocks, alone=is_alone) is not Allocation.OK:
+            self._lacking = (group, cache.pool.num_free)
+            return False
+        loads = cache.open(sequence, match, draft.step)
+        epoch.reserve_slots(group, group.num_first_slots)
+        state.first_scheduled(sequence, len(match.host) * cache.block_size, draft.now)
+        if loads:
+            draft.swaps_in.extend(loads)
+            state.load(group, draft.step)
+        else:
+            state.run(group, [sequence], epoch, draft)
+        return True
+
+    def _swap_in(self, group: SequenceGroup, draft: PlanDraft) -> bool:
+        """Order a swapped group's blocks back, if there is room for it to run on."""
+        state, epoch, cache = self._state, self._epoch, self._epoch.cache
+        rows = [sequence for sequence in group.live_sequences if sequence.host_table]
+        num_slots = max(len(rows), group.num_first_slots)
+        num_blocks = cache.num_swapped_blocks(group) + sum(
+            max(0, cache.num_blocks_for(row.num_tokens) - len(row.host_table)) for row in rows
+        )
+        if epoch.slots.num_free < num_slots:
+            return False
+        if cache.can_allocate(num_blocks, 0, alone=not state.is_anybody_served) is not Allocation.OK:
+            return False
+        draft.swaps_in.extend(cache.swap_in(group, draft.step))
+        epoch.reserve_slots(group, num_slots)
+        for row in rows:
+            row.start_from(min(row.num_computed_tokens, row.num_tokens - 1))
+        state.load(group, draft.step)
+        return True

@@ -1,0 +1,192 @@
+"""The scheduler's record of a plan it sent, and how a result is read through it.
+
+A result's rows are resolved here and never by slot alone: by the time it arrives, a slot may have a new owner.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
+
+from scheduler_service.core.plan import Candidates, Logprobs, RowStatus, StepResult
+from scheduler_service.core.plans.decode_batch import DecodeColumns
+from scheduler_service.core.request import TokenLogprobs
+from scheduler_service.core.sequence import Sequence, SequenceGroup
+
+
+class WorkerProtocolError(Exception):
+    """The worker broke the protocol. The session must end."""
+
+
+class PlannedRow(NamedTuple):
+    """A row that was planned by itself: `sequence` computes positions [start, start + num_tokens) in `slot`."""
+
+    slot: int
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    num_tokens_next: int  # what the worker does with it in the next step unless told otherwise
+    num_prompt_logprobs: int  # positions whose prompt log-probabilities the result brings
+
+
+_slot = attrgetter("slot")
+
+
+@dataclass(slots=True)
+class Dispatch:
+    """A plan whose result is not here yet. `dropped` are sequences whose rows in it no longer count."""
+
+    step: int
+    rows: tuple[PlannedRow, ...]  # in the order they were planned: producers of shared blocks before consumers
+    columns: DecodeColumns
+    began_block: tuple[Sequence, ...]  # decoding rows whose block before is full when the result is here
+    num_tokens: int
+    num_prompt_tokens: int
+    has_moves: bool
+    dropped: set[Sequence] = field(default_factory=set)
+
+    def sampling_rows(self) -> list[PlannedRow]:
+        """The rows that were planned one by one and sample, in slot order."""
+        return sorted([row for row in self.rows if row.samples], key=_slot)
+
+    def groups(self) -> set[SequenceGroup]:
+        """The groups that compute something in it."""
+        return {row.sequence.group for row in self.rows} | {sequence.group for sequence in self.columns.sequences}
+
+
+class SampledRow(NamedTuple):
+    """What came of a row. One that is OK has a token, or candidates for one."""
+
+    sequence: Sequence
+    status: RowStatus
+    token_id: int = -1
+    logprobs: TokenLogprobs | None = None
+    candidates: list[tuple[int, float]] | None = None  # (token id, logprob), most likely first
+
+
+class ResolvedResult(NamedTuple):
+    """A result whose rows are known. Decoding rows stand in `decoded` where nothing is to be said of them but their
+    token."""
+
+    samples: list[SampledRow]
+    decoded: list[int]  # token ids of the columns' rows; empty if these stand in samples
+    prompt_logprobs: list[tuple[PlannedRow, list[TokenLogprobs]]]
+
+
+def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> ResolvedResult:
+    """Resolve every row. Raises WorkerProtocolError if the columns do not fit the plan."""
+    prompt_logprobs = list(_read_prompt_logprobs(dispatch, result, vocab_size))
+    rows = dispatch.sampling_rows()
+    num_rows = len(rows) + len(dispatch.columns.slots)
+    if result.statuses and len(result.statuses) != num_rows:
+        raise WorkerProtocolError(
+            f"step {dispatch.step} samples {num_rows} rows, but has {len(result.statuses)} statuses"
+        )
+    token_ids = result.token_ids
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise WorkerProtocolError(f"step {dispatch.step} yields a token outside the vocabulary of {vocab_size}")
+    if result.statuses or dispatch.columns.has_logprobs:
+        everybody = _merge(rows, dispatch.columns)
+        return ResolvedResult(_read_samples(dispatch, everybody, token_ids, result, vocab_size), [], prompt_logprobs)
+    choosing = [row for row in rows if row.sequence.group.request.sampling.num_candidates is None]
+    positions = [dispatch.columns.index_of(row.slot) + i for i, row in enumerate(choosing)]
+    _check_count(dispatch.step, len(dispatch.columns.slots) + len(positions), len(token_ids))
+    decoded = list(token_ids)
+    chosen = tuple(reversed([decoded.pop(position) for position in reversed(positions)]))
+    samples = _read_samples(dispatch, [row.sequence for row in rows], chosen, result, vocab_size)
+    return ResolvedResult(samples, decoded, prompt_logprobs)
+
+
+def _merge(rows: list[PlannedRow], columns: DecodeColumns) -> list[Sequence]:
+    """Put both kinds of rows in slot order."""
+    pairs = [(row.slot, row.sequence) for row in rows]
+    pairs.extend(zip(columns.slots, columns.sequences, strict=True))
+    return [sequence for _, sequence in sorted(pairs, key=itemgetter(0))]
+
+
+def _check_count(step: int, num_expected: int, num_tokens: int) -> None:
+    if num_expected != num_tokens:
+        raise WorkerProtocolError(f"step {step} chooses {num_expected} tokens, its result has {num_tokens}")
+
+
+def _read_samples(
+    dispatch: Dispatch, sequences: list[Sequence], token_ids: tuple[int, ...], result: StepResult, vocab_size: int
+) -> list[SampledRow]:
+    """Cut the columns into rows: `sequences` are those of the rows in slot order, `token_ids` and the other columns of
+    the result are theirs."""
+    statuses = result.statuses or (RowStatus.OK,) * len(sequences)
+    pairs = list(zip(sequences, statuses, strict=True))
+    wanted = [sequence.group.request.sampling for sequence, status in pairs if status is RowStatus.OK]
+    choosing = [sampling.num_logprobs for sampling in wanted if sampling.num_candidates is None]
+    _check_count(dispatch.step, len(choosing), len(token_ids))
+    tokens = iter(token_ids)
+    reported = [(token, num_top) for token, num_top in zip(token_ids, choosing, strict=True) if num_top is not None]
+    logprobs = iter(_read_logprobs(result.logprobs, reported, vocab_size))
+    counts = [sampling.num_candidates for sampling in wanted if sampling.num_candidates is not None]
+    candidates = iter(_read_candidates(result.candidates, counts, vocab_size))
+    samples = []
+    for sequence, status in pairs:
+        sampling = sequence.group.request.sampling
+        if status is not RowStatus.OK:
+            samples.append(SampledRow(sequence, status))
+        elif sampling.num_candidates is not None:
+            samples.append(SampledRow(sequence, status, candidates=next(candidates)))
+        else:
+            entry = None if sampling.num_logprobs is None else next(logprobs)
+            samples.append(SampledRow(sequence, status, next(tokens), entry))
+    return samples
+
+
+def _read_prompt_logprobs(
+    dispatch: Dispatch, result: StepResult, vocab_size: int
+) -> Iterator[tuple[PlannedRow, list[TokenLogprobs]]]:
+    """Find the rows whose step computed prompt log-probabilities, each with one entry per position from its start
+    on."""
+    expected = sorted((row for row in dispatch.rows if row.num_prompt_logprobs > 0), key=_slot)
+    if len(expected) != len(result.prompt_logprobs):
+        raise WorkerProtocolError(
+            f"step {dispatch.step} owes prompt log-probabilities of {len(expected)} rows, not "
+            f"{len(result.prompt_logprobs)}"
+        )
+    for row, chunk in zip(expected, result.prompt_logprobs, strict=True):
+        if (chunk.slot, chunk.first_position) != (row.slot, row.start + 1):
+            raise WorkerProtocolError(
+                f"prompt log-probabilities are of slot {chunk.slot} from {chunk.first_position}, not of slot "
+                f"{row.slot} from {row.start + 1}"
+            )
+        num_top = row.sequence.num_prompt_logprobs
+        assert num_top is not None
+        first = row.start + 1
+        token_ids = row.sequence.token_ids[first : first + row.num_prompt_logprobs]
+        yield row, _read_logprobs(chunk.logprobs, [(token_id, num_top) for token_id in token_ids], vocab_size)
+
+
+def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size: int) -> list[TokenLogprobs]:
+    """Cut the columns into entries of `tokens`: (token id, how many of the most likely ones were asked for beside
+    it)."""
+    num_tops = [min(num_top, vocab_size) for _, num_top in tokens]
+    num_top_tokens = sum(num_tops)
+    if not (
+        len(columns.chosen) == len(columns.ranks) == len(tokens)
+        and len(columns.top_token_ids) == len(columns.top_logprobs) == num_top_tokens
+    ):
+        raise WorkerProtocolError(f"the columns of log-probabilities are not those of {len(tokens)} tokens")
+    top = zip(columns.top_token_ids, columns.top_logprobs, strict=True)
+    return [
+        TokenLogprobs(token_id, logprob, rank, tuple(islice(top, num_top)))
+        for (token_id, _), num_top, logprob, rank in zip(tokens, num_tops, columns.chosen, columns.ranks, strict=True)
+    ]
+
+
+def _read_candidates(columns: Candidates, counts: list[int], vocab_size: int) -> list[list[tuple[int, float]]]:
+    """Cut the columns into rows, of which each was asked for so many candidates."""
+    counts = [min(count, vocab_size) for count in counts]
+    num_candidates = sum(counts)
+    if not len(columns.token_ids) == len(columns.logprobs) == num_candidates:
+        raise WorkerProtocolError(f"the columns of candidates have not the {num_candidates} entries that they should")
+    if counts and not 0 <= min(columns.token_ids) <= max(columns.token_ids) < vocab_size:
+        raise WorkerProtocolError(f"a candidate is outside the vocabulary of {vocab_size}")
+    pairs = zip(columns.token_ids, columns.logprobs, strict=True)
+    return [list(islice(pairs, count)) for count in counts]

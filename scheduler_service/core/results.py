@@ -1,0 +1,135 @@
+"""What becomes of a step's result: tokens that continue their samples, candidates of beams, rows that failed."""
+
+from scheduler_service.core.epoch import Epoch
+from scheduler_service.core.lifecycle import Lifecycle
+from scheduler_service.core.plan import RowStatus
+from scheduler_service.core.plans import Dispatch, PlannedRow, SampledRow
+from scheduler_service.core.request import EndReason, TokenLogprobs, TokenOutputs
+from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
+
+# How a request ends of which the worker could not compute a row.
+_FAILURES = {
+    RowStatus.NAN_LOGITS: (EndReason.NAN_LOGITS, "the model's logits are not numbers"),
+    RowStatus.OUT_OF_MEMORY: (
+        EndReason.OUT_OF_MEMORY,
+        "the worker's memory does not suffice to compute this request, even alone and a token at a time: shorten it, "
+        "or lower the worker's --gpu-memory-utilization",
+    ),
+}
+
+
+class Results:
+    """Turns what the rows of a plan yielded into outputs and ends."""
+
+    def __init__(self, state: Lifecycle) -> None:
+        self._state = state
+
+    def take_prompt_logprobs(self, row: PlannedRow, entries: list[TokenLogprobs], outputs: TokenOutputs) -> None:
+        """Hand on those entries of a row that nobody has had yet."""
+        sequence = row.sequence
+        new = entries[max(0, sequence.num_prompt_logprobs_sent - row.start) :]
+        if new:
+            sequence.num_prompt_logprobs_sent += len(new)
+            outputs.prompt_logprobs.setdefault(sequence.sequence_id, []).extend(new)
+
+    def take_failures(
+        self, epoch: Epoch, dispatch: Dispatch, samples: list[SampledRow], outputs: TokenOutputs, now: float
+    ) -> None:
+        """End the requests whose rows were not computed, or whose logits are not numbers, and have whatever was
+        computed on top of their blocks redone. Blocks are no better if the sequence has ended by itself meanwhile."""
+        failed = {sample.sequence: sample.status for sample in samples if sample.status is not RowStatus.OK}
+        if not failed:
+            return
+        # Who wrote a shared block was planned before those who matched it: the cause is found before its consequences.
+        planned = {row.sequence: i for i, row in enumerate(dispatch.rows)}
+        for sequence in sorted(failed, key=lambda sequence: planned.get(sequence, -1)):
+            if sequence.has_failed:
+                continue
+            # One that was preempted, and computes this row again, may do better; what it wrote is bad all the same.
+            group, ends = sequence.group, not sequence.is_finished and sequence not in dispatch.dropped
+            written = group.sequences if ends else [sequence]
+            for bad in written:
+                # Others may write the same content before its next row comes back.
+                bad.has_failed = ends or bad.is_finished
+                epoch.cache.unpublish(bad)
+            for other in list(self._state.groups.values()):
+                if (other is not group or not ends) and any(
+                    epoch.cache.stands_on(row, bad) for row in other.sequences for bad in written
+                ):
+                    self._redo(epoch, other, now)
+            if ends:
+                reason, message = _FAILURES[failed[sequence]]
+                self._state.end_group(group, reason, outputs, message=message)
+
+    def _redo(self, epoch: Epoch, group: SequenceGroup, now: float) -> None:
+        """Have a group computed again: what it has computed is bad, and so are its samples on their way."""
+        for sequence in group.sequences:
+            epoch.drop(sequence)
+        if group.state is GroupState.WAITING:
+            group.resume_step = epoch.num_steps
+        else:
+            self._state.discard(group, epoch, now)
+
+    def take_sample(self, epoch: Epoch, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
+        """Take the token, or the candidates for one, of a row that was planned by itself."""
+        sequence, token_id = sample.sequence, sample.token_id
+        self._state.quarantine.cleared(sequence.group)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = now
+        if sample.candidates is not None:
+            self._take_candidates(epoch, sequence, sample.candidates, outputs)
+            return
+        self._state.counters.num_generation_tokens += 1
+        sequence.token_ids.append(token_id)
+        outputs.sequence_ids.append(sequence.sequence_id)
+        outputs.token_ids.append(token_id)
+        if sample.logprobs is not None:
+            outputs.logprobs[sequence.sequence_id] = sample.logprobs
+        if token_id in sequence.stop_token_ids and _may_stop(sequence):
+            self._state.end(sequence, EndReason.STOP, outputs, stop_token_id=token_id)
+        elif sequence.num_tokens >= sequence.max_num_tokens:
+            self._state.end(sequence, EndReason.LENGTH, outputs)
+        elif sequence.slot >= 0:
+            epoch.cache.publish(sequence)
+
+    def _take_candidates(
+        self, epoch: Epoch, sequence: Sequence, candidates: list[tuple[int, float]], outputs: TokenOutputs
+    ) -> None:
+        """Take what a beam's row has reported. Once all have, the search goes on with the best, or is done."""
+        group, beam = sequence.group, sequence.group.beam
+        assert beam is not None
+        sequence.forget_in_flight()
+        if not beam.report(sequence, candidates):
+            return
+        step = beam.select()
+        if step.is_done:
+            self._state.end_search(group, beam, outputs)
+            return
+        self._state.charge_search(group, len(step.children))
+        beam.branch(group, step.children, epoch)
+
+    def take_decoded(self, dispatch: Dispatch, token_ids: list[int], outputs: TokenOutputs) -> None:
+        """Take one token for each decoding row. This is the hot loop of the scheduler: it looks at nothing but the
+        token and its stop set."""
+        columns, quarantine = dispatch.columns, self._state.quarantine
+        if not token_ids:
+            return
+        if dispatch.dropped or quarantine.has_charges:
+            kept = [i for i, sequence in enumerate(columns.sequences) if sequence not in dispatch.dropped]
+            columns, token_ids = columns.take(kept), [token_ids[i] for i in kept]
+            for sequence in columns.sequences:
+                quarantine.cleared(sequence.group)
+        for output, token_id in zip(columns.token_lists, token_ids, strict=True):
+            output.append(token_id)
+        self._state.counters.num_generation_tokens += len(token_ids)
+        outputs.sequence_ids.extend(columns.sequence_ids)
+        outputs.token_ids.extend(token_ids)
+        if columns.any_stop.isdisjoint(token_ids):
+            return
+        for i in [i for i, stops in enumerate(columns.stop_sets) if token_ids[i] in stops]:
+            if _may_stop(columns.sequences[i]):
+                self._state.end(columns.sequences[i], EndReason.STOP, outputs, stop_token_id=token_ids[i])
+
+
+def _may_stop(sequence: Sequence) -> bool:
+    return sequence.num_output_tokens > sequence.group.request.sampling.min_tokens
