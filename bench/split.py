@@ -85,6 +85,26 @@ def fields(value) -> dict:
     return {name: getattr(value, name) for name in value.__slots__}
 
 
+class EndCounter:
+    """Receives what comes of many requests, and waits for their ends alone."""
+
+    outlet = None
+    label = 0
+
+    def __init__(self, num_requests: int) -> None:
+        self._num_open = num_requests
+        self.has_all = asyncio.Event()
+
+    def deliver(self, delta) -> None:
+        if delta.end is not None:
+            self._num_open -= 1
+            if not self._num_open:
+                self.has_all.set()
+
+    def fail(self, code: int, message: str, field: str = "") -> None:
+        raise RuntimeError(f"a step loop refuses at once: {message}")
+
+
 class NoObserver:
     """An observer that keeps no metrics: both arms do without them."""
 
@@ -154,17 +174,10 @@ async def run_injected(arguments, arm) -> None:
     stepping = asyncio.create_task(step_loop.run())
 
     async def round_of(index: int) -> None:
-        done, ended = asyncio.Event(), []
-
-        def deliver(delta) -> None:
-            if delta.end is not None:
-                ended.append(delta.end)
-                if len(ended) == arguments.num_seqs:
-                    done.set()
-
+        receiver = EndCounter(arguments.num_seqs)
         for i, prompt in enumerate(prompts(arguments, index)):
-            step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), deliver)
-        await done.wait()
+            step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), receiver)
+        await receiver.has_all.wait()
 
     async with (one_process if arm == ARMS[0] else two_processes)(arguments, step_loop):
         await answer_rounds(arguments, round_of, own_cpu_seconds)
