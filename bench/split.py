@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, astuple
 from pathlib import Path
 
+from bench.end_counter import EndCounter
 from bench.record import RESULTS, machine, write
 from pagewire.cli import GRPC_EXPERIMENTS
 
@@ -83,26 +84,6 @@ class LocalLink:
 def fields(value) -> dict:
     """Returns the fields of a flat dataclass, without the deep copies of asdict."""
     return {name: getattr(value, name) for name in value.__slots__}
-
-
-class EndCounter:
-    """Receives what comes of many requests, and waits for their ends alone."""
-
-    outlet = None
-    label = 0
-
-    def __init__(self, num_requests: int) -> None:
-        self._num_open = num_requests
-        self.has_all = asyncio.Event()
-
-    def deliver(self, delta) -> None:
-        if delta.end is not None:
-            self._num_open -= 1
-            if not self._num_open:
-                self.has_all.set()
-
-    def fail(self, code: int, message: str, field: str = "") -> None:
-        raise RuntimeError(f"a step loop refuses at once: {message}")
 
 
 class NoObserver:
