@@ -23,6 +23,7 @@ from pathlib import Path
 
 import grpc.aio
 
+from bench.end_counter import EndCounter
 from bench.record import RESULTS, machine, verdict, write
 from pagewire.cli import GRPC_EXPERIMENTS
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -188,16 +189,10 @@ async def run_steps(worker: str) -> None:
         print("ready on -", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             num_streams, num_tokens = map(int, line.split())
-            ends: asyncio.Queue[object] = asyncio.Queue()
-
-            def deliver(delta, ends=ends) -> None:
-                if delta.end is not None:
-                    ends.put_nowait(delta.end)
-
+            receiver = EndCounter(num_streams)
             for i in range(num_streams):
-                step_loop.submit(Request(str(i), "", PROMPT, SamplingParams(), num_tokens), deliver)
-            for _ in range(num_streams):
-                await ends.get()
+                step_loop.submit(Request(str(i), "", PROMPT, SamplingParams(), num_tokens), receiver)
+            await receiver.has_all.wait()
             print("done", flush=True)
         for task in running:
             task.cancel()

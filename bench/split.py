@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.end_counter import EndCounter
 from bench.record import RESULTS, machine, write
 from pagewire.cli import GRPC_EXPERIMENTS
 
@@ -147,17 +148,10 @@ async def run_injected(arguments, arm) -> None:
     stepping = asyncio.create_task(step_loop.run())
 
     async def round_of(index: int) -> None:
-        done, ended = asyncio.Event(), []
-
-        def deliver(delta) -> None:
-            if delta.end is not None:
-                ended.append(delta.end)
-                if len(ended) == arguments.num_seqs:
-                    done.set()
-
+        receiver = EndCounter(arguments.num_seqs)
         for i, prompt in enumerate(prompts(arguments, index)):
-            step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), deliver)
-        await done.wait()
+            step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), receiver)
+        await receiver.has_all.wait()
 
     async with (one_process if arm == ARMS[0] else two_processes)(arguments, step_loop):
         await answer_rounds(arguments, round_of, own_cpu_seconds)

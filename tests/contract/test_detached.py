@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
-from scheduler_service.rpc.public.output import OutputReader, SampleOutput
+from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.token_stream import Delta
 from scheduler_service.serving.tokenizer import Tokenizer as ServedTokenizer
 from tests.contract.scheduler_stack import (
@@ -302,7 +302,7 @@ async def test_results_are_kept_up_to_a_size(checkpoint: Path) -> None:
 
 async def test_a_large_result_is_made_between_the_turns_of_others() -> None:
     rng = random.Random(1)
-    output = SampleOutput("id", 0, None, with_logprobs=True, is_kept=True)
+    output = OutputBuffer("id", 0, None, with_logprobs=True, is_kept=True)
     entries = []
     for position in range(3000):
         top = tuple((rng.randrange(1000), rng.random()) for _ in range(rng.randrange(4)))
@@ -441,7 +441,7 @@ def test_text_from_any_token_on_is_the_rest_of_the_whole(checkpoint: Path, seed:
     decoder = tokenizer.text_decoder(
         (5, 6), stop=stop, min_tokens=0, include_stop_text=bool(seed % 3), skip_special_tokens=True
     )
-    output = SampleOutput("id", 0, decoder, with_logprobs=False, keep_stop_token_text=seed % 4 == 0, is_kept=True)
+    output = OutputBuffer("id", 0, decoder, with_logprobs=False, keep_stop_token_text=seed % 4 == 0, is_kept=True)
     live = OutputReader(output, 0)
     received: list[pb.GenerateResponse] = []
     done = 0

@@ -14,7 +14,7 @@ from scheduler_service.core.request import EndReason, OutputMode, Request, Seque
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.metrics import Metrics
 from scheduler_service.rpc.public.generation import Generation
-from scheduler_service.rpc.public.output import OutputReader, SampleOutput
+from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.step_loop import RefusedError, StepLoop
 from scheduler_service.serving.token_stream import Delta, FanOut, TokenStream
@@ -96,7 +96,8 @@ async def running_loop(
 
 
 class Reader:
-    outlet, label = None, 0
+    outlet = None
+    label = 0
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -356,7 +357,7 @@ async def test_a_stop_text_ends_the_sequence_while_nobody_reads() -> None:
         def stop(self, sequence_id: int, num_output_tokens: int) -> None:
             stops.append((sequence_id, num_output_tokens))
 
-    output = SampleOutput("id", 0, LetterDecoder(), with_logprobs=False)
+    output = OutputBuffer("id", 0, LetterDecoder(), with_logprobs=False)
     generation = Generation(make_request(0), [output], Stopper())
     generation.sequence_ids = [42]
     generation.deliver(Delta(0, 0, [0, 1], [], [], None))
@@ -370,7 +371,7 @@ async def test_a_stop_text_ends_the_sequence_while_nobody_reads() -> None:
 
 
 async def test_long_outputs_leave_in_several_responses() -> None:
-    output = SampleOutput("id", 0, LetterDecoder(), with_logprobs=True)
+    output = OutputBuffer("id", 0, LetterDecoder(), with_logprobs=True)
     reader = OutputReader(output)
     logprobs = [TokenLogprobs(0, -1.0, 1) for _ in range(5000)]
     output.add(Delta(0, 0, [0] * 5000, logprobs, logprobs, end_of(5000, EndReason.LENGTH)))

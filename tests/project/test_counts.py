@@ -33,10 +33,7 @@ TWICE = {
     "TokenLogprobs": _PUBLIC_WIRE,
     "Event": _TO_BE_NAMED,
     "Session": _TO_BE_NAMED,
-    "_Ended": _TO_BE_NAMED,
-    "_Request": _TO_BE_NAMED,
     "_Server": _TO_BE_NAMED,
-    "_Stream": _TO_BE_NAMED,
 }
 # Protocols with one implementation, and why they are none the less.
 IMPLEMENTED_ONCE = {

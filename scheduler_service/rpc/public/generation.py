@@ -12,7 +12,7 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import EndReason, Request
 from scheduler_service.rpc.public.news import News
-from scheduler_service.rpc.public.output import OutputReader, SampleOutput
+from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
 from scheduler_service.rpc.status import CODES, RpcError
 from scheduler_service.rpc.tenants.quota import Claim
 from scheduler_service.serving.engine import RequestEngine
@@ -36,7 +36,7 @@ class Generation:
     def __init__(
         self,
         request: Request,
-        outputs: Sequence[SampleOutput],
+        outputs: Sequence[OutputBuffer],
         engine: RequestEngine,
         outlet: Outlet | None = None,
         label: int = 0,

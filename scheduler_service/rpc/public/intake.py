@@ -11,7 +11,7 @@ from scheduler_service.core.request import AdmissionError, AdmissionReason, Outp
 from scheduler_service.rpc.public.detached import DetachedRequests
 from scheduler_service.rpc.public.generate_request import check_before_tokenizing, resolve_request, text_options
 from scheduler_service.rpc.public.generation import Generation
-from scheduler_service.rpc.public.output import SampleOutput
+from scheduler_service.rpc.public.output import OutputBuffer
 from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
@@ -106,7 +106,7 @@ class Intake:
 
     def _outputs(
         self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool
-    ) -> list[SampleOutput]:
+    ) -> list[OutputBuffer]:
         """Make an output for each sample. The outputs of a detached request are kept."""
         options = text_options(message)
         outputs = []
@@ -120,7 +120,7 @@ class Intake:
                     include_stop_text=options.include_stop_text,
                     skip_special_tokens=options.skip_special_tokens,
                 )
-            output = SampleOutput(
+            output = OutputBuffer(
                 request.request_id,
                 index,
                 decoder,

@@ -30,7 +30,7 @@ FINISH_REASONS = {
 }
 
 
-class SampleOutput:
+class OutputBuffer:
     """What one sample has got so far. Kept, a token takes some 16 bytes; with log-probabilities 20 more, and 12 for
     each of the most likely tokens."""
 
@@ -252,7 +252,7 @@ class SampleOutput:
 class OutputReader:
     """One reader's place in an output: the only one, if the output is not kept."""
 
-    def __init__(self, output: SampleOutput, first_token: int = 0, max_tokens: int = MAX_RESPONSE_TOKENS) -> None:
+    def __init__(self, output: OutputBuffer, first_token: int = 0, max_tokens: int = MAX_RESPONSE_TOKENS) -> None:
         """Prompt log-probabilities are for those who read from the beginning. `max_tokens` are of one response."""
         self._output = output
         self._max_tokens = max_tokens
