@@ -46,8 +46,12 @@ class Admission:
     def num_slots(self, capacity: WorkerCapacity) -> int:
         """Rows that a worker may have. A decoding row takes a token of every step: with more rows than a step has
         tokens, some would never have their turn."""
-        max_num_tokens = self._max_num_batched_tokens, capacity.max_num_batched_tokens
-        return min(self._max_num_seqs, capacity.max_num_seqs, *max_num_tokens)
+        return min(
+            self._max_num_seqs,
+            capacity.max_num_seqs,
+            self._max_num_batched_tokens,
+            capacity.max_num_batched_tokens,
+        )
 
     def check(self, request: Request) -> None:
         """Raise AdmissionError for a request that is not taken."""

@@ -35,10 +35,6 @@ class Match:
     host: tuple[Node, ...] = ()
 
     @property
-    def num_blocks(self) -> int:
-        return len(self.device) + len(self.host)
-
-    @property
     def is_loading(self) -> bool:
         """Somebody else's load of this content is under way."""
         return any(node.is_moving for node in self.host)
@@ -60,10 +56,6 @@ class CacheManager:
         self.moves = MoveLedger(self.pool, self.host_pool, self.index)
         self.enable_prefix_caching = enable_prefix_caching
         self._num_watermark_blocks = int(watermark * capacity.num_device_blocks)
-
-    @property
-    def num_held_blocks(self) -> int:
-        return self.pool.num_blocks - self.pool.num_free
 
     def num_blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.block_size)

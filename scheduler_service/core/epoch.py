@@ -159,6 +159,11 @@ class Epoch:
 
     # Plans
 
+    def tell_beams(self, group: SequenceGroup, draft: PlanDraft) -> None:
+        """Put what the last selection of a search changed into the plan."""
+        if group.beam is not None:
+            self.num_rows += group.beam.tell(draft)
+
     def rows_to_plan(self, draft: PlanDraft) -> Iterator[tuple[SequenceGroup, list[Sequence]]]:
         """Go through the rows that need a decision, by group, in order: those with tokens to compute, and decoding ones
         that need a block or come to their last token."""

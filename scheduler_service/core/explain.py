@@ -23,7 +23,7 @@ def stats(state: Lifecycle) -> SchedulerStats:
         num_waiting_tokens=waiting.num_prompt_tokens
         - sum(len(group.request.prompt_token_ids) for group in state.swapped),
         num_device_blocks=cache.pool.num_blocks if cache else 0,
-        num_held_blocks=cache.num_held_blocks if cache else 0,
+        num_held_blocks=cache.pool.num_blocks - cache.pool.num_free if cache else 0,
         num_cached_blocks=cache.index.num_cached_blocks if cache else 0,
         num_host_blocks=cache.host_pool.num_blocks if cache else 0,
         num_held_host_blocks=cache.host_pool.num_blocks - cache.host_pool.num_free if cache else 0,

@@ -65,8 +65,8 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
     for group, live in groups:
         where = group.state
         assert (group in waiting) == (where in QUEUED), f"{where} and the queue disagree"
-        assert (group in state.loading) == (where is GroupState.SWAPPING_IN)
-        assert (group in state.swapped) == (where in SWAPPED)
+        assert (group in state.loading) == (where is GroupState.SWAPPING_IN), f"{where} and those that load disagree"
+        assert (group in state.swapped) == (where in SWAPPED), f"{where} and those that are swapped disagree"
         assert group.num_lone_crashes < 2, "S10: a request that must fail is still there"
         assert group.num_unfinished > 0, "S8: a request outlived itself"
         num_running += where is GroupState.RUNNING

@@ -135,11 +135,6 @@ class Lifecycle:
             return self.waiting.next(lambda group: True)
         return next((group for group in self.waiting if self.quarantine.admits(group)), None)
 
-    @property
-    def is_anybody_served(self) -> bool:
-        """Whether some group has blocks on the device, or will have them soon."""
-        return bool(len(self.running) or self.loading)
-
     def first_scheduled(self, sequence: Sequence, num_host_tokens: int, now: float) -> None:
         """A sequence has got its blocks. Only the first time counts."""
         if sequence.first_scheduled_at is not None:
@@ -149,8 +144,7 @@ class Lifecycle:
         self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.counters.num_cached_prompt_tokens += sequence.num_cached_tokens
         self.counters.num_host_cached_prompt_tokens += num_host_tokens
-        tenant = sequence.group.request.tenant
-        self._policy.charge(tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
+        self._policy.charge(sequence.group.request.tenant, sequence.num_prompt_tokens - sequence.num_cached_tokens, 0)
 
     def load(self, group: SequenceGroup, step: int) -> None:
         """The plan of `step` orders moves to the device that a waiting group must await."""
@@ -167,6 +161,10 @@ class Lifecycle:
             epoch.give_back_reserved(group)
         if group.unopened_sequences:
             self.unopened[group] = None
+
+    def opened(self, group: SequenceGroup) -> None:
+        """Every sequence of a running group has its row."""
+        del self.unopened[group]
 
     def moved(self, step: int) -> None:
         """The moves of all plans up to `step` are done."""

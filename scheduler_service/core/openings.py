@@ -43,7 +43,7 @@ class Openings:
                         return False
                     state.preempt(state.running.last(), epoch, draft)
             else:
-                del state.unopened[group]
+                state.opened(group)
         return True
 
     def _open_sibling(self, sequence: Sequence, relatives: list[Sequence], draft: PlanDraft) -> bool:
@@ -54,7 +54,7 @@ class Openings:
             return False
         match = cache.match(sequence).without_host()
         relative = next((row for row in relatives if row.forkable_from <= draft.step), None)
-        if relative is not None and cache.num_forked_tokens(sequence, relative) <= match.num_blocks * cache.block_size:
+        if relative is not None and cache.num_forked_tokens(sequence, relative) <= len(match.device) * cache.block_size:
             relative = None
         num_blocks = (
             cache.num_opening_blocks(sequence, match) if relative is None else cache.num_fork_blocks(sequence, relative)
@@ -89,7 +89,7 @@ class Openings:
         state, epoch, cache, sequence = self._state, self._epoch, self._epoch.cache, group.unopened_sequences[0]
         if epoch.slots.num_free < group.num_first_slots or not draft.can_open(sequence):
             return False
-        is_alone = not state.is_anybody_served
+        is_alone = not state.running and not state.loading
         if not is_alone and self._lacking[0] is group and cache.pool.num_free <= self._lacking[1]:
             return False
         match = epoch.match(sequence)
@@ -120,7 +120,7 @@ class Openings:
         )
         if epoch.slots.num_free < num_slots:
             return False
-        if cache.can_allocate(num_blocks, 0, alone=not state.is_anybody_served) is not Allocation.OK:
+        if cache.can_allocate(num_blocks, 0, alone=not state.running and not state.loading) is not Allocation.OK:
             return False
         draft.swaps_in.extend(cache.swap_in(group, draft.step))
         epoch.reserve_slots(group, num_slots)

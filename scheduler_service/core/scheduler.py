@@ -122,8 +122,7 @@ class Scheduler:
             work = draft.share_tokens(rows)
             if not self._make_room(epoch, draft, group, work):
                 continue
-            if group.beam is not None:
-                epoch.num_rows += group.beam.tell(draft)
+            epoch.tell_beams(group, draft)
             epoch.give_blocks(work, draft)
             for sequence, num_tokens in work:
                 if sequence.is_decoding:

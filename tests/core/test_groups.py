@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler_service.core import explain
 from scheduler_service.core.cache import RootKey
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.policy import create_policy
@@ -120,8 +121,8 @@ def test_searches_are_preempted_whole_and_lose_nothing(mode):
         system.add_beams(prompt_of(9, i), 10, width=3, n=3)
     system.join()
     system.run()
-    assert system.scheduler.stats().num_preemptions > 0
-    assert (system.scheduler.stats().num_swap_preemptions > 0) == (mode is PreemptionMode.SWAP)
+    assert explain.stats(system.scheduler.state).num_preemptions > 0
+    assert (explain.stats(system.scheduler.state).num_swap_preemptions > 0) == (mode is PreemptionMode.SWAP)
     for sequence_id, tokens in system.tokens.items():
         assert tokens == system.expected(sequence_id)
 
@@ -136,7 +137,7 @@ def test_swapped_requests_go_on_where_they_were(delays_moves):
         system.add(prompt_of(9, i), 24, n=1 + i % 2)
     system.join()
     plans = plans_of(system)
-    stats = system.scheduler.stats()
+    stats = explain.stats(system.scheduler.state)
     assert stats.num_swap_preemptions == stats.num_preemptions > 0
     assert stats.num_moved_blocks_out > 0
     assert stats.num_moved_blocks_in > 0
@@ -164,7 +165,10 @@ def test_without_room_on_the_host_victims_are_computed_again():
         system.add(prompt_of(9, i), 20)
     system.join()
     system.run()
-    assert system.scheduler.stats().num_preemptions > system.scheduler.stats().num_swap_preemptions
+    assert (
+        explain.stats(system.scheduler.state).num_preemptions
+        > explain.stats(system.scheduler.state).num_swap_preemptions
+    )
     system.assert_exact()
 
 
@@ -176,12 +180,12 @@ def test_a_lost_worker_takes_the_swapped_with_it_and_nothing_is_lost():
     for _ in range(100):
         system.plan()
         system.complete()
-        if system.scheduler.stats().num_swapped:
+        if explain.stats(system.scheduler.state).num_swapped:
             break
-    assert system.scheduler.stats().num_swapped > 0
+    assert explain.stats(system.scheduler.state).num_swapped > 0
     system.lose()
     system.scheduler.check()
-    assert system.scheduler.stats().num_swapped == 0
+    assert explain.stats(system.scheduler.state).num_swapped == 0
     system.join()
     system.run()
     system.assert_exact()
@@ -202,10 +206,10 @@ def test_a_prefix_that_was_evicted_to_the_host_is_loaded_and_not_computed():
     chain = system.scheduler.state.epoch.cache.index.match(RootKey("", "", b"m"), shared, 15)
     assert chain
     assert not all(node.blocks for node in chain), "it is on the device still: the test tests nothing"
-    before = system.scheduler.stats()
+    before = explain.stats(system.scheduler.state)
     ids = [system.add([*shared, 2 + i], 4)[0] for i in range(4)]
     system.run()
-    after = system.scheduler.stats()
+    after = explain.stats(system.scheduler.state)
     assert after.num_cached_prompt_tokens - before.num_cached_prompt_tokens == 4 * 60
     assert after.num_host_cached_prompt_tokens > before.num_host_cached_prompt_tokens
     assert after.num_moved_blocks_in - before.num_moved_blocks_in <= 15
@@ -222,10 +226,10 @@ def test_prompts_of_a_single_step_do_not_outrun_demotion():
     for i in range(10):
         system.add(prompt_of(240, i + 1), 1)
         system.run()
-    before = system.scheduler.stats()
+    before = explain.stats(system.scheduler.state)
     system.add([*shared, 2], 1)
     system.run()
-    after = system.scheduler.stats()
+    after = explain.stats(system.scheduler.state)
     assert after.num_host_cached_prompt_tokens - before.num_host_cached_prompt_tokens == 200
     system.assert_exact()
 
@@ -242,7 +246,7 @@ def test_content_that_nobody_can_load_cheaper_is_computed():
     system.run()
     system.add([*prompt_of(60), 2], 4)
     system.run()
-    assert system.scheduler.stats().num_host_cached_prompt_tokens == 0
+    assert explain.stats(system.scheduler.state).num_host_cached_prompt_tokens == 0
     system.assert_exact()
 
 
@@ -259,7 +263,7 @@ def test_blocks_that_fell_out_of_the_window_are_freed():
             system.scheduler.check()
         system.complete()
         if len(system.tokens[sequence_id]) > 1:
-            most = max(most, system.scheduler.stats().num_held_blocks)
+            most = max(most, explain.stats(system.scheduler.state).num_held_blocks)
     assert 0 < most <= 5  # the window, a block at each end, and those of tokens in flight
     assert system.tokens[sequence_id] == system.expected(sequence_id)
 
@@ -323,16 +327,16 @@ def test_a_report_says_why_a_request_waits():
     system.plan()
     system.add(prompt_of(20, 1), 8, request_id="next")
     system.add(prompt_of(20, 2), 8, request_id="last", tenant="")
-    running = system.scheduler.report("", "big")
+    running = explain.report(system.scheduler.state, "", "big")
     assert (running.state, running.reason, running.queue_position) == ("running", "", None)
-    waiting = system.scheduler.report("", "next")
+    waiting = explain.report(system.scheduler.state, "", "next")
     assert (waiting.state, waiting.queue_position) == ("waiting", 1)
     assert waiting.reason == "it waits for 5 blocks, 3 are free"
     assert (waiting.num_wanted_blocks, waiting.num_free_blocks) == (5, 3)
     assert [(holder.request_id, holder.num_blocks) for holder in waiting.holders] == [("big", 7)]
-    assert system.scheduler.report("", "last").reason == "it waits behind 1 other requests"
+    assert explain.report(system.scheduler.state, "", "last").reason == "it waits behind 1 other requests"
     with pytest.raises(KeyError):
-        system.scheduler.report("other", "big")
+        explain.report(system.scheduler.state, "other", "big")
     system.run()
 
 
@@ -344,14 +348,14 @@ def test_the_map_tells_the_owners_of_blocks():
     system.add(prompt_of(9), 4, request_id="b", seed=1)
     system.add([*prompt_of(8), 1], 4, request_id="c")
     system.plan()
-    blocks = system.scheduler.block_map()
+    blocks = explain.block_map(system.scheduler.state)
     uses = [BlockUse(min(use, BlockUse.HELD)) for use in blocks.device]
     assert blocks.owners == ("b", "c")
     assert uses.count(BlockUse.SHARED) == 2
     assert uses.count(BlockUse.HELD) == 2
     assert len(blocks.device) == 12
     system.run()
-    assert BlockUse.CACHED in system.scheduler.block_map().device
+    assert BlockUse.CACHED in explain.block_map(system.scheduler.state).device
 
 
 def test_kv_events_tell_what_can_be_matched():
@@ -408,9 +412,9 @@ def test_a_flush_forgets_both_tiers_once_nobody_runs():
     system.run()
     system.scheduler.flush_cache(system.now)
     system.scheduler.check()
-    stats = system.scheduler.stats()
+    stats = explain.stats(system.scheduler.state)
     assert (stats.num_cached_blocks, stats.num_cached_host_blocks, system.scheduler.kv_snapshot()) == (0, 0, [])
     num_cached_tokens = stats.num_cached_prompt_tokens
     system.add(prompt_of(12), 1)
     system.run()
-    assert system.scheduler.stats().num_cached_prompt_tokens == num_cached_tokens
+    assert explain.stats(system.scheduler.state).num_cached_prompt_tokens == num_cached_tokens

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler_service.core import explain
 from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.plan import RowStatus, SamplingParams, StepResult, WorkerCapacity
@@ -194,7 +195,7 @@ class System:
         assert not self.scheduler.state.samples
         assert not len(self.scheduler.state.waiting)
         assert not len(self.scheduler.state.running)
-        assert self.scheduler.stats().num_held_blocks == 0, "S8"
+        assert explain.stats(self.scheduler.state).num_held_blocks == 0, "S8"
 
     def expected(self, sequence_id: int) -> list[int]:
         request, index = self.sequences[sequence_id]
@@ -411,7 +412,7 @@ def test_pressure_preempts_the_last_and_loses_nothing():
     system.join()
     system.run()
     system.assert_exact()
-    num_preemptions = system.scheduler.stats().num_preemptions
+    num_preemptions = explain.stats(system.scheduler.state).num_preemptions
     assert num_preemptions > 0
     pauses = [end.pauses for end in system.ended.values()]
     assert sum(len(times) for times in pauses) == 2 * num_preemptions, "each began and ended"
@@ -602,7 +603,7 @@ def test_a_row_that_fails_ends_its_request_and_those_on_its_blocks_are_redone(st
     assert (end.sequence_id, end.reason) == (failing, reason)
     assert text in end.message
     system.take(outputs)
-    assert system.scheduler.stats().num_cached_blocks == 0
+    assert explain.stats(system.scheduler.state).num_cached_blocks == 0
     system.run()
     assert system.tokens[clean] == system.expected(clean)
 
@@ -617,7 +618,7 @@ def test_blocks_of_bad_logits_are_unpublished():
     system.complete()
     system.scheduler.check()
     assert system.ends == {first: EndReason.NAN_LOGITS}  # the other will be found bad by itself
-    assert system.scheduler.stats().num_cached_blocks == 0
+    assert explain.stats(system.scheduler.state).num_cached_blocks == 0
     system.run()
     assert system.ends[second] is EndReason.NAN_LOGITS
 
@@ -627,11 +628,11 @@ def test_blocks_of_bad_logits_are_unpublished_though_their_request_has_gone():
     system.join()
     system.add([VOCAB - 1, *prompt_of(20)], 8, request_id="gone")
     system.plan()
-    assert system.scheduler.stats().num_cached_blocks == 5
+    assert explain.stats(system.scheduler.state).num_cached_blocks == 5
     system.take(system.scheduler.abort("", "gone", 0.0))
-    assert system.scheduler.stats().num_cached_blocks == 5
+    assert explain.stats(system.scheduler.state).num_cached_blocks == 5
     system.complete()
-    assert system.scheduler.stats().num_cached_blocks == 0
+    assert explain.stats(system.scheduler.state).num_cached_blocks == 0
     system.scheduler.check()
 
 

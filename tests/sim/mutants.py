@@ -245,6 +245,19 @@ MUTANTS = (
         "return len(copies), sum(copy == 0 or self.host_pool.ref_count(copy) == 0 for copy in copies)",
         "return len(copies), sum(copy == 0 for copy in copies)",
     ),
+    # Where groups stand
+    _mutant(
+        "a preempted group still stands among those that run",
+        "lifecycle",
+        "            self.running.remove(group)\n",
+        "",
+    ),
+    _mutant(
+        "a group that comes back still counts as swapped",
+        "lifecycle",
+        "            del self.swapped[group]\n",
+        "            pass\n",
+    ),
     # Rows and results
     _mutant(
         "a victim is resumed with a token in flight",

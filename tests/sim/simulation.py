@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
+from scheduler_service.core import explain
 from scheduler_service.core.plan import RowStatus, StepPlan, StepResult
 from scheduler_service.core.plans import Dispatch
 from scheduler_service.core.policy import create_policy
@@ -162,7 +163,7 @@ class Simulation:
         scheduler = self.scheduler
         assert not scheduler.has_requests
         self.cache_view.check(scheduler.kv_snapshot())
-        stats = scheduler.stats()
+        stats = explain.stats(scheduler.state)
         assert (stats.num_held_blocks, stats.num_held_host_blocks) == (0, 0), f"S8: {stats}"
         assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.num_waiting_tokens) == (0, 0, 0, 0)
 
@@ -535,13 +536,13 @@ class Simulation:
 
     def question(self) -> None:
         """What an operator asks: nothing changes by it."""
-        stats, block_map = self.scheduler.stats(), self.scheduler.block_map()
+        stats, block_map = explain.stats(self.scheduler.state), explain.block_map(self.scheduler.state)
         assert len(block_map.device) == stats.num_device_blocks
         assert len(block_map.host) == stats.num_host_blocks
         assert sum(use > BlockUse.CACHED for use in block_map.device) == stats.num_held_blocks
         assert sum(use > BlockUse.CACHED for use in block_map.host) == stats.num_held_host_blocks
         for client in self.clients.values():
-            report = self.scheduler.report(*client.key)
+            report = explain.report(self.scheduler.state, *client.key)
             assert report.num_sequences == client.num_live or client.request.beam
             assert report.reason or report.state == "running", f"it waits without a reason: {report}"
         self.cache_view.check(self.scheduler.kv_snapshot())

@@ -159,13 +159,8 @@ class PrefixIndex:
 
     def forget_all(self) -> tuple[list[int], list[int]]:
         """Forget every copy of every content; the device and host blocks they were in."""
-        blocks: list[int] = []
-        host_blocks: list[int] = []
-        for root in list(self._roots.values()):
-            found, found_on_host = self.forget_subtree(root)
-            blocks += found
-            host_blocks += found_on_host
-        return blocks, host_blocks
+        found = [self.forget_subtree(root) for root in list(self._roots.values())]
+        return [block for blocks, _ in found for block in blocks], [block for _, blocks in found for block in blocks]
 
     def dissolve(self) -> None:
         """The index is needed no more. Parents and children no longer hold each other, so that all are freed without a
