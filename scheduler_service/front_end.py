@@ -18,6 +18,7 @@ from scheduler_service.request_service import RequestService, refused
 from scheduler_service.rpc.front_end.front_end_servicer import FrontEndServicer
 from scheduler_service.rpc.front_end.scheduler_link import CHANNEL_OPTIONS, SchedulerLink
 from scheduler_service.rpc.public.report import decode_stats
+from scheduler_service.serving.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from scheduler_service.rpc.vllm.load import Load
@@ -40,55 +41,45 @@ async def run(
     """
     try:
         config.validate()
-        front_end = _FrontEnd(config)
-    except (ValueError, OSError) as error:
-        return refused(error)
-    return await front_end.run(stop, stop_now or asyncio.Event(), ready)
-
-
-class _FrontEnd:
-    """A service whose engine is the link to a scheduler elsewhere. Nothing runs before `run`."""
-
-    def __init__(self, config: FrontEndConfig) -> None:
-        """Raises ValueError and OSError, one line each."""
-        self._service = service = RequestService(config, "front end")
-        tenants = service.tenants
-        self._channel = _scheduler_channel(config)
-        self._link = SchedulerLink(
-            self._channel,
-            config.scheduler,
-            model_digest=service.model.digest,
-            eos_token_ids=service.model.eos_token_ids,
-            read_metadata=lambda: _credentials(config.scheduler_api_key_file),
-            tenants_revision=(lambda: tenants.revision) if tenants is not None else None,
-        )
-        self._servicer = FrontEndServicer(
-            self._link,
+        service = RequestService(config, "front end")
+        channel = _scheduler_channel(config)
+        link = _scheduler_link(config, channel, service)
+        servicer = FrontEndServicer(
+            link,
             config.scheduler,
             service.model,
             service.tokenizer,
             max_pending_calls=config.max_pending_calls,
             text_limits=service.text_limits,
         )
-        service.listen(self._servicer, self._make_vllm)
+        service.listen(servicer, partial(_make_vllm, link, servicer, service.model))
+    except (ValueError, OSError) as error:
+        return refused(error)
+    try:
+        return await service.run(link, failed=_failed, stop=stop, stop_now=stop_now or asyncio.Event(), ready=ready)
+    finally:
+        await channel.close()
 
-    def _make_vllm(self, vllm: ModuleType) -> "VllmServicer":
-        link = self._link
 
-        async def read_load() -> "Load":
-            loads, worker = await link.loads(), link.capacity
-            throughput = round(loads.generation_throughput, 1)
-            return vllm.Load(
-                decode_stats(loads), worker.block_size if worker else 0, link.server_info().max_num_seqs, throughput
-            )
+def _scheduler_link(config: FrontEndConfig, channel: grpc.aio.Channel, service: RequestService) -> SchedulerLink:
+    tenants = service.tenants
+    return SchedulerLink(
+        channel,
+        config.scheduler,
+        model_digest=service.model.digest,
+        eos_token_ids=service.model.eos_token_ids,
+        read_metadata=lambda: _credentials(config.scheduler_api_key_file),
+        tenants_revision=(lambda: tenants.revision) if tenants is not None else None,
+    )
 
-        return vllm.VllmServicer(link, self._servicer.intake, self._service.model, link.server_info, read_load, None)
 
-    async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
-        try:
-            return await self._service.run(self._link, failed=_failed, stop=stop, stop_now=stop_now, ready=ready)
-        finally:
-            await self._channel.close()
+def _make_vllm(link: SchedulerLink, servicer: FrontEndServicer, model: ModelInfo, vllm: ModuleType) -> "VllmServicer":
+    async def read_load() -> "Load":
+        loads, worker, max_num_seqs = await link.loads(), link.capacity, link.server_info().max_num_seqs
+        throughput = round(loads.generation_throughput, 1)
+        return vllm.Load(decode_stats(loads), worker.block_size if worker else 0, max_num_seqs, throughput)
+
+    return vllm.VllmServicer(link, servicer.intake, model, link.server_info, read_load, None)
 
 
 def _failed(error: BaseException | None) -> int:

@@ -54,6 +54,35 @@ _HISTOGRAMS = {
     "pagewire:plan_bytes": ("Size of a plan on the wire.", _BYTES),
     "pagewire:gc_pause_seconds": ("Time for which a garbage collection stopped the scheduler.", _PAUSE_SECONDS),
 }
+# Numbers that are told as they are: their texts, and their names in SchedulerStats.
+_GAUGES = {
+    "vllm:num_requests_running": ("Sequences that run.", "num_running"),
+    "vllm:num_requests_waiting": ("Sequences that wait.", "num_waiting"),
+    "vllm:num_requests_swapped": ("Sequences swapped out or on their way.", "num_swapped"),
+    "pagewire:device_blocks": ("Blocks of the device's pool.", "num_device_blocks"),
+    "pagewire:held_device_blocks": ("Blocks that sequences hold.", "num_held_blocks"),
+    "pagewire:cached_device_blocks": ("Blocks whose content can be matched.", "num_cached_blocks"),
+    "pagewire:host_blocks": ("Blocks of the host's pool.", "num_host_blocks"),
+    "pagewire:held_host_blocks": ("Blocks that sequences hold.", "num_held_host_blocks"),
+    "pagewire:cached_host_blocks": ("Blocks whose content can be matched.", "num_cached_host_blocks"),
+}
+_COUNTERS = {
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the cache.", "num_prompt_tokens"),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the cache.", "num_cached_prompt_tokens"),
+    "vllm:prompt_tokens": ("Prompt tokens of sequences that ran.", "num_prompt_tokens"),
+    "vllm:generation_tokens": ("Output tokens.", "num_generation_tokens"),
+    "vllm:num_preemptions": ("Requests preempted.", "num_preemptions"),
+}
+# Gauges that are told as they are: their texts, and their names in ServiceStats.
+_SERVICE_GAUGES = {
+    "pagewire:waiting_text_bytes": ("Bytes of texts that wait to be tokenized.", "waiting_text_bytes"),
+    "pagewire:detached_bytes": ("Bytes of results that are kept of detached requests.", "detached_bytes"),
+    "pagewire:kv_event_bytes": ("Bytes of KV events that are kept for subscribers.", "kv_event_bytes"),
+    "pagewire:unread_failures": (
+        "Failed submissions that clients of GenerateMany have not been told of, since they do not read.",
+        "num_unread_failures",
+    ),
+}
 _FINISHED_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
 
 
@@ -189,20 +218,11 @@ class MetricsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, metrics, service = self._read_stats(), self._metrics, self._read_service_stats()
         yield from self._gauges(stats)
-        yield from self._service_gauges(service)
-        yield from self._prefix_counters(stats)
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens of sequences that ran.", stats.num_prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Output tokens.", stats.num_generation_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests preempted.", stats.num_preemptions)
-        num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
-        kinds = {"swap": stats.num_swap_preemptions, "recompute": num_recomputed}
-        yield self._counters(
-            "pagewire:preemptions", "Requests preempted, by how their KV cache was handled.", "kind", kinds
-        )
-        directions = {"out": stats.num_moved_blocks_out, "in": stats.num_moved_blocks_in}
-        text = "Blocks moved from device to host (out) and back (in)."
-        yield self._counters("pagewire:moved_blocks", text, "direction", directions)
-        yield self._finished()
+        for name, (text, field) in _SERVICE_GAUGES.items():
+            yield self._gauge(name, text, getattr(service, field))
+        for name, (text, field) in _COUNTERS.items():
+            yield self._counter(name, text, getattr(stats, field))
+        yield from self._shares(stats)
         num_stored, num_removed, num_cleared = metrics.num_kv_events
         kv_events = {"stored": num_stored, "removed": num_removed, "cleared": num_cleared}
         yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
@@ -220,20 +240,12 @@ class MetricsCollector(Collector):
             yield family
 
     def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
-        yield self._gauge("vllm:num_requests_running", "Sequences that run.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
-        yield self._gauge("vllm:num_requests_swapped", "Sequences swapped out or on their way.", stats.num_swapped)
+        for name, (text, field) in _GAUGES.items():
+            yield self._gauge(name, text, getattr(stats, field))
         usage = stats.num_held_blocks / stats.num_device_blocks if stats.num_device_blocks else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the device blocks that sequences hold, 0 to 1.", usage)
         usage = stats.num_held_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0
         yield self._gauge("vllm:cpu_cache_usage_perc", "Share of the host blocks that sequences hold, 0 to 1.", usage)
-        for tier, num_blocks, num_held, num_cached in (
-            ("device", stats.num_device_blocks, stats.num_held_blocks, stats.num_cached_blocks),
-            ("host", stats.num_host_blocks, stats.num_held_host_blocks, stats.num_cached_host_blocks),
-        ):
-            yield self._gauge(f"pagewire:{tier}_blocks", f"Blocks of the {tier}'s pool.", num_blocks)
-            yield self._gauge(f"pagewire:held_{tier}_blocks", "Blocks that sequences hold.", num_held)
-            yield self._gauge(f"pagewire:cached_{tier}_blocks", "Blocks whose content can be matched.", num_cached)
         capacity = self._metrics.capacity
         if capacity is not None:
             sizes = {
@@ -243,31 +255,22 @@ class MetricsCollector(Collector):
             }
             yield self._gauge("vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
 
-    def _service_gauges(self, service: ServiceStats) -> Iterator[Metric]:
-        for name, text, value in (
-            ("waiting_text_bytes", "Bytes of texts that wait to be tokenized.", service.waiting_text_bytes),
-            ("detached_bytes", "Bytes of results that are kept of detached requests.", service.detached_bytes),
-            ("kv_event_bytes", "Bytes of KV events that are kept for subscribers.", service.kv_event_bytes),
-            (
-                "unread_failures",
-                "Failed submissions that clients of GenerateMany have not been told of, since they do not read.",
-                service.num_unread_failures,
-            ),
-        ):
-            yield self._gauge(f"pagewire:{name}", text, value)
-
-    def _prefix_counters(self, stats: SchedulerStats) -> Iterator[Metric]:
-        yield self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.num_prompt_tokens
-        )
-        yield self._counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the cache.", stats.num_cached_prompt_tokens
-        )
+    def _shares(self, stats: SchedulerStats) -> Iterator[Metric]:
+        """Make the counters that are told apart by one more label."""
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
         tiers = {"device": num_from_device, "host": stats.num_host_cached_prompt_tokens}
-        yield self._counters(
-            "pagewire:cached_prompt_tokens", "Prompt tokens found in the cache, by tier.", "tier", tiers
-        )
+        text = "Prompt tokens found in the cache, by tier."
+        yield self._counters("pagewire:cached_prompt_tokens", text, "tier", tiers)
+        num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
+        kinds = {"swap": stats.num_swap_preemptions, "recompute": num_recomputed}
+        text = "Requests preempted, by how their KV cache was handled."
+        yield self._counters("pagewire:preemptions", text, "kind", kinds)
+        directions = {"out": stats.num_moved_blocks_out, "in": stats.num_moved_blocks_in}
+        text = "Blocks moved from device to host (out) and back (in)."
+        yield self._counters("pagewire:moved_blocks", text, "direction", directions)
+        num_ended = {text: self._metrics.num_ended[reason] for reason, text in _FINISHED_REASONS.items()}
+        num_ended["error"] = sum(self._metrics.num_ended.values()) - sum(num_ended.values())
+        yield self._counters("vllm:request_success", "Sequences that ended, by reason.", "finished_reason", num_ended)
 
     def _gauge(self, name: str, text: str, value: float, **labels: str) -> Metric:
         family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
@@ -284,14 +287,4 @@ class MetricsCollector(Collector):
         family = CounterMetricFamily(name, text, labels=[*self._labels, label])
         for label_value, value in values.items():
             family.add_metric([*self._labels.values(), label_value], value)
-        return family
-
-    def _finished(self) -> Metric:
-        family = CounterMetricFamily(
-            "vllm:request_success", "Sequences that ended, by reason.", labels=[*self._labels, "finished_reason"]
-        )
-        for reason, text in _FINISHED_REASONS.items():
-            family.add_metric([*self._labels.values(), text], self._metrics.num_ended[reason])
-        errors = sum(count for reason, count in self._metrics.num_ended.items() if reason not in _FINISHED_REASONS)
-        family.add_metric([*self._labels.values(), "error"], errors)
         return family

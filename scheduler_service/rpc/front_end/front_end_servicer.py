@@ -16,16 +16,6 @@ from scheduler_service.rpc.status import RpcError
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.tokenizer import Tokenizer
 
-_SERVED_BY_THE_SCHEDULER_ALONE = (
-    "Submit",
-    "Attach",
-    "GetResult",
-    "GetRequest",
-    "GetBlocks",
-    "GetLoads",
-    "SubscribeKvEvents",
-)
-
 
 class FrontEndServicer(RequestServicer):
     def __init__(
@@ -43,8 +33,9 @@ class FrontEndServicer(RequestServicer):
         super().__init__(link, model, tokenizer, intake, link.server_info)
         self._link = link
         self._address = address
-        for method in _SERVED_BY_THE_SCHEDULER_ALONE:
-            setattr(self, method, partial(self._refuse, method))
+        for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods_by_name:
+            if method not in vars(FrontEndServicer) | vars(RequestServicer):  # the scheduler alone serves it
+                setattr(self, method, partial(self._refuse, method))
 
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
