@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pagewire.bench.statistics import OBJECTIVES
 from pagewire.bench.table import LATENCIES
 from pagewire.bench.workload import LengthRange
+from pagewire.cli.sampling_flags import add_number_flag
 from pagewire.options import Parser, suggestion
 from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
-from pagewire.sampling_flags import add_number_flag
 
 
 def count(text: str) -> int:
