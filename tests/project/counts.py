@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources
 
 # Statements by ast; docstrings, comments and formatting do not count.
-MAX_STATEMENTS = {"scheduler_service": 8_300, "worker_service": 4_850, "pagewire/kernels": 2_000, "pagewire": 5_390}
+MAX_STATEMENTS = {"scheduler_service": 8_200, "worker_service": 4_850, "pagewire/kernels": 2_000, "pagewire": 5_470}
 MAX_CLASS_NAMES_TWICE = 25
 MAX_PROTOCOLS = 25
 MAX_FUNCTION_LINES = 60
