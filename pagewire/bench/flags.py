@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pagewire.bench.statistics import OBJECTIVES
 from pagewire.bench.table import LATENCIES
 from pagewire.bench.workload import LengthRange
-from pagewire.cli.sampling_flags import add_number_flag
+from pagewire.cli import sampling_flags
 from pagewire.options import Parser, suggestion
 from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
 
@@ -130,7 +130,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, temperature: float | Non
     for name in BENCH_FIELDS:
         is_defaulted = name == "temperature"
         explained = text if is_defaulted else "as in `pagewire complete`"
-        add_number_flag(parser, name, explained, temperature if is_defaulted else None)
+        sampling_flags.add_number_flag(parser, name, explained, temperature if is_defaulted else None)
 
 
 def sampling(parsed: argparse.Namespace) -> SamplingParams:
