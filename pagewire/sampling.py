@@ -90,12 +90,9 @@ class SamplingParams:
     def __post_init__(self, *foreign: object) -> None:
         for name, value in zip(SAMPLING_FIELDS, foreign, strict=True):
             judge(SAMPLING_FIELDS, name, value, stacklevel=3)
-        for name in INTEGER_FIELDS:
-            self._require(name, is_integer(getattr(self, name)), "an integer")
-        for name in REAL_FIELDS:
-            self._require(name, is_real(getattr(self, name)), "a number")
-        for name in BOOLEAN_FIELDS:
-            self._require(name, isinstance(getattr(self, name), bool), "a bool")
+        for names, is_legal, kind in _KINDS:
+            for name in names:
+                self._require(name, is_legal(getattr(self, name)), kind)
         stop, ids, bias = self.stop, self.stop_token_ids, self.logit_bias
         self._require("stop", is_list(stop, lambda text: isinstance(text, str)) or isinstance(stop, str), "texts")
         self._require("stop_token_ids", is_list(ids, is_integer), "a list of integers")
@@ -163,6 +160,11 @@ def _of_type(hint: object) -> tuple[str, ...]:
 
 
 INTEGER_FIELDS, REAL_FIELDS, BOOLEAN_FIELDS = _of_type(int | None), _of_type(float | None), _of_type(bool | None)
+_KINDS: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
+    (INTEGER_FIELDS, is_integer, "an integer"),
+    (REAL_FIELDS, is_real, "a number"),
+    (BOOLEAN_FIELDS, lambda value: isinstance(value, bool), "a bool"),
+)
 # Those that flags of the client verbs set, and of them those that flags of the bench verbs set.
 FLAGS: tuple[Field, ...] = tuple(field for field in fields(SamplingParams) if field.metadata)
 BENCH_FIELDS = tuple(field.name for field in FLAGS if field.metadata["is_benched"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pagewire.bench.statistics import OBJECTIVES
 from pagewire.bench.table import LATENCIES
 from pagewire.bench.workload import LengthRange
-from pagewire.cli.sampling_flags import add_number_flag
+from pagewire.cli import sampling_flags
 from pagewire.options import Parser, suggestion
 from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParams
 
@@ -128,17 +128,15 @@ def add_sampling_flags(parser: argparse.ArgumentParser, temperature: float | Non
     default = "the server's" if temperature is None else f"{temperature:g}"
     text = f"randomness; 0 always takes the most likely token (default: {default})"
     for name in BENCH_FIELDS:
-        if name == "temperature":
-            add_number_flag(parser, name, text, temperature)
-        else:
-            add_number_flag(parser, name, "as in `pagewire complete`")
+        is_defaulted = name == "temperature"
+        explained = text if is_defaulted else "as in `pagewire complete`"
+        sampling_flags.add_number_flag(parser, name, explained, temperature if is_defaulted else None)
 
 
 def sampling(parsed: argparse.Namespace) -> SamplingParams:
     """Without an end but the length; what is not given is left to the server."""
-    numbers = {field.name: None for field in FLAGS if field.name not in (*BOOLEAN_FIELDS, "max_tokens")}
-    given = {name: getattr(parsed, name) for name in BENCH_FIELDS}
-    return SamplingParams(**numbers | given, ignore_eos=True)
+    left = {field.name: None for field in FLAGS if field.name not in (*BOOLEAN_FIELDS, "max_tokens")}
+    return SamplingParams(**left | {name: getattr(parsed, name) for name in BENCH_FIELDS}, ignore_eos=True)
 
 
 def length_ranges(parsed: argparse.Namespace) -> tuple[LengthRange, LengthRange]:

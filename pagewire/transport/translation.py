@@ -7,7 +7,8 @@ named as one that stands apart, so that a field which one side alone has is a Ty
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from types import MappingProxyType, NoneType
+from operator import attrgetter
+from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
@@ -18,25 +19,25 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 Data = TypeVar("Data")
 SomeMessage = TypeVar("SomeMessage", bound=Message)
 Convert = Callable[[Any], Any]
-_NOTHING: Mapping[str, Convert] = MappingProxyType({})
 
 
 def decoder(
     data_type: type[Data],
     message_type: type[Message],
-    converted: Mapping[str, Convert] = _NOTHING,
+    converted: Mapping[str, Convert] | None = None,
     apart: Collection[str] = (),
 ) -> Callable[..., Data]:
     """Returns what makes an instance of the dataclass from a message, and from the fields that stand apart, by keyword.
 
-    What is not set in the message takes the dataclass's default, or is None. A number that an enum does not have is a
-    KeyError. `converted` has functions for values whose type does not say how they are translated.
+    What is not set in the message takes the dataclass's default, or is None. Members of an enum
+    have the message's numbers as their values; another number is a ValueError. `converted` has functions for values
+    whose type does not say how they are translated.
     """
     always: list[tuple[str, Convert]] = []
     absent: dict[str, Any] = {}
     present: dict[int, tuple[str, Convert | None]] = {}
     for field, convert, default in _columns(data_type, message_type, decoder, converted, apart):
-        if convert is not None and (field.name in converted or field.enum_type is not None):
+        if convert is not None and (field.name in (converted or ()) or field.enum_type is not None):
             always.append((field.name, convert))
         else:
             present[field.number] = (field.name, convert)
@@ -82,11 +83,6 @@ def enum_names(descriptor: EnumDescriptor) -> dict[int, str]:
     return {value.number: value.name.removeprefix(prefix).lower() for value in descriptor.values if value.number}
 
 
-def enum_members(enum_type: type[Enum], descriptor: EnumDescriptor) -> dict[int, Any]:
-    """The members of an enum by the numbers that values of their names have in a message's enum."""
-    return {number: enum_type[name.upper()] for number, name in enum_names(descriptor).items()}
-
-
 def unknown_field(message: Message) -> str | None:
     """Says which field this version does not know, in a message or in those within it; None: it knows all."""
     if len(unknown := UnknownFieldSet(message)):
@@ -104,7 +100,7 @@ def _columns(
     data_type: type[Any],
     message_type: type[Message],
     nested: Callable[..., Convert],
-    converted: Mapping[str, Convert] = _NOTHING,
+    converted: Mapping[str, Convert] | None = None,
     apart: Collection[str] = (),
 ) -> Iterator[tuple[FieldDescriptor, Convert | None, Any]]:
     """Fields that both sides have, each with how its values are translated (None: they are taken as they are) and with
@@ -120,22 +116,21 @@ def _columns(
     for name, field in theirs.items():
         if name in ours:
             default = None if NoneType in get_args(ours[name].type) else ours[name].default
-            convert = converted.get(name) or _conversion(ours[name].type, field, nested)
+            convert = (converted or {}).get(name) or _conversion(ours[name].type, field, nested)
             yield field, convert, default if field.has_presence else MISSING
 
 
 def _conversion(hint: Any, field: FieldDescriptor, nested: Callable[..., Convert]) -> Convert | None:
-    options = [option for option in get_args(hint) if option is not NoneType]
-    if get_origin(hint) is tuple:
+    options = [option for option in get_args(hint) if option not in (NoneType, Ellipsis)]
+    if len(options) == 1:
         one = _conversion(options[0], field, nested)
+        if get_origin(hint) is not tuple:
+            return one
         if one is not None:
             return lambda values: tuple(map(one, values))
         return tuple if nested is decoder else None
-    if get_origin(hint) is not None and len(options) == 1:
-        return _conversion(options[0], field, nested)
     if is_dataclass(hint):
         return nested(hint, GetMessageClass(field.message_type))
     if isinstance(hint, type) and issubclass(hint, Enum):
-        members = enum_members(hint, field.enum_type)
-        return (members if nested is decoder else {member: number for number, member in members.items()}).__getitem__
+        return hint if nested is decoder else attrgetter("value")
     return None

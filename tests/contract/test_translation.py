@@ -14,7 +14,7 @@ from pagewire.completion import Output, Result
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
-from pagewire.transport.translation import decoder, encoder, enum_members, enum_names, unknown_field
+from pagewire.transport.translation import decoder, encoder, enum_names, unknown_field
 from tests.contract.drawn_data import drawn_message
 
 
@@ -22,12 +22,6 @@ from tests.contract.drawn_data import drawn_message
 class Holder:
     request_id: str | None
     num_blocks: int
-
-
-class Early(Enum):
-    HEURISTIC = "h"
-    FIRST = "f"
-    NEVER = "n"
 
 
 def test_what_is_not_set_is_none() -> None:
@@ -56,12 +50,22 @@ def test_what_stands_apart_is_given() -> None:
     assert decode(pb.BlockHolder(num_blocks=3), colour="red") == more("red", 3)
 
 
-def test_enums_are_translated_by_name() -> None:
+def test_enums_are_translated_by_number() -> None:
+    class Reason(Enum):
+        STALE_EPOCH = 1
+
+    refusal = make_dataclass("Refusal", [("reason", Reason)], frozen=True)
+    apart = ("epoch", "instance_id", "message")
+    decode = decoder(refusal, worker_pb2.Refusal, apart=apart)
+    assert decode(worker_pb2.Refusal(reason=worker_pb2.Refusal.REASON_STALE_EPOCH)) == refusal(Reason.STALE_EPOCH)
+    for number in (0, 2, 99):
+        with pytest.raises(ValueError, match=f"{number} is not a valid"):
+            decode(worker_pb2.Refusal(reason=number))
+
+
+def test_values_of_an_enum_are_named_without_their_prefix() -> None:
     assert enum_names(pb.EarlyStopping.DESCRIPTOR) == {1: "heuristic", 2: "first", 3: "never"}
-    assert enum_members(Early, pb.EarlyStopping.DESCRIPTOR) == {1: Early.HEURISTIC, 2: Early.FIRST, 3: Early.NEVER}
     assert enum_names(worker_pb2.Refusal.Reason.DESCRIPTOR)[3] == "future_epoch"
-    with pytest.raises(KeyError, match="NEVER"):
-        enum_members(Enum("Early", ["HEURISTIC", "FIRST"]), pb.EarlyStopping.DESCRIPTOR)
 
 
 def test_unknown_fields_are_found_within_messages() -> None:

@@ -1,14 +1,12 @@
 """A core Request as the GenerateRequest that another scheduler resolves to the same."""
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from pagewire.transport.translation import enum_members
-from scheduler_service.core.request import EarlyStopping, Request
+from pagewire.transport.translation import enum_names
+from scheduler_service.core.request import Request
 from scheduler_service.rpc.public.generate_request import SAME_NUMBERS
 from scheduler_service.serving.sampling_options import FILTERS_OFF
 
-_EARLY_STOPPING = {
-    member: number for number, member in enum_members(EarlyStopping, scheduler_pb2.EarlyStopping.DESCRIPTOR).items()
-}
+_EARLY_STOPPING = {name: number for number, name in enum_names(scheduler_pb2.EarlyStopping.DESCRIPTOR).items()}
 
 
 def encode_request(
@@ -46,5 +44,5 @@ def _encode_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> schedu
     if beam is not None:
         message.beam_width = beam.beam_width
         message.length_penalty = beam.length_penalty
-        message.early_stopping = _EARLY_STOPPING[beam.early_stopping]
+        message.early_stopping = _EARLY_STOPPING[beam.early_stopping.value]
     return message

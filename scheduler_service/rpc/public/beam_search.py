@@ -3,14 +3,14 @@
 import math
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from pagewire.transport.translation import enum_members
+from pagewire.transport.translation import enum_names
 from scheduler_service.core.request import BeamParams, EarlyStopping
 from scheduler_service.rpc.status import invalid
 from scheduler_service.serving.sampling_options import FILTERS_OFF
 
 _EARLY_STOPPING = {
     scheduler_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
-    **enum_members(EarlyStopping, scheduler_pb2.EarlyStopping.DESCRIPTOR),
+    **{number: EarlyStopping(name) for number, name in enum_names(scheduler_pb2.EarlyStopping.DESCRIPTOR).items()},
 }
 
 

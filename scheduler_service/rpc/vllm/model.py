@@ -47,6 +47,5 @@ def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engin
 
 def _sampling_json(defaults: SamplingParams) -> str:
     """Those that are not the API's own."""
-    names = [name for name, option in SAMPLING_OPTIONS.items() if option.is_checkpoints]
-    values = {name: getattr(defaults, name) for name in names}
+    values = {name: getattr(defaults, name) for name, option in SAMPLING_OPTIONS.items() if option.is_checkpoints}
     return json.dumps({name: value for name, value in values.items() if value != getattr(API_DEFAULTS, name)})

@@ -79,8 +79,8 @@ def decode_worker_message(message: worker_pb2.ExecuteResponse) -> WorkerMessage:
         raise WorkerProtocolError("the worker sent a message without a body")
     try:
         decoded = _DECODERS[body](getattr(message, body))
-    except KeyError as error:
-        raise WorkerProtocolError(f"the worker sent a {body} with a value of an enum that is none: {error}") from None
+    except ValueError as error:
+        raise WorkerProtocolError(f"the worker sent a {body} that means nothing: {error}") from None
     if isinstance(decoded, WorkerCapacity):
         _check_capacity(decoded)
     return decoded
