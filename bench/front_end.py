@@ -170,6 +170,7 @@ class Arm:
 
 async def run_steps(worker: str) -> None:
     """Runs a step loop, whose requests come by lines of "streams tokens"."""
+    from bench.ends import Ends
     from scheduler_service.core.plan import SamplingParams
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
@@ -188,16 +189,10 @@ async def run_steps(worker: str) -> None:
         print("ready on -", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             num_streams, num_tokens = map(int, line.split())
-            ends: asyncio.Queue[object] = asyncio.Queue()
-
-            def deliver(delta, ends=ends) -> None:
-                if delta.end is not None:
-                    ends.put_nowait(delta.end)
-
+            ends = Ends()
             for i in range(num_streams):
-                step_loop.submit(Request(str(i), "", PROMPT, SamplingParams(), num_tokens), deliver)
-            for _ in range(num_streams):
-                await ends.get()
+                step_loop.submit(Request(str(i), "", PROMPT, SamplingParams(), num_tokens), ends)
+            await ends.wait_for(num_streams)
             print("done", flush=True)
         for task in running:
             task.cancel()

@@ -144,6 +144,7 @@ async def two_processes(arguments, step_loop) -> AsyncIterator[None]:
 
 
 async def run_injected(arguments, arm) -> None:
+    from bench.ends import Ends
     from scheduler_service.core.plan import SamplingParams
     from scheduler_service.core.request import Request
     from scheduler_service.core.scheduler import Scheduler
@@ -154,17 +155,10 @@ async def run_injected(arguments, arm) -> None:
     stepping = asyncio.create_task(step_loop.run())
 
     async def round_of(index: int) -> None:
-        done, ended = asyncio.Event(), []
-
-        def deliver(delta) -> None:
-            if delta.end is not None:
-                ended.append(delta.end)
-                if len(ended) == arguments.num_seqs:
-                    done.set()
-
+        ends = Ends()
         for i, prompt in enumerate(prompts(arguments, index)):
-            step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), deliver)
-        await done.wait()
+            step_loop.submit(Request(f"{index}-{i}", "", prompt, SamplingParams(), arguments.output_len), ends)
+        await ends.wait_for(arguments.num_seqs)
 
     async with (one_process if arm == ARMS[0] else two_processes)(arguments, step_loop):
         await answer_rounds(arguments, round_of, own_cpu_seconds)
