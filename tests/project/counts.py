@@ -90,14 +90,9 @@ def members(node: ast.ClassDef) -> set[str]:
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
             found.add(child.attr)
     for child in node.body:
-        targets = (
-            child.targets
-            if isinstance(child, ast.Assign)
-            else [child.target]
-            if isinstance(child, ast.AnnAssign)
-            else []
-        )
-        found.update(target.id for target in targets if isinstance(target, ast.Name))
+        targets = [child.target] if isinstance(child, ast.AnnAssign) else getattr(child, "targets", [])
+        names = [name for target in targets for name in getattr(target, "elts", [target])]
+        found.update(name.id for name in names if isinstance(name, ast.Name))
     return found
 
 
