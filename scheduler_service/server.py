@@ -33,8 +33,7 @@ from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, FencedErro
 from scheduler_service.serving.activity import Activity
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.model_info import ModelInfo
-from scheduler_service.serving.recording import Recorder, SchedulerArguments
-from scheduler_service.serving.recording_scheduler import RecordingScheduler
+from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
 from scheduler_service.serving.request_log import RequestLog
 from scheduler_service.serving.step_loop import StepLoop
 
@@ -98,7 +97,7 @@ class _Scheduler:
         self._kv_event_log = KvEventLog(config.kv_events_buffer, config.max_kv_event_bytes)
         observers = [self._metrics, RequestLog(logs_all=config.log_requests)]
         self._step_loop = StepLoop(
-            RecordingScheduler(scheduler, self._recorder) if self._recorder else scheduler,
+            record(scheduler, self._recorder) if self._recorder else scheduler,
             observers if self._tracing is None else [*observers, self._tracing],
             worker_timeout=config.worker_timeout,
             worker_grace=config.worker_grace,

@@ -16,7 +16,7 @@ requests are taken, `openings.py` who gets rows, `results.py` what comes of a re
 
 from collections.abc import Callable
 
-from scheduler_service.core import explain, invariants
+from scheduler_service.core import invariants
 from scheduler_service.core.admission import Admission
 from scheduler_service.core.cache_manager import CacheManager
 from scheduler_service.core.cost import CostModel, PreemptionMode
@@ -27,15 +27,12 @@ from scheduler_service.core.plan import RowStatus, StepPlan, StepResult, WorkerC
 from scheduler_service.core.plans import PlanDraft, WorkerProtocolError, read_result
 from scheduler_service.core.policy import Policy, create_policy
 from scheduler_service.core.request import (
-    BlockMap,
     BlockStored,
     CacheCleared,
     EndReason,
     KvEvent,
     KvEventCounts,
     Request,
-    RequestReport,
-    SchedulerStats,
     TokenOutputs,
     count_kv_events,
 )
@@ -294,17 +291,6 @@ class Scheduler:
     def max_sequence_tokens(self) -> int:
         """Prompt and output that one sequence may have."""
         return self._admission.max_sequence_tokens
-
-    def stats(self) -> SchedulerStats:
-        return explain.stats(self._state)
-
-    def report(self, tenant: str, request_id: str) -> RequestReport:
-        """What a request does and why it waits. Raises KeyError if there is none."""
-        return explain.report(self._state, tenant, request_id)
-
-    def block_map(self) -> BlockMap:
-        """Who holds which block."""
-        return explain.block_map(self._state)
 
     def take_kv_events(self) -> list[KvEvent]:
         """Say what changed in the cache since the last call."""

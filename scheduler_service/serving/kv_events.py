@@ -9,7 +9,6 @@ from scheduler_service.core.request import count_kv_events
 from scheduler_service.core.scheduler import Scheduler
 from scheduler_service.serving.kv_event_log import KvEventBatch, KvEventLog
 from scheduler_service.serving.observer import Observer
-from scheduler_service.serving.recording_scheduler import RecordingScheduler
 
 
 class KvEvents:
@@ -17,7 +16,7 @@ class KvEvents:
 
     def __init__(
         self,
-        scheduler: Scheduler | RecordingScheduler,
+        scheduler: Scheduler,
         log: KvEventLog,
         observers: Sequence[Observer],
     ) -> None:

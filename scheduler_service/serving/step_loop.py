@@ -24,7 +24,6 @@ from scheduler_service.serving.availability import WorkerAvailability
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.kv_events import KvEvents
 from scheduler_service.serving.observer import Observer
-from scheduler_service.serving.recording_scheduler import RecordingScheduler
 from scheduler_service.serving.token_stream import FanOut, Receiver, TokenStream
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class RefusedError(Exception):
 class StepLoop:
     def __init__(
         self,
-        scheduler: Scheduler | RecordingScheduler,
+        scheduler: Scheduler,
         observers: Sequence[Observer],
         *,
         worker_timeout: float,

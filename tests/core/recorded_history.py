@@ -14,8 +14,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.scheduler import WorkerProtocolError
-from scheduler_service.serving.recording import Recorder, SchedulerArguments
-from scheduler_service.serving.recording_scheduler import RecordingScheduler
+from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
 from tests.core.simulated_worker import SimulatedWorker
 
 VOCAB = 97
@@ -55,7 +54,7 @@ class RecordedHistory:
         self.recorder = Recorder(str(path), self.arguments)
         self.recorder.open()
         self.core = self.arguments.build()
-        self.scheduler = RecordingScheduler(self.core, self.recorder)
+        self.scheduler = record(self.core, self.recorder)
         self.worker: SimulatedWorker | None = None
         self.plans: list[StepPlan] = []
         self.num_plans = 0

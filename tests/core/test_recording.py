@@ -20,8 +20,8 @@ from scheduler_service.serving.recording import (
     RecordingError,
     RecordingReader,
     SchedulerArguments,
+    record,
 )
-from scheduler_service.serving.recording_scheduler import RecordingScheduler
 from tests.core.recorded_history import DEFAULTS, RecordedHistory
 
 
@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_made_is_an_error_at_once(tmp_path: Path) -> None:
 def test_events_reach_the_file_within_a_second_of_events_and_when_all_is_quiet(tmp_path: Path) -> None:
     path = tmp_path / "recording"
     recorder = opened(path)
-    scheduler = RecordingScheduler(DEFAULTS.build(), recorder)
+    scheduler = record(DEFAULTS.build(), recorder)
     scheduler.add(request(), 10.0)
     for now in (10.2, 10.4):
         assert scheduler.schedule(now) is None
@@ -116,7 +116,7 @@ def test_events_reach_the_file_within_a_second_of_events_and_when_all_is_quiet(t
 
 def test_what_was_raised_is_recorded_and_raised(tmp_path: Path) -> None:
     path = tmp_path / "recording"
-    scheduler = RecordingScheduler(DEFAULTS.build(), opened(path))
+    scheduler = record(DEFAULTS.build(), opened(path))
     with pytest.raises(KeyError):
         scheduler.abort("t", "nobody", 1.0)
     assert lines(path)[1] == ["abort", 1.0, ["t", "nobody"], {"error": "KeyError: ('t', 'nobody')"}]
@@ -127,7 +127,7 @@ def test_a_full_disk_ends_the_recording_with_one_error_and_nothing_else(caplog: 
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, recorder._descriptor)
     os.close(full)
-    scheduler = RecordingScheduler(DEFAULTS.build(), recorder)
+    scheduler = record(DEFAULTS.build(), recorder)
     with caplog.at_level(logging.ERROR):
         assert len(scheduler.add(request("a"), 100.0)) == 1
         assert not recorder.is_open

@@ -309,8 +309,8 @@ def test_questions_go_from_the_servicer_to_the_core_at_once() -> None:
     """Nothing on the way repeats them, so a new one is written down in few places."""
     questions = {node.name for node in functions(ROOT / "scheduler_service/core/explain.py") if node.name[0] != "_"}
     assert {"report", "block_map", "stats"} <= questions
-    for name in ("step_loop", "recording_scheduler", "availability"):
-        assert not questions & {node.name for node in functions(ROOT / f"scheduler_service/serving/{name}.py")}
+    for name in ("core/scheduler", "serving/step_loop", "serving/availability"):
+        assert not questions & {node.name for node in functions(ROOT / f"scheduler_service/{name}.py")}, name
 
 
 def test_the_step_loop_has_one_kind_of_hook() -> None:
