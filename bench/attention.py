@@ -18,7 +18,9 @@ import torch
 
 from bench.checkpoint import SHAPES
 from bench.record import RESULTS, machine, verdict, write
-from pagewire.kernels.cpu import CpuKernels, PagedRows, PagedScoring, load_kernels
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import CpuKernels, PagedRows
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 NUM_SEQUENCES, CONTEXT, BLOCK_SIZE, NUM_LAYERS = 4, 8192, 16, 4
 # Of queries, and of the cache.
@@ -55,7 +57,7 @@ def layers_of(
 
     def layer(index: int) -> Callable[[], object]:
         caches = storage[:, index, 0], storage[:, index, 1]
-        return lambda: kernels.attend(rows, PagedScoring(head_dim**-0.5), query, fresh, fresh, *caches)
+        return lambda: kernels.attend(rows, Scoring(head_dim**-0.5), query, fresh, fresh, *caches)
 
     num_bytes = 2 * NUM_SEQUENCES * CONTEXT * num_kv_heads * head_dim * cache_dtype.itemsize
     return [layer(index) for index in range(NUM_LAYERS)], num_bytes
@@ -105,7 +107,7 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="threads (default: all cores)")
     parser.add_argument("--output", type=Path, default=RESULTS / "attention.json", help="raw numbers")
     arguments = parser.parse_args()
-    kernels = load_kernels()
+    kernels = load_cpu_kernels()
     if kernels is None:
         raise SystemExit("there are no CPU kernels to measure: see the warning above")
     figures = measure(arguments, kernels)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.device_timer import measure
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import tiles
 from pagewire.kernels.triton.decode_attention import paged_attention_v1, paged_attention_v2
 from pagewire.kernels.triton.prefill_attention import paged_prefill
@@ -77,7 +78,7 @@ def make_calls(problem: Problem, device: torch.device) -> list[Callable[[], Tens
     integers = {"dtype": torch.int32, "device": device}
     seq_lens = torch.full((problem.num_rows,), problem.seq_len, **integers)
     starts = problem.num_queries * torch.arange(problem.num_rows + 1, **integers)
-    scale = problem.head_dim**-0.5
+    scoring = Scoring(problem.head_dim**-0.5)
 
     def make_call() -> Callable[[], Tensor]:
         sizes = (num_blocks, 2, BLOCK_SIZE, problem.num_kv_heads, problem.head_dim)
@@ -86,13 +87,13 @@ def make_calls(problem: Problem, device: torch.device) -> list[Callable[[], Tens
         tables = torch.randperm(num_blocks, device=device).int().view(problem.num_rows, blocks_per_row)
         arguments = (query.to(query_dtype), key_cache, value_cache, tables, seq_lens)
         if problem.kernel == "paged_prefill":
-            return lambda: paged_prefill(*arguments, starts, scale)
+            return lambda: paged_prefill(*arguments, starts, scoring)
         if problem.kernel == "paged_attention_v1":
-            return lambda: paged_attention_v1(*arguments, scale)
+            return lambda: paged_attention_v1(*arguments, scoring)
         heads = (num_heads, problem.num_kv_heads, problem.head_dim)
         plan = SplitPlan.allocate(problem.num_rows, *heads, device, problem.num_programs)
         plan.decide(seq_lens)
-        return lambda: paged_attention_v2(*arguments, scale, plan)
+        return lambda: paged_attention_v2(*arguments, plan, scoring)
 
     return [make_call() for _ in range(NUM_SETS)]
 

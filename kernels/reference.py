@@ -7,16 +7,10 @@ PagedAttention" (2023), https://arxiv.org/abs/2309.06180. Sampling is specified 
 import torch
 from torch import Tensor
 
+from pagewire.kernels.arguments import HeadPreparation, Scoring, Selection
 
-def reshape_and_cache(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> None:
+
+def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Writes the keys and values of a step's tokens to their slots of one layer's cache, in place.
 
     Args:
@@ -24,10 +18,9 @@ def reshape_and_cache(
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], strided or not. Caches of
             float8_e4m3fn hold what `quantize` makes of keys and values.
         slot_mapping: [T], `block_id * block_size + offset` of each token; a token of slot -1 is skipped.
-        key_scale, value_scale: factors of what caches of float8_e4m3fn hold; others have none.
     """
     if key_cache.dtype == torch.float8_e4m3fn:
-        key, value = quantize(key, key_scale), quantize(value, value_scale)
+        key, value = quantize(key), quantize(value)
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == -1:
@@ -36,13 +29,12 @@ def reshape_and_cache(
         value_cache[slot // block_size, slot % block_size] = value[token]
 
 
-def quantize(x: Tensor, scale: float) -> Tensor:
-    """x / scale as float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
+def quantize(x: Tensor) -> Tensor:
+    """Rounds x to float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
 
-    https://arxiv.org/abs/2209.05433. Multiplied in float32 by 1 / scale, then rounded to nearest even; what lies beyond
-    +-448 becomes that, and NaN stays NaN.
+    https://arxiv.org/abs/2209.05433. Rounded to nearest even; what lies beyond +-448 becomes that, and NaN stays NaN.
     """
-    return (x.float() * (1.0 / scale)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return x.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
 def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
@@ -73,22 +65,16 @@ def paged_attention(
     block_tables: Tensor,
     seq_lens: list[int],
     query_start_loc: list[int],
-    scale: float,
-    window: int = 0,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-    selected_blocks: Tensor | None = None,
-    num_selected: Tensor | None = None,
+    scoring: Scoring,
+    selection: Selection | None = None,
 ) -> Tensor:
     """Causal attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
 
     Row i owns tokens query_start_loc[i] to query_start_loc[i + 1] of the batch; they are the last ones of its
-    seq_lens[i] positions. With a window (Beltagy et al., "Longformer", 2020, https://arxiv.org/abs/2004.05150), a query
-    at position q attends to positions q - window + 1 to q alone. Positions from seq_lens[i] on, those before the window
-    of the row's first query, and those of blocks that are not selected are never read: they may hold anything, NaN
-    included. A query that attends to nothing, as in a padding row of seq_len 0, gives zeros.
+    seq_lens[i] positions. With a window, a query at position q attends to positions q - window + 1 to q alone.
+    Positions from seq_lens[i] on, those before the window of the row's first query, and those of blocks that are not
+    selected are never read: they may hold anything, NaN included. A query that attends to nothing, as in a padding row
+    of seq_len 0, gives zeros.
 
     Args:
         query: [T, num_heads, head_dim]; as many heads in a row as num_heads / num_kv_heads read one KV head.
@@ -96,19 +82,16 @@ def paged_attention(
         block_tables: [S, max_blocks], block ids; entries of blocks without a position to read are never read.
         seq_lens: [S], positions of each row after this step.
         query_start_loc: [S + 1].
-        scale: factor of the scores, usually head_dim ** -0.5.
-        window: positions that a query attends to, its own included; 0: all up to its own.
-        alibi_slopes, softcap: see `attention_weights`.
-        key_scale, value_scale: factors of what the caches hold, for caches of 8-bit floats.
-        selected_blocks, num_selected: [S, num_kv_heads, max_selected], logical blocks (indexes into the row's block
-            table) that a row's KV head reads, each once, in any order, and [S, num_kv_heads], how many of them count.
+        scoring: how products become weights.
+        selection: the blocks to read; None: all of a row's.
 
     Returns:
         [T, num_heads, head_dim], of the query's dtype; computed in float32, or in float64 for a query of that.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     groups = query.unflatten(1, (num_kv_heads, -1)).to(torch.promote_types(query.dtype, torch.float32))
-    slopes = (query.new_zeros(query.shape[1]) if alibi_slopes is None else alibi_slopes).view(num_kv_heads, -1)
+    slopes = query.new_zeros(query.shape[1]) if scoring.alibi_slopes is None else scoring.alibi_slopes
+    slopes, window = slopes.view(num_kv_heads, -1), scoring.window
     output = torch.zeros_like(groups)  # [T, num_kv_heads, num_groups, head_dim]
     for row, seq_len in enumerate(seq_lens):
         start, end = query_start_loc[row], query_start_loc[row + 1]
@@ -116,29 +99,30 @@ def paged_attention(
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=query.device)
         for head in range(num_kv_heads):
             positions = torch.arange(first, seq_len, device=query.device)
-            if selected_blocks is not None and num_selected is not None:
-                selected = selected_blocks[row, head, : int(num_selected[row, head])]
+            if selection is not None:
+                selected = selection.blocks[row, head, : int(selection.num_blocks[row, head])]
                 positions = positions[torch.isin(positions // block_size, selected)]
             slots = block_tables[row].long()[positions // block_size], positions % block_size, head
             keys, values = key_cache[slots].to(groups.dtype), value_cache[slots].to(groups.dtype)  # [N, head_dim]
-            scores = torch.einsum("qgd,nd->gqn", groups[start:end, head], keys) * (scale * key_scale)
+            scores = torch.einsum("qgd,nd->gqn", groups[start:end, head], keys) * scoring.scale
             distances = query_positions[:, None] - positions  # [queries, N]
-            weights = attention_weights(scores, distances, window, slopes[head], softcap)
-            output[start:end, head] = torch.einsum("gqn,nd->qgd", weights, values) * value_scale
+            weights = attention_weights(scores, distances, window, slopes[head], scoring.softcap)
+            output[start:end, head] = torch.einsum("gqn,nd->qgd", weights, values)
     return output.flatten(1, 2).to(query.dtype)
 
 
 def attention_weights(scores: Tensor, distances: Tensor, window: int, slopes: Tensor, softcap: float) -> Tensor:
-    """What each query's attended values weigh; zeros where it attends to nothing.
+    """The weights of the values that each query attends to; zeros where it attends to nothing.
 
     Args:
         scores: [num_heads, queries, N], scaled, float32.
         distances: [queries, N], positions from key to query; a key after its query is hidden.
         window: hides keys at a distance of `window` or more; 0: none.
-        slopes: [num_heads]; a score falls by its head's slope for each position between query and key (ALiBi: Press et
-            al., "Train Short, Test Long", 2021, https://arxiv.org/abs/2108.12409).
-        softcap: bounds the scores to softcap * tanh(score / softcap), before ALiBi; 0: leaves them (Gemma 2,
-            https://arxiv.org/abs/2408.00118).
+        slopes: [num_heads], what a score falls by for each position of distance.
+        softcap: bounds the scores to softcap * tanh(score / softcap), before the slopes; 0: leaves them.
+
+    Returns:
+        [num_heads, queries, N].
     """
     if softcap:
         scores = softcap * (scores / softcap).tanh()
@@ -170,27 +154,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (gate.float() / (1 + (-gate.float()).exp())).to(gate.dtype) * up
 
 
-def norm_rope(
-    heads: Tensor,
-    num_heads: int,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
     """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
 
     Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) of pairs (i, i + head_dim / 2).
 
     Args:
         heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; values stay.
-        query_weight, key_weight: [head_dim] of `rms_norm`, or None.
-        cos, sin: [T, head_dim]; the first half of the sines is negated.
 
     Returns:
         Views of `heads`: queries, keys and values.
     """
+    num_heads, query_weight, key_weight, eps, cos, sin = preparation
     num_kv_heads = (heads.shape[1] - num_heads) // 2
     queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     for part, weight in ((queries, query_weight), (keys, key_weight)):

@@ -11,7 +11,7 @@ The noise is that of `pagewire.kernels.noise`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ from pagewire.kernels.noise import gumbel_noise, noise_keys
 LARGEST = torch.finfo(torch.float32).max
 # What a row asks for in one number, as `SamplingColumns` names it: float32 and int32.
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+EDITS = ("bias_token_ids", "bias_values", "stop_token_ids", "min_num_tokens")
 INTEGERS = ("top_k", "sample_indexes", "slots", "num_logprobs")
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingColumns:
+class SamplingColumns(NamedTuple):
     """What each of R rows asks for: one entry per row, contiguous, on the device of the logits.
 
     Attributes:
@@ -72,9 +72,12 @@ class SamplingColumns:
         columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 
+    def without_edits(self) -> "SamplingColumns":
+        """The same rows without biases and stop tokens."""
+        return self._replace(**dict.fromkeys(EDITS))
 
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
+
+class SampledTokens(NamedTuple):
     """One entry per row. Log-probabilities mean nothing in rows that asked for none or whose logits hold NaN.
 
     Attributes:

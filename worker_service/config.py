@@ -6,7 +6,8 @@ from typing import Any
 
 from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES
 
-_ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
+# The packages that each needs beside torch. A backend is `worker_service/attention/backends/NAME.py`.
+ATTENTION_BACKENDS = {"cpu": "", "triton": "triton", "flash_attn": "flash-attn, and triton,", "torch": ""}
 _KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8")
 _MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
@@ -78,7 +79,7 @@ class WorkerConfig:
         "auto",
         "implementation of attention: C kernels (cpu), Triton kernels (triton), the flash-attn package (flash_attn; "
         "needs --block-size 256) or plain torch; auto: cpu or triton if it supports the model, otherwise torch",
-        _ATTENTION_BACKENDS,
+        ("auto", *ATTENTION_BACKENDS),
     )
     tensor_parallel_size: int = _option(1, "number of ranks to split the model across; each is a process of its own")
     tensor_parallel_rank: int = _option(0, "which rank this process is, counted from 0")
@@ -130,7 +131,7 @@ class WorkerConfig:
         _check_choice("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _check_choice("--load-format", self.load_format, ("auto", "dummy"))
         _check_choice("--kv-cache-dtype", self.kv_cache_dtype, _KV_CACHE_DTYPES)
-        _check_choice("--attention-backend", self.attention_backend, _ATTENTION_BACKENDS)
+        _check_choice("--attention-backend", self.attention_backend, ("auto", *ATTENTION_BACKENDS))
         _check_range("--block-size", self.block_size, 1, 1024)
         _check_range("--max-num-seqs", self.max_num_seqs, 1, 1 << 16)
         _check_range("--max-num-batched-tokens", self.max_num_batched_tokens, 1, 1 << 20)

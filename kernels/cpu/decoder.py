@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
-from pagewire.kernels.cpu.paged import PagedRows, PagedScoring, cache_step, check
+from pagewire.kernels.cpu.paged import PagedRows, cache_step, check
 
 # One layer's (key_cache, value_cache), [num_blocks, block_size, num_kv_heads, head_dim] each.
 LayerCache = tuple[Tensor, Tensor]
@@ -133,7 +134,7 @@ class DecoderKernel:
         positions: Tensor,
         logit_rows: Tensor,
         rows: PagedRows,
-        scorings: Sequence[PagedScoring],
+        scorings: Sequence[Scoring],
         kv_cache: Sequence[LayerCache],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One step through all layers; writes its keys and values to the cache.
@@ -183,7 +184,7 @@ class DecoderKernel:
         """Nanoseconds of the last step by part, `PARTS`; the activation is a part of the products."""
         return dict(zip(PARTS, self._times, strict=True))
 
-    def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[PagedScoring]) -> None:
+    def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring]) -> None:
         """Points the layers to a cache. Raises ValueError if its layers differ in dtype, shape or strides."""
         if kv_cache is self._kv_cache:
             return

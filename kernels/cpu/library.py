@@ -8,12 +8,12 @@ import ctypes
 import fcntl
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 # Before the library, so that both share one OpenMP runtime and its threads.
@@ -38,12 +38,24 @@ class BuildError(Exception):
     """The kernels cannot be built or loaded here; the text says why."""
 
 
-def load_library(variant: str = NATIVE) -> ctypes.CDLL:
-    """The kernels, built now if they are not in the cache. Raises BuildError.
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How the kernels are built.
 
-    `variant`: "native" for all that this processor has, or one of VARIANTS.
+    Attributes:
+        variant: "native" for all that this processor has, or one of VARIANTS.
+        compiler: name or path of the C compiler; None: the first of cc, gcc and clang that there is.
+        cache: where libraries are kept; None: there is no place for them, and they cannot be built.
     """
-    path = build_library(flags_of(variant))
+
+    variant: str = NATIVE
+    compiler: str | None = None
+    cache: Path | None = None
+
+
+def load_library(build: Build) -> ctypes.CDLL:
+    """The kernels, built now if they are not in the cache. Raises BuildError."""
+    path = build_library(build, flags_of(build.variant))
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -63,12 +75,14 @@ def flags_of(variant: str) -> tuple[str, ...]:
     return (*FLAGS, *baseline, *("-m" + feature.replace("_", "") for feature in needed))
 
 
-def build_library(flags: Sequence[str]) -> Path:
-    """Where the library is. Whoever comes second waits for the first. Raises BuildError."""
-    compiler = find_compiler()
+def build_library(build: Build, flags: Sequence[str]) -> Path:
+    """Where the library of these flags is. Whoever comes second waits for the first. Raises BuildError."""
+    compiler = find_compiler(build.compiler)
     openmp = _torch_openmp()
     version = _run([compiler, "--version"])
-    path = cache_directory() / _digest(compiler, version, [*flags, *openmp]) / "kernels.so"
+    if build.cache is None:
+        raise BuildError("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
+    path = build.cache / _digest(compiler, version, [*flags, *openmp]) / "kernels.so"
     if path.exists():
         return path
     try:
@@ -82,25 +96,14 @@ def build_library(flags: Sequence[str]) -> Path:
     return path
 
 
-def find_compiler() -> str:
-    """The C compiler: $CC, or the first of cc, gcc and clang that there is. Raises BuildError."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    for name in names:
-        found = shutil.which(name)
+def find_compiler(name: str | None = None) -> str:
+    """The C compiler of that name, or the first of cc, gcc and clang that there is. Raises BuildError."""
+    names = [name] if name else ["cc", "gcc", "clang"]
+    for candidate in names:
+        found = shutil.which(candidate)
         if found:
             return found
     raise BuildError(f"there is no C compiler ({', '.join(names)}); install one, for example gcc")
-
-
-def cache_directory() -> Path:
-    """$PAGEWIRE_CACHE/kernels, by default in the user's cache. Raises BuildError where the user has no home."""
-    root = os.environ.get("PAGEWIRE_CACHE")
-    if root:
-        return Path(root) / "kernels"
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
-    except RuntimeError as error:
-        raise BuildError("this user has no home for what is built; set PAGEWIRE_CACHE to a folder") from error
 
 
 def _compile(compiler: str, flags: Sequence[str], openmp: Sequence[str], path: Path) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pagewire.kernels.arguments import HeadPreparation, Scoring
 from pagewire.kernels.cpu.linear import PackedLinear
-from pagewire.kernels.cpu.paged import PagedRows, PagedScoring, check, paged_step
+from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Of queries, and of the cache that they attend to.
@@ -73,7 +74,7 @@ class CpuKernels:
             ValueError: shapes, strides or dtypes do not fit.
         """
         rows = PagedRows.of([0], [], torch.empty(0, 0), slot_mapping)
-        step = paged_step(rows, PagedScoring(1.0), key, key, value, key_cache, value_cache)
+        step = paged_step(rows, Scoring(1.0), key, key, value, key_cache, value_cache)
         self._call("store_kv", (key, key_cache), ctypes.addressof(step), key, value, key_cache, value_cache)
 
     def paged_attention(
@@ -84,10 +85,7 @@ class CpuKernels:
         block_tables: Tensor,
         seq_lens: Sequence[int],
         query_start_loc: Sequence[int],
-        scale: float,
-        window: int = 0,
-        alibi_slopes: Tensor | None = None,
-        softcap: float = 0.0,
+        scoring: Scoring,
         num_threads: int | None = None,
     ) -> Tensor:
         """Causal attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
@@ -99,7 +97,7 @@ class CpuKernels:
             query: [T, num_heads, head_dim], of the cache's dtype or float32; tokens may be strided.
             key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides but the last.
             block_tables: [S, max_blocks] integers. What lies past a row's end or before its window is not read.
-            seq_lens, query_start_loc, scale, window, alibi_slopes, softcap: as in `pagewire.kernels.reference`.
+            seq_lens, query_start_loc, scoring: as in `pagewire.kernels.reference`.
             num_threads: to use instead of torch's number.
 
         Returns:
@@ -110,7 +108,6 @@ class CpuKernels:
             MemoryError: there is none for the list of what is to be done.
         """
         rows = PagedRows.of(query_start_loc, seq_lens, block_tables, torch.empty(0, dtype=torch.int64))
-        scoring = PagedScoring(scale, window, alibi_slopes, softcap)
         step = paged_step(rows, scoring, query, None, None, key_cache, value_cache, num_threads)
         output = torch.empty(query.shape, dtype=query.dtype)
         self._call("paged_attention", (query, key_cache), ctypes.addressof(step), query, key_cache, value_cache, output)
@@ -119,7 +116,7 @@ class CpuKernels:
     def attend(
         self,
         rows: PagedRows,
-        scoring: PagedScoring,
+        scoring: Scoring,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -209,22 +206,12 @@ class CpuKernels:
         self._call("silu_mul", (gate_up,), gate_up, output, num_tokens, size, torch.get_num_threads())
         return output
 
-    def norm_rope(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        query_weight: Tensor | None,
-        key_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
         """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; values stay.
-            query_weight, key_weight: [head_dim] of `rms_norm`, or None.
-            cos, sin: [T, head_dim] of pairs (i, i + head_dim / 2); the first half of the sines is negated.
+            preparation: of the heads' dtype.
 
         Returns:
             Views of `heads`: queries, keys and values.
@@ -232,6 +219,7 @@ class CpuKernels:
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
         """
+        num_heads, query_weight, key_weight, eps, cos, sin = preparation
         num_tokens, num_all_heads, head_dim = heads.shape
         num_kv_heads = (num_all_heads - num_heads) // 2
         if num_kv_heads < 1 or num_heads + 2 * num_kv_heads != num_all_heads or head_dim % 2:

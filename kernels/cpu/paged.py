@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.kernels.arguments import Scoring
+
 MAX_HEAD_DIM = 256
 
 
@@ -56,16 +58,6 @@ class PagedRows:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PagedScoring:
-    """How scores become weights: see `pagewire.kernels.reference.paged_attention`."""
-
-    scale: float
-    window: int = 0
-    alibi_slopes: Tensor | None = None  # [num_heads] float32
-    softcap: float = 0.0
-
-
 def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
@@ -87,7 +79,7 @@ def check_heads(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int,
 
 def paged_step(
     rows: PagedRows,
-    scoring: PagedScoring,
+    scoring: Scoring,
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
@@ -110,7 +102,7 @@ def paged_step(
 
 def cache_step(
     rows: PagedRows,
-    scoring: PagedScoring,
+    scoring: Scoring,
     num_tokens: int,
     num_heads: int,
     query_token_stride: int,

@@ -1,5 +1,6 @@
-"""What the attention kernels take, what they make of it, and what they refuse."""
+"""What the attention kernels are launched with, how it follows from what their callers pass, and what is refused."""
 
+from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
@@ -7,80 +8,115 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
+from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import tiles
-from pagewire.kernels.triton.cache import check_caches, check_scales
+from pagewire.kernels.triton.cache import check_caches
+from pagewire.kernels.triton.strided import Strided
 
 LOG2_E = 1.4426950408889634
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+# A `Scoring` in units of log 2: the factor of products (see `score_factor`), the softcap or None, and the slopes,
+# [num_heads] float32 in units of 1, or None.
+Weighing = namedtuple("Weighing", "factor cap slopes")
+# What a kernel is compiled for: query heads that share a KV head, the size of a head and the power of two that holds
+# it, positions of a block, rows of queries and positions of keys that a program takes at a time, and the type of the
+# operands of its products.
+AttentionShape = namedtuple("AttentionShape", "num_groups head_dim padded_dim block_size block_m block_n operand")
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Where the keys and values of S rows lie, int32 on the device: as in `pagewire.kernels.reference`."""
+class AttentionCall:
+    """A checked call of an attention kernel."""
 
+    output: Tensor
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
     block_tables: Tensor
     seq_lens: Tensor
-    selected_blocks: Tensor | None
-    num_selected: Tensor | None
+    scoring: Scoring
+    selection: Selection | None
 
-    @property
-    def max_selected(self) -> int:
-        return 0 if self.selected_blocks is None else self.selected_blocks.shape[-1]
+    @staticmethod
+    def of(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        scoring: Scoring,
+        selection: Selection | None,
+        output: Tensor | None,
+    ) -> "AttentionCall":
+        """Makes memory for the output where there is none. Raises ValueError unless tensors and scoring fit."""
+        if output is None:
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        check_tensors(query, key_cache, value_cache, output)
+        check_scoring(scoring, query.shape[1])
+        return AttentionCall(output, query, key_cache, value_cache, block_tables, seq_lens, scoring, selection)
 
-    def check(self, num_rows: int, num_kv_heads: int) -> None:
-        """Raises ValueError unless all are of this size, int32 and dense; block tables may lie apart."""
+    def check_rows(self, num_rows: int) -> None:
+        """Raises ValueError unless what lies by row is for so many rows; block tables may lie apart."""
         check_integers("block_tables", self.block_tables, (num_rows, self.block_tables.shape[-1]))
         check_integers("seq_lens", self.seq_lens, (num_rows,))
-        if (self.selected_blocks is None) != (self.num_selected is None):
-            raise ValueError("one of selected_blocks and num_selected is given; give both or none")
-        if self.selected_blocks is not None and self.num_selected is not None:
-            check_integers("selected_blocks", self.selected_blocks, (num_rows, num_kv_heads, self.max_selected))
-            check_integers("num_selected", self.num_selected, (num_rows, num_kv_heads))
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How products become weights and weights results: as in `pagewire.kernels.reference.paged_attention`."""
-
-    scale: float
-    window: int
-    alibi_slopes: Tensor | None
-    softcap: float
-    key_scale: float
-    value_scale: float
+        if self.selection is not None:
+            shape = (num_rows, self.key_cache.shape[2])
+            check_integers("selected_blocks", self.selection.blocks, (*shape, self.selection.blocks.shape[-1]))
+            check_integers("num_selected", self.selection.num_blocks, shape)
 
     @property
-    def score_factor(self) -> float:
-        """What products are multiplied by: to scores in units of log 2, or, with a cap, to 2 * score / softcap in them.
+    def num_groups(self) -> int:
+        """How many query heads share a KV head."""
+        return self.query.shape[1] // self.key_cache.shape[2]
 
-        softcap * tanh(y) is then softcap * (1 - 2 / (exp(2 * y) + 1)), which overflows at neither end.
+    def tile(self, kernel: str) -> tiles.Tile:
+        """The table's tile of a kernel for this call."""
+        return tiles.lookup(
+            kernel, head_dim=self.query.shape[2], num_groups=self.num_groups, dtype=self.key_cache.dtype
+        )
+
+    def arguments(self, window: int | None) -> tuple[object, ...]:
+        """The arguments of all kernels, in their order.
+
+        output, query, (keys, values), block_tables, the stride of these, seq_lens, window, (selected blocks, how many),
+        weighing. What is None is not there. Those by row stand alone: of what is in a tuple, Triton compiles a kernel
+        again for other alignments.
         """
-        return self.scale * self.key_scale * LOG2_E * (2 / self.softcap if self.softcap else 1)
+        scoring, selection = self.scoring, self.selection
+        output, query, keys, values = map(Strided.of, (self.output, self.query, self.key_cache, self.value_cache))
+        rows = (self.block_tables, self.block_tables.stride(0), self.seq_lens, window)
+        selected = None if selection is None else (Strided.of(selection.blocks), selection.num_blocks)
+        cap = scoring.softcap * LOG2_E if scoring.softcap else None
+        return (
+            output,
+            query,
+            (keys, values),
+            *rows,
+            selected,
+            Weighing(score_factor(scoring), cap, scoring.alibi_slopes),
+        )
 
-    @property
-    def cap(self) -> float:
-        """The softcap in units of log 2."""
-        return self.softcap * LOG2_E
+    def shape(self, tile: tiles.Tile) -> AttentionShape:
+        """What a kernel is compiled for that takes such a tile."""
+        head_dim, block_size = self.query.shape[2], self.key_cache.shape[1]
+        sizes = (self.num_groups, head_dim, triton.next_power_of_2(head_dim), block_size)
+        return AttentionShape(*sizes, tile.block_m, tile.block_n, operand(self.query.dtype, self.key_cache.dtype))
 
-    def check(self, num_heads: int, cache_dtype: torch.dtype) -> None:
-        """Raises ValueError unless it is for so many heads and for such caches."""
-        check_scales(cache_dtype, self.key_scale, self.value_scale)
-        slopes = self.alibi_slopes
-        if slopes is not None and (
-            slopes.shape != (num_heads,) or slopes.dtype != torch.float32 or not slopes.is_contiguous()
-        ):
-            raise ValueError(
-                f"alibi_slopes are {list(slopes.shape)} {slopes.dtype}; make them [{num_heads}] float32, dense"
-            )
-        if not self.scale > 0:
-            raise ValueError(f"scale is {self.scale}; it must be greater than 0")
-        if self.window < 0 or self.softcap < 0:
-            raise ValueError(f"window is {self.window} and softcap {self.softcap}; neither may be negative")
+
+def score_factor(scoring: Scoring) -> float:
+    """What products are multiplied by: to scores in units of log 2, or, with a cap, to 2 * score / softcap in them.
+
+    softcap * tanh(y) is then softcap * (1 - 2 / (exp(2 * y) + 1)), which overflows at neither end.
+    """
+    return scoring.scale * LOG2_E * (2 / scoring.softcap if scoring.softcap else 1)
 
 
 def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
-    """What products are made of.
+    """The type of the operands of products.
 
     8-bit floats become float16, exactly and in fewer instructions than bfloat16 takes. The interpreter cannot multiply
     bfloat16.
@@ -90,6 +126,21 @@ def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
     if query_dtype == torch.bfloat16 and _INTERPRETED:
         return tl.float32
     return FLOATS[query_dtype]
+
+
+def check_scoring(scoring: Scoring, num_heads: int) -> None:
+    """Raises ValueError unless it is for so many heads."""
+    slopes = scoring.alibi_slopes
+    if slopes is not None and (
+        slopes.shape != (num_heads,) or slopes.dtype != torch.float32 or not slopes.is_contiguous()
+    ):
+        raise ValueError(
+            f"alibi_slopes are {list(slopes.shape)} {slopes.dtype}; make them [{num_heads}] float32, dense"
+        )
+    if not scoring.scale > 0:
+        raise ValueError(f"scale is {scoring.scale}; it must be greater than 0")
+    if scoring.window < 0 or scoring.softcap < 0:
+        raise ValueError(f"window is {scoring.window} and softcap {scoring.softcap}; neither may be negative")
 
 
 def check_tensors(query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor) -> None:
@@ -142,3 +193,12 @@ def prepare_queries(queries, score_factor, OPERAND: tl.constexpr):
         factors *= peaks
         wide /= peaks[:, None]
     return wide.to(OPERAND), factors
+
+
+@triton.jit
+def load_slopes(weighing, factors, heads, is_head):
+    """The slopes of heads in units of log 2; where there are none, anything of their shape."""
+    slopes = factors
+    if weighing.slopes is not None:
+        slopes = tl.load(weighing.slopes + heads, mask=is_head, other=0.0) * _LOG2_E
+    return slopes

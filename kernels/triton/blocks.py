@@ -5,7 +5,7 @@ block-major allocation of all layers, or a layer-major one with its block dimens
 Specifications: `pagewire.kernels.reference.copy_blocks`, `gather_blocks` and `scatter_blocks`.
 """
 
-from dataclasses import dataclass
+from collections import namedtuple
 
 import torch
 from torch import Tensor
@@ -57,14 +57,11 @@ def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
     _launch(staging, None, cache, block_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """How the bytes of a block lie in two tensors: dense pieces at constant distances. All in words."""
-
-    num_pieces: int
-    piece_words: int
-    source_stride: int
-    target_stride: int
+# How the bytes of a block lie in two tensors: dense pieces at constant distances, all in words.
+_Pieces = namedtuple("_Pieces", "num_pieces piece_words source_stride target_stride")
+# One end of a copy: the start of its memory, the distance between blocks (both in words), and the blocks to copy, [N],
+# or None for those of the tensor in their order.
+_Blocks = namedtuple("_Blocks", "words stride ids")
 
 
 def _launch(source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None) -> None:
@@ -74,22 +71,14 @@ def _launch(source: Tensor, source_ids: Tensor | None, target: Tensor, target_id
         return
     chunks_per_piece = triton.cdiv(pieces.piece_words, CHUNK_WORDS)
     _copy_kernel[(ids.numel() * pieces.num_pieces * chunks_per_piece,)](
-        _words(source),
-        ids if source_ids is None else source_ids,
-        _words(target),
-        ids if target_ids is None else target_ids,
-        pieces.num_pieces,
-        chunks_per_piece,
-        pieces.piece_words,
-        _to_words(source.stride(0), source.dtype),
-        _to_words(target.stride(0), target.dtype),
-        pieces.source_stride,
-        pieces.target_stride,
-        IS_GATHERED=source_ids is not None,
-        IS_SCATTERED=target_ids is not None,
+        *(_end(source, source_ids), _end(target, target_ids), pieces, chunks_per_piece),
         CHUNK_WORDS=CHUNK_WORDS,
         num_warps=_NUM_WARPS,
     )
+
+
+def _end(blocks: Tensor, ids: Tensor | None) -> _Blocks:
+    return _Blocks(_words(blocks), _to_words(blocks.stride(0), blocks.dtype), ids)
 
 
 def _find_pieces(source: Tensor, target: Tensor) -> _Pieces:
@@ -140,33 +129,22 @@ def _check_ids(block_ids: Tensor, num_blocks: int) -> None:
 
 
 @triton.jit
-def _copy_kernel(
-    source,
-    source_ids,
-    target,
-    target_ids,
-    num_pieces,
-    chunks_per_piece,
-    piece_words,
-    source_stride_block,
-    target_stride_block,
-    source_stride_piece,
-    target_stride_piece,
-    IS_GATHERED: tl.constexpr,
-    IS_SCATTERED: tl.constexpr,
-    CHUNK_WORDS: tl.constexpr,
-):
-    """A program copies one chunk of one piece of one block; an end without ids takes blocks in their order."""
+def _copy_kernel(source, target, pieces, chunks_per_piece, CHUNK_WORDS: tl.constexpr):
+    """A program copies one chunk of one piece of one block."""
     chunk = tl.program_id(0) % chunks_per_piece
-    piece = (tl.program_id(0) // chunks_per_piece % num_pieces).to(tl.int64)
-    index = tl.program_id(0) // chunks_per_piece // num_pieces
-    source_id = index.to(tl.int64)
-    target_id = index.to(tl.int64)
-    if IS_GATHERED:
-        source_id = tl.load(source_ids + index).to(tl.int64)
-    if IS_SCATTERED:
-        target_id = tl.load(target_ids + index).to(tl.int64)
+    piece = (tl.program_id(0) // chunks_per_piece % pieces.num_pieces).to(tl.int64)
+    index = tl.program_id(0) // chunks_per_piece // pieces.num_pieces
     words = chunk * CHUNK_WORDS + tl.arange(0, CHUNK_WORDS)
-    mask = words < piece_words
-    content = tl.load(source + source_id * source_stride_block + piece * source_stride_piece + words, mask=mask)
-    tl.store(target + target_id * target_stride_block + piece * target_stride_piece + words, content, mask=mask)
+    mask = words < pieces.piece_words
+    from_block, to_block = _block(source, index), _block(target, index)
+    content = tl.load(source.words + from_block + piece * pieces.source_stride + words, mask=mask)
+    tl.store(target.words + to_block + piece * pieces.target_stride + words, content, mask=mask)
+
+
+@triton.jit
+def _block(blocks, index):
+    """Where the block of this index begins, in words."""
+    block = index.to(tl.int64)
+    if blocks.ids is not None:
+        block = tl.load(blocks.ids + index).to(tl.int64)
+    return block * blocks.stride

@@ -8,16 +8,17 @@ a step for all layers: see `split_plan`. No grid depends on the rows' lengths, s
 Specification: `pagewire.kernels.reference.paged_attention`, with one query per row.
 """
 
-import torch
+from collections import namedtuple
+
 from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.triton import tiles
-from pagewire.kernels.triton.attention_arguments import Rows, Scoring, check_tensors, operand, prepare_queries
+from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.triton.attention_arguments import AttentionCall, load_slopes, prepare_queries
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
+from pagewire.kernels.triton.strided import Strided
 
-MIN_ROWS = 16  # of a tile: the least that a matrix product takes
 REDUCTION_TILE = 16  # splits
 
 # Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
@@ -30,14 +31,8 @@ def paged_attention_v1(
     value_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-    selected_blocks: Tensor | None = None,
-    num_selected: Tensor | None = None,
+    scoring: Scoring,
+    selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query per row over one layer's paged cache, one program per row and KV head.
@@ -53,9 +48,7 @@ def paged_attention_v1(
             dimensions multiples of 8 from 32 to 256.
         block_tables: [S, max_blocks] int32, the last dimension dense.
         seq_lens: [S] int32, on the device.
-        scale: > 0.
-        window, alibi_slopes, softcap, key_scale, value_scale: as specified; slopes are float32.
-        selected_blocks, num_selected: as specified, int32, dense.
+        scoring, selection: as specified.
         output: where to write, of the query's shape and dtype, the last dimension dense; None: new memory.
 
     Returns:
@@ -64,19 +57,17 @@ def paged_attention_v1(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    if output is None:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    check_tensors(query, key_cache, value_cache, output)
-    rows = Rows(block_tables, seq_lens, selected_blocks, num_selected)
-    rows.check(query.shape[0], key_cache.shape[2])
-    scoring = Scoring(scale, window, alibi_slopes, softcap, key_scale, value_scale)
-    scoring.check(query.shape[1], key_cache.dtype)
+    call = AttentionCall.of(query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output)
+    call.check_rows(query.shape[0])
+    tile = call.tile("paged_attention_v1")
     if query.shape[0]:
         _paged_attention_v1_kernel[(key_cache.shape[2], query.shape[0])](
-            *_arguments(output, query, key_cache, value_cache, rows, scoring),
-            **_constants("paged_attention_v1", query, key_cache, scoring),
+            *call.arguments(scoring.window or ANY_LEN),
+            call.shape(tile),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
-    return output
+    return call.output
 
 
 def paged_attention_v2(
@@ -85,160 +76,120 @@ def paged_attention_v2(
     value_cache: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    scale: float,
     plan: SplitPlan,
-    window: int = 0,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-    selected_blocks: Tensor | None = None,
-    num_selected: Tensor | None = None,
+    scoring: Scoring,
+    selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention_v1` with the rows cut into splits: for few rows, or long ones among short ones.
 
     Args:
+        query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output: of `paged_attention_v1`.
         plan: allocated for this number of rows and these heads, and decided for these `seq_lens`; its scratch memory
             is overwritten.
+
+    Returns:
+        [S, num_heads, head_dim], of the query's dtype; accumulated in float32.
+
+    Raises:
+        ValueError: a shape, dtype, stride or number is not one of these.
     """
-    if output is None:
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    check_tensors(query, key_cache, value_cache, output)
-    rows = Rows(block_tables, seq_lens, selected_blocks, num_selected)
-    rows.check(query.shape[0], key_cache.shape[2])
-    scoring = Scoring(scale, window, alibi_slopes, softcap, key_scale, value_scale)
-    scoring.check(query.shape[1], key_cache.dtype)
+    call = AttentionCall.of(query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output)
+    call.check_rows(query.shape[0])
+    tile = call.tile("paged_attention_v2")
     plan.check(query)
-    num_rows, num_heads, head_dim = query.shape
+    num_rows, num_heads, _ = query.shape
     if num_rows == 0:
-        return output
-    scratch = (plan.split_starts, plan.sums, plan.highest, plan.totals)
+        return call.output
+    splits = _Splits(plan.split_rows, plan.split_starts, plan.sums, plan.highest, plan.totals)
+    shape = call.shape(tile)
     _paged_attention_v2_kernel[(key_cache.shape[2], plan.split_rows.shape[0])](
-        *(plan.split_rows, *scratch, *_arguments(output, query, key_cache, value_cache, rows, scoring)),
-        **_constants("paged_attention_v2", query, key_cache, scoring),
+        splits,
+        *call.arguments(scoring.window or ANY_LEN),
+        shape,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     _reduction_kernel[(num_heads, num_rows)](
-        *(output, *scratch, value_scale, *output.stride()[:2]),
+        *(splits, Strided.of(call.output)),
         NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
+        HEAD_DIM=shape.head_dim,
+        PADDED_DIM=shape.padded_dim,
         TILE=REDUCTION_TILE,
         num_warps=4,
     )
-    return output
+    return call.output
 
 
-def _arguments(
-    output: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, rows: Rows, scoring: Scoring
-) -> tuple[object, ...]:
-    """What both versions' kernels take."""
-    return (
-        *(output, query, key_cache, value_cache, rows.block_tables, rows.seq_lens),
-        *(scoring.alibi_slopes, rows.selected_blocks, rows.num_selected),
-        *(scoring.score_factor, scoring.cap, scoring.value_scale, scoring.window or ANY_LEN),
-        *(*output.stride()[:2], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]),
-        *(rows.block_tables.stride(0), rows.max_selected),
-    )
+# The tensors of a `SplitPlan`.
+_Splits = namedtuple("_Splits", "rows starts sums highest totals")
 
-
-def _constants(kernel: str, query: Tensor, key_cache: Tensor, scoring: Scoring) -> dict[str, object]:
-    """What both versions' kernels are compiled and launched with."""
-    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-    num_groups = query.shape[1] // num_kv_heads
-    tile = tiles.lookup(kernel, head_dim=head_dim, num_groups=num_groups, dtype=key_cache.dtype)
-    return {
-        "NUM_GROUPS": num_groups,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(head_dim),
-        "BLOCK_SIZE": block_size,
-        "BLOCK_M": MIN_ROWS,
-        "BLOCK_N": tile.block_n,
-        "HAS_SOFTCAP": scoring.softcap > 0,
-        "OPERAND": operand(query.dtype, key_cache.dtype),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-
-
-# Device code. Scores are in units of log 2, so that weights are powers of two.
+# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `AttentionCall`
+# makes them; SHAPE is an `AttentionShape`.
 
 # How long rows are, and where in a step's tensors they lie, is no reason to compile again.
-_COUNTS = ["window", "table_stride_row", "max_selected"]
+_NUMBERS = ["table_stride", "window"]
 _ROWS = ["block_tables", "seq_lens"]
 
 
-@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _paged_attention_v1_kernel(
-    output, query, key_cache, value_cache, block_tables, seq_lens, alibi_slopes, selected_blocks, num_selected,
-    score_factor, cap, value_scale, window, output_stride_row, output_stride_head, query_stride_row, query_stride_head,
-    key_stride_block, key_stride_position, key_stride_head,
-    value_stride_block, value_stride_position, value_stride_head, table_stride_row, max_selected,
-    NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SOFTCAP: tl.constexpr, OPERAND: tl.constexpr,
+    output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing, SHAPE: tl.constexpr,
 ):  # fmt: skip
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block_table, seq_len = block_tables + row * table_stride, tl.load(seq_lens + row)
     sums, _, totals = _attend_split(
-        0, 1, row, head, query, key_cache, value_cache, block_tables, seq_lens, alibi_slopes,
-        selected_blocks, num_selected, score_factor, cap, window, query_stride_row, query_stride_head,
-        key_stride_block, key_stride_position, key_stride_head,
-        value_stride_block, value_stride_position, value_stride_head, table_stride_row, max_selected,
-        NUM_GROUPS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, HAS_SOFTCAP, OPERAND,
-    )  # fmt: skip
-    _store_means(
-        output + row * output_stride_row + head * NUM_GROUPS * output_stride_head, output_stride_head,
-        sums, totals, value_scale, NUM_GROUPS, HEAD_DIM, PADDED_DIM, BLOCK_M,
-    )  # fmt: skip
+        0, 1, row, head, query, caches, block_table, seq_len, window, selected, weighing, SHAPE
+    )
+    _store_means(output, row, head, sums, totals, SHAPE)
 
 
-@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _paged_attention_v2_kernel(
-    split_rows, split_starts, split_sums, split_highest, split_totals,
-    output, query, key_cache, value_cache, block_tables, seq_lens, alibi_slopes, selected_blocks, num_selected,
-    score_factor, cap, value_scale, window, output_stride_row, output_stride_head, query_stride_row, query_stride_head,
-    key_stride_block, key_stride_position, key_stride_head,
-    value_stride_block, value_stride_position, value_stride_head, table_stride_row, max_selected,
-    NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SOFTCAP: tl.constexpr, OPERAND: tl.constexpr,
+    splits, output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """A row in one split gets its result here; what the others add up to is for `_reduction_kernel`."""
     head, split = tl.program_id(0), tl.program_id(1)
-    row = tl.load(split_rows + split).to(tl.int64)
+    row = tl.load(splits.rows + split).to(tl.int64)
     if row < 0:
         return
-    first_split = tl.load(split_starts + row)
-    num_splits = tl.load(split_starts + row + 1) - first_split
+    first_split = tl.load(splits.starts + row)
+    num_splits = tl.load(splits.starts + row + 1) - first_split
+    block_table, seq_len = block_tables + row * table_stride, tl.load(seq_lens + row)
     sums, highest, totals = _attend_split(
-        split - first_split, num_splits, row, head, query, key_cache, value_cache, block_tables, seq_lens,
-        alibi_slopes, selected_blocks, num_selected, score_factor, cap, window, query_stride_row, query_stride_head,
-        key_stride_block, key_stride_position, key_stride_head,
-        value_stride_block, value_stride_position, value_stride_head, table_stride_row, max_selected,
-        NUM_GROUPS, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, HAS_SOFTCAP, OPERAND,
-    )  # fmt: skip
+        split - first_split,
+        num_splits,
+        row,
+        head,
+        query,
+        caches,
+        block_table,
+        seq_len,
+        window,
+        selected,
+        weighing,
+        SHAPE,
+    )
     if num_splits == 1:
-        _store_means(
-            output + row * output_stride_row + head * NUM_GROUPS * output_stride_head, output_stride_head,
-            sums, totals, value_scale, NUM_GROUPS, HEAD_DIM, PADDED_DIM, BLOCK_M,
-        )  # fmt: skip
+        _store_means(output, row, head, sums, totals, SHAPE)
     else:
-        groups, dims = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_DIM)
-        is_group = groups < NUM_GROUPS
-        heads = (split * tl.num_programs(0) + head).to(tl.int64) * NUM_GROUPS + groups
-        tl.store(split_highest + heads, highest, mask=is_group)
-        tl.store(split_totals + heads, totals, mask=is_group)
-        pointers = split_sums + heads[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(pointers, sums, mask=is_group[:, None] & (dims < HEAD_DIM)[None, :])
+        groups, dims = tl.arange(0, SHAPE.block_m), tl.arange(0, SHAPE.padded_dim)
+        is_group = groups < SHAPE.num_groups
+        heads = (split * tl.num_programs(0) + head).to(tl.int64) * SHAPE.num_groups + groups
+        tl.store(splits.highest + heads, highest, mask=is_group)
+        tl.store(splits.totals + heads, totals, mask=is_group)
+        pointers = splits.sums + heads[:, None] * SHAPE.head_dim + dims[None, :]
+        tl.store(pointers, sums, mask=is_group[:, None] & (dims < SHAPE.head_dim)[None, :])
 
 
 @triton.jit
 def _reduction_kernel(
-    output, split_starts, split_sums, split_highest, split_totals, value_scale, output_stride_row, output_stride_head,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    splits, output, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE: tl.constexpr
+):
     """Adds up the splits of one head of one row; none gives zeros."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first_split = tl.load(split_starts + row)
-    past_split = tl.load(split_starts + row + 1)
+    first_split = tl.load(splits.starts + row)
+    past_split = tl.load(splits.starts + row + 1)
     if past_split - first_split == 1:
         return
     dims = tl.arange(0, PADDED_DIM)
@@ -247,12 +198,12 @@ def _reduction_kernel(
     total = tl.full([], 0.0, tl.float32)
     sums = tl.zeros([PADDED_DIM], tl.float32)
     for start in tl.range(first_split, past_split, TILE):
-        splits = start + tl.arange(0, TILE)
-        is_split = splits < past_split
-        heads = splits.to(tl.int64) * NUM_HEADS + head
-        peaks = tl.load(split_highest + heads, mask=is_split, other=_LOWEST)
-        parts = tl.load(split_totals + heads, mask=is_split, other=0.0)
-        pointers = split_sums + heads[:, None] * HEAD_DIM + dims[None, :]
+        index = start + tl.arange(0, TILE)
+        is_split = index < past_split
+        heads = index.to(tl.int64) * NUM_HEADS + head
+        peaks = tl.load(splits.highest + heads, mask=is_split, other=_LOWEST)
+        parts = tl.load(splits.totals + heads, mask=is_split, other=0.0)
+        pointers = splits.sums + heads[:, None] * HEAD_DIM + dims[None, :]
         part_sums = tl.load(pointers, mask=is_split[:, None] & is_dim[None, :], other=0.0)
         new_highest = tl.maximum(highest, tl.max(peaks, axis=0))
         weights = tl.exp2(peaks - new_highest)
@@ -260,77 +211,71 @@ def _reduction_kernel(
         sums = sums * rescale + tl.sum(part_sums * weights[:, None], axis=0)
         total = total * rescale + tl.sum(parts * weights, axis=0)
         highest = new_highest
-    means = sums * (value_scale / tl.where(total == 0.0, 1.0, total))
-    pointers = output + row * output_stride_row + head * output_stride_head + dims
-    tl.store(pointers, means.to(output.dtype.element_ty), mask=is_dim)
+    means = sums * (1.0 / tl.where(total == 0.0, 1.0, total))
+    pointers = output.data + row * output.strides[0] + head * output.strides[1] + dims
+    tl.store(pointers, means.to(output.data.dtype.element_ty), mask=is_dim)
 
 
 @triton.jit
 def _attend_split(
-    split, num_splits, row, head, query, key_cache, value_cache, block_tables, seq_lens, alibi_slopes,
-    selected_blocks, num_selected, score_factor, cap, window, query_stride_row, query_stride_head,
-    key_stride_block, key_stride_position, key_stride_head,
-    value_stride_block, value_stride_position, value_stride_head, table_stride_row, max_selected,
-    NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SOFTCAP: tl.constexpr, OPERAND: tl.constexpr,
+    split, num_splits, row, head, query, caches, block_table, seq_len, window, selected, weighing, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """One split's sums, [BLOCK_M, PADDED_DIM], highest scores and totals, [BLOCK_M]."""
-    groups, columns, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, PADDED_DIM)
-    is_dim = (dims < HEAD_DIM)[None, :]
-    heads = head * NUM_GROUPS + groups
-    query += row * query_stride_row + heads[:, None] * query_stride_head + dims[None, :]
-    mask = (groups < NUM_GROUPS)[:, None] & is_dim
-    queries, factors = prepare_queries(tl.load(query, mask=mask, other=0.0), score_factor, OPERAND)
-    slopes = factors
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + heads, mask=groups < NUM_GROUPS, other=0.0) * 1.4426950408889634  # log2(e)
-    seq_len = tl.load(seq_lens + row)
+    """One split's sums, [block_m, padded_dim], highest scores and totals, [block_m]."""
+    BLOCK_SIZE: tl.constexpr = SHAPE.block_size
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    groups, columns, dims = tl.arange(0, SHAPE.block_m), tl.arange(0, BLOCK_N), tl.arange(0, SHAPE.padded_dim)
+    is_group, is_dim = groups < SHAPE.num_groups, (dims < SHAPE.head_dim)[None, :]
+    heads = head * SHAPE.num_groups + groups
+    query_at = query.data + row * query.strides[0] + heads[:, None] * query.strides[1] + dims[None, :]
+    loaded = tl.load(query_at, mask=is_group[:, None] & is_dim, other=0.0)
+    queries, factors = prepare_queries(loaded, weighing.factor, SHAPE.operand)
+    slopes = load_slopes(weighing, factors, heads, is_group)
     first = tl.maximum(seq_len - window, 0)
     begin, end = first // BLOCK_N * BLOCK_N, seq_len
-    selected = selected_blocks
-    if selected_blocks is not None:
-        row_head = row * tl.num_programs(0) + head
-        selected = selected_blocks + row_head * max_selected
-        begin, end = 0, tl.load(num_selected + row_head) * BLOCK_SIZE
+    blocks = selected
+    if selected is not None:
+        line = row * tl.num_programs(0) + head
+        blocks = selected[0].data + line * selected[0].strides[1]
+        begin, end = 0, tl.load(selected[1] + line) * BLOCK_SIZE
     chunk = tl.cdiv(tl.cdiv(end - begin, num_splits), BLOCK_N) * BLOCK_N
     begin += split * chunk
     end = tl.minimum(begin + chunk, end)
 
-    block_table = block_tables + row * table_stride_row
-    key_cache += head * key_stride_head + dims[None, :]
-    value_cache += head * value_stride_head + dims[None, :]
-    highest = tl.full([BLOCK_M], _LOWEST, tl.float32)
-    totals = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
-    position, block, is_read = _locate(begin + columns, end, first, seq_len, block_table, selected, BLOCK_SIZE)
+    keys, values = caches
+    key_cache = keys.data + head * keys.strides[2] + dims[None, :]
+    value_cache = values.data + head * values.strides[2] + dims[None, :]
+    highest = tl.full([SHAPE.block_m], _LOWEST, tl.float32)
+    totals = tl.zeros([SHAPE.block_m], tl.float32)
+    sums = tl.zeros([SHAPE.block_m, SHAPE.padded_dim], tl.float32)
+    position, block, is_read = _locate(begin + columns, end, first, seq_len, block_table, blocks, BLOCK_SIZE)
     for start in tl.range(begin, end, BLOCK_N):
         offset = (start + columns) % BLOCK_SIZE
-        keys_at = key_cache + (block * key_stride_block + offset * key_stride_position)[:, None]
-        keys = tl.load(keys_at, mask=is_read[:, None] & is_dim, other=0.0).to(OPERAND)
-        values_at = value_cache + (block * value_stride_block + offset * value_stride_position)[:, None]
-        values = _load_values(values_at, is_read[:, None], is_dim, OPERAND)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * factors[:, None]
-        if HAS_SOFTCAP:  # see `Scoring.score_factor`
-            scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-        if alibi_slopes is not None:
+        keys_at = key_cache + (block * keys.strides[0] + offset * keys.strides[1])[:, None]
+        key_tile = tl.load(keys_at, mask=is_read[:, None] & is_dim, other=0.0).to(SHAPE.operand)
+        values_at = value_cache + (block * values.strides[0] + offset * values.strides[1])[:, None]
+        value_tile = _load_values(values_at, is_read[:, None], is_dim, SHAPE.operand)
+        scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * factors[:, None]
+        if weighing.cap is not None:  # see `score_factor`
+            scores = weighing.cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        if weighing.slopes is not None:
             scores -= slopes[:, None] * (seq_len - 1 - position).to(tl.float32)[None, :]
         scores = tl.where(is_read[None, :], scores, float("-inf"))
-        sums, highest, totals = _accumulate(scores, values, sums, highest, totals)
+        sums, highest, totals = _accumulate(scores, value_tile, sums, highest, totals)
         # Block ids of the next tile: were they loaded where they are used, its keys and values could not be on their
         # way while this tile is computed.
         position, block, is_read = _locate(
-            start + BLOCK_N + columns, end, first, seq_len, block_table, selected, BLOCK_SIZE
+            start + BLOCK_N + columns, end, first, seq_len, block_table, blocks, BLOCK_SIZE
         )
     return sums, highest, totals
 
 
 @triton.jit
-def _locate(index, end, first, seq_len, block_table, selected, BLOCK_SIZE: tl.constexpr):
+def _locate(index, end, first, seq_len, block_table, selected_blocks, BLOCK_SIZE: tl.constexpr):
     """Positions, block ids, and whether to read them, at indexes into what a row and KV head may read: positions
     themselves, or those of the selected blocks in turn."""
     logical = index // BLOCK_SIZE
-    if selected is not None:
-        logical = tl.load(selected + logical, mask=index < end, other=0)
+    if selected_blocks is not None:
+        logical = tl.load(selected_blocks + logical, mask=index < end, other=0)
     position = logical * BLOCK_SIZE + index % BLOCK_SIZE
     is_read = (index < end) & (position >= first) & (position < seq_len)
     block = tl.load(block_table + logical, mask=is_read, other=0)
@@ -360,13 +305,11 @@ def _accumulate(scores, values, sums, highest, totals):
 
 
 @triton.jit
-def _store_means(
-    output, stride_head, sums, totals, value_scale,
-    NUM_GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+def _store_means(output, row, head, sums, totals, SHAPE: tl.constexpr):
     """The results of a group's heads: zeros where nothing was read, NaN where NaN was."""
-    groups, dims = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_DIM)
-    means = sums * (value_scale / tl.where(totals == 0.0, 1.0, totals))[:, None]
-    pointers = output + groups[:, None] * stride_head + dims[None, :]
-    mask = (groups < NUM_GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(pointers, means.to(output.dtype.element_ty), mask=mask)
+    groups, dims = tl.arange(0, SHAPE.block_m), tl.arange(0, SHAPE.padded_dim)
+    means = sums * (1.0 / tl.where(totals == 0.0, 1.0, totals))[:, None]
+    heads = (head * SHAPE.num_groups + groups)[:, None] * output.strides[1]
+    pointers = output.data + row * output.strides[0] + heads + dims[None, :]
+    mask = (groups < SHAPE.num_groups)[:, None] & (dims < SHAPE.head_dim)[None, :]
+    tl.store(pointers, means.to(output.data.dtype.element_ty), mask=mask)

@@ -7,7 +7,9 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from pagewire.kernels.triton.cache import check_caches, check_scales, quantize
+from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.triton.cache import cached, check_caches
+from pagewire.kernels.triton.strided import Strided
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_NORM_SIZE = 65536
@@ -63,15 +65,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return output
 
 
-def norm_rope(
-    heads: Tensor,
-    num_heads: int,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
     """Normalizes each head of queries and keys where it has a weight, then turns it by its position, in place.
 
     Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864) of pairs (i, i + head_dim / 2).
@@ -79,8 +73,7 @@ def norm_rope(
     Args:
         heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values, float16, bfloat16 or float32; values
             stay. head_dim is a multiple of 8 from 32 to 256, the last dimension dense.
-        query_weight, key_weight: [head_dim] of `rms_norm`, or None.
-        cos, sin: [T, head_dim]; the first half of the sines is negated.
+        preparation: of the heads' dtype.
 
     Returns:
         Views of `heads`: queries, keys and values.
@@ -88,51 +81,38 @@ def norm_rope(
     Raises:
         ValueError: a shape, stride or dtype is not one of these.
     """
-    _check_heads(heads, num_heads, query_weight, key_weight, cos, sin)
+    _check_heads(heads, preparation)
+    num_heads = preparation.num_heads
     num_kv_heads = (heads.shape[1] - num_heads) // 2
-    _launch_norm_rope(heads, num_heads, (query_weight, key_weight), eps, (cos, sin))
+    _launch_norm_rope(heads, preparation, None)
     queries, keys, values = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     return queries, keys, values
 
 
 def norm_rope_and_cache(
-    heads: Tensor,
-    num_heads: int,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
+    heads: Tensor, preparation: HeadPreparation, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
     """`norm_rope`, then `reshape_and_cache` of its keys and values, in one pass over `heads`.
 
     Queries are turned in place; keys and values go to the cache alone, and `heads` keeps what it held of them.
 
     Args:
-        heads, num_heads, query_weight, key_weight, eps, cos, sin: of `norm_rope`.
+        heads, preparation: of `norm_rope`.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim] of the heads' dtype or of
-            float8_e4m3fn; the last dimension dense, any other strides.
+            float8_e4m3fn, which holds what was given, saturated; the last dimension dense, any other strides.
         slot_mapping: [T], int32 or int64, `block_id * block_size + offset` of each token, no slot twice; of a token of
             slot -1 only the queries are turned.
-        key_scale, value_scale: > 0; a cache of float8_e4m3fn holds what was given times 1 / scale, saturated.
 
     Returns:
         A view of `heads`: the queries.
 
     Raises:
-        ValueError: a shape, stride, dtype or scale is not one of these.
+        ValueError: a shape, stride or dtype is not one of these.
     """
-    _check_heads(heads, num_heads, query_weight, key_weight, cos, sin)
-    _check_cached(heads, num_heads, key_cache, value_cache, slot_mapping)
-    check_scales(key_cache.dtype, key_scale, value_scale)
-    cache = (key_cache, value_cache, slot_mapping)
-    _launch_norm_rope(heads, num_heads, (query_weight, key_weight), eps, (cos, sin), cache, (key_scale, value_scale))
-    return heads[:, :num_heads]
+    _check_heads(heads, preparation)
+    _check_cached(heads, preparation.num_heads, key_cache, value_cache, slot_mapping)
+    _launch_norm_rope(heads, preparation, (key_cache, value_cache, slot_mapping))
+    return heads[:, : preparation.num_heads]
 
 
 def _rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -152,20 +132,12 @@ def _rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> T
         return output
     padded_size = triton.next_power_of_2(size)
     tile_rows = max(1, _TILE_ELEMENTS // padded_size)
-    added = x if update is None else update
+    added = None if update is None else Strided.of(update)
     _rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
-        x,
-        added,
-        weight,
-        output,
-        num_rows,
-        eps,
-        x.stride(0),
-        added.stride(0),
+        *(Strided.of(x), added, weight, output, num_rows, eps),
         SIZE=size,
         PADDED_SIZE=padded_size,
         TILE_ROWS=tile_rows,
-        HAS_UPDATE=update is not None,
         num_warps=min(16, max(_NUM_WARPS, padded_size // 1024)),
         enable_fp_fusion=False,
     )
@@ -173,47 +145,26 @@ def _rms_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> T
 
 
 def _launch_norm_rope(
-    heads: Tensor,
-    num_heads: int,
-    weights: tuple[Tensor | None, Tensor | None],
-    eps: float,
-    angles: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor, Tensor] | None = None,
-    scales: tuple[float, float] = (1.0, 1.0),
+    heads: Tensor, preparation: HeadPreparation, target: tuple[Tensor, Tensor, Tensor] | None
 ) -> None:
-    """With a cache, (key_cache, value_cache, slot_mapping), keys and values go there; without, keys stay in place."""
+    """With a target, (key_cache, value_cache, slot_mapping), keys and values go there; without, keys stay in place."""
     num_tokens, total_heads, head_dim = heads.shape
     if num_tokens == 0:
         return
+    num_heads, query_weight, key_weight, eps, cos, sin = preparation
     num_kv_heads = (total_heads - num_heads) // 2
     padded_half = triton.next_power_of_2(head_dim // 2)
     tile_heads = _TILE_ELEMENTS // (2 * padded_half)
-    key_cache, value_cache, slot_mapping = cache or (heads, heads, heads)  # never read
-    num_turned = total_heads if cache else num_heads + num_kv_heads
+    num_turned = total_heads if target else num_heads + num_kv_heads
     _norm_rope_kernel[(num_tokens, triton.cdiv(num_turned, tile_heads))](
-        heads,
-        *(heads if weight is None else weight for weight in weights),  # never read where there is none
-        *angles,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        eps,
-        1.0 / scales[0],
-        1.0 / scales[1],
-        *heads.stride()[:2],
-        *(table.stride(0) for table in angles),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *(Strided.of(heads), query_weight, key_weight, eps, (Strided.of(cos), Strided.of(sin))),
+        None if target is None else (Strided.of(target[0]), Strided.of(target[1]), target[2]),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PADDED_HALF=padded_half,
-        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_SIZE=1 if target is None else target[0].shape[1],
         TILE_HEADS=tile_heads,
-        IS_QUERY_NORMALIZED=weights[0] is not None,
-        IS_KEY_NORMALIZED=weights[1] is not None,
-        HAS_CACHE=cache is not None,
-        IS_QUANTIZED=key_cache.dtype == torch.float8_e4m3fn,
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
     )
@@ -235,14 +186,8 @@ def _check_vector(name: str, vector: Tensor, size: int, like: Tensor) -> None:
         )
 
 
-def _check_heads(
-    heads: Tensor,
-    num_heads: int,
-    query_weight: Tensor | None,
-    key_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-) -> None:
+def _check_heads(heads: Tensor, preparation: HeadPreparation) -> None:
+    num_heads, query_weight, key_weight, _, cos, sin = preparation
     if heads.dim() != 3 or heads.dtype not in DTYPES or heads.shape[2] not in HEAD_DIMS or heads.stride(2) != 1:
         raise ValueError(
             f"heads are {heads.dtype} {list(heads.shape)} of strides {list(heads.stride())}; they must be [T, heads, "
@@ -281,33 +226,24 @@ def _check_cached(heads: Tensor, num_heads: int, key_cache: Tensor, value_cache:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x,
-    update,
-    weight,
-    output,
-    num_rows,
-    eps,
-    x_stride,
-    update_stride,
-    SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    HAS_UPDATE: tl.constexpr,
-):
+    x, update, weight, output, num_rows, eps,
+    SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
     """A program normalizes TILE_ROWS rows."""
     rows = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.arange(0, PADDED_SIZE)
     mask = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
-    sources = x + rows[:, None] * x_stride + columns[None, :]
+    dtype = x.data.dtype.element_ty
+    sources = x.data + rows[:, None] * x.strides[0] + columns[None, :]
     values = tl.load(sources, mask=mask, other=0.0)
-    if HAS_UPDATE:
-        updates = tl.load(update + rows[:, None] * update_stride + columns[None, :], mask=mask, other=0.0)
-        values = (values.to(tl.float32) + updates.to(tl.float32)).to(x.dtype.element_ty)
+    if update is not None:
+        updates = tl.load(update.data + rows[:, None] * update.strides[0] + columns[None, :], mask=mask, other=0.0)
+        values = (values.to(tl.float32) + updates.to(tl.float32)).to(dtype)
         tl.store(sources, values, mask=mask)
     weights = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
     wide = values.to(tl.float32)
     rms = tl.sqrt_rn(tl.sum(wide * wide, axis=1) / SIZE + eps)
-    normalized = _scale(tl.div_rn(wide, rms[:, None]).to(x.dtype.element_ty), weights[None, :])
+    normalized = _scale(tl.div_rn(wide, rms[:, None]).to(dtype), weights[None, :])
     tl.store(output + rows[:, None] * SIZE + columns[None, :], normalized, mask=mask)
 
 
@@ -325,38 +261,10 @@ def _silu_mul_kernel(gate_up, output, stride, size, TILE: tl.constexpr):
 
 @triton.jit
 def _norm_rope_kernel(
-    heads,
-    query_weight,
-    key_weight,
-    cos,
-    sin,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    eps,
-    inverse_key_scale,
-    inverse_value_scale,
-    stride_token,
-    stride_head,
-    cos_stride,
-    sin_stride,
-    key_cache_stride_block,
-    key_cache_stride_position,
-    key_cache_stride_head,
-    value_cache_stride_block,
-    value_cache_stride_position,
-    value_cache_stride_head,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    IS_QUERY_NORMALIZED: tl.constexpr,
-    IS_KEY_NORMALIZED: tl.constexpr,
-    HAS_CACHE: tl.constexpr,
-    IS_QUANTIZED: tl.constexpr,
-):
+    heads, query_weight, key_weight, eps, angles, target,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr,
+):  # fmt: skip
     """A program turns TILE_HEADS heads of a token, each as two halves: pair i is element i of both."""
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -365,35 +273,33 @@ def _norm_rope_kernel(
     is_query = (head < NUM_HEADS) & (pair < HALF)
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS) & (pair < HALF)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (pair < HALF)
-    sources = heads + token * stride_token + head * stride_head + pair
+    sources = heads.data + token * heads.strides[0] + head * heads.strides[1] + pair
     raw_first = tl.load(sources, mask=is_query | is_key | is_value, other=0.0)
     raw_second = tl.load(sources + HALF, mask=is_query | is_key | is_value, other=0.0)
 
     first, second = raw_first, raw_second
-    if IS_QUERY_NORMALIZED:
-        unit_first, unit_second = _normalize_halves(raw_first, raw_second, query_weight, eps, pair, HEAD_DIM)
-        first, second = tl.where(is_query, unit_first, first), tl.where(is_query, unit_second, second)
-    if IS_KEY_NORMALIZED:
-        unit_first, unit_second = _normalize_halves(raw_first, raw_second, key_weight, eps, pair, HEAD_DIM)
-        first, second = tl.where(is_key, unit_first, first), tl.where(is_key, unit_second, second)
-    cos_first, cos_second = _load_halves(cos + token * cos_stride, pair, HALF)
-    sin_first, sin_second = _load_halves(sin + token * sin_stride, pair, HALF)
+    if query_weight is not None:
+        units = _normalize_halves(raw_first, raw_second, query_weight, eps, pair, HEAD_DIM)
+        first, second = tl.where(is_query, units[0], first), tl.where(is_query, units[1], second)
+    if key_weight is not None:
+        units = _normalize_halves(raw_first, raw_second, key_weight, eps, pair, HEAD_DIM)
+        first, second = tl.where(is_key, units[0], first), tl.where(is_key, units[1], second)
+    cos, sin = angles
+    cos_first, cos_second = _load_halves(cos.data + token * cos.strides[0], pair, HALF)
+    sin_first, sin_second = _load_halves(sin.data + token * sin.strides[0], pair, HALF)
     turned_first = _turn(first, second, cos_first, sin_first)
     turned_second = _turn(second, first, cos_second, sin_second)
     tl.store(sources, turned_first, mask=is_query)
     tl.store(sources + HALF, turned_second, mask=is_query)
-    if HAS_CACHE:
-        slot = tl.load(slot_mapping + token).to(tl.int64)
+    if target is not None:
+        key_cache, value_cache, slots = target
+        slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
             block, position = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-            keys = key_cache + block * key_cache_stride_block + position * key_cache_stride_position
-            keys += (head - NUM_HEADS) * key_cache_stride_head + pair
-            tl.store(keys, _cached(turned_first, inverse_key_scale, IS_QUANTIZED), mask=is_key)
-            tl.store(keys + HALF, _cached(turned_second, inverse_key_scale, IS_QUANTIZED), mask=is_key)
-            values = value_cache + block * value_cache_stride_block + position * value_cache_stride_position
-            values += (head - NUM_HEADS - NUM_KV_HEADS) * value_cache_stride_head + pair
-            tl.store(values, _cached(raw_first, inverse_value_scale, IS_QUANTIZED), mask=is_value)
-            tl.store(values + HALF, _cached(raw_second, inverse_value_scale, IS_QUANTIZED), mask=is_value)
+            kv_head = head - NUM_HEADS
+            _store_halves(key_cache, block, position, kv_head, pair, HALF, turned_first, turned_second, is_key)
+            kv_head -= NUM_KV_HEADS
+            _store_halves(value_cache, block, position, kv_head, pair, HALF, raw_first, raw_second, is_value)
     else:
         tl.store(sources, turned_first, mask=is_key)
         tl.store(sources + HALF, turned_second, mask=is_key)
@@ -431,9 +337,9 @@ def _turn(x, other, cos, sin):
 
 
 @triton.jit
-def _cached(x, inverse_scale, IS_QUANTIZED: tl.constexpr):
-    """As the cache holds it."""
-    if IS_QUANTIZED:
-        return quantize(x, inverse_scale)
-    else:
-        return x
+def _store_halves(cache, block, position, head, pair, HALF: tl.constexpr, first, second, mask):
+    """Writes heads, as two halves, to a position of the cache."""
+    row = cache.data + block * cache.strides[0] + position * cache.strides[1]
+    targets = row + head * cache.strides[2] + pair
+    tl.store(targets, cached(first, cache), mask=mask)
+    tl.store(targets + HALF, cached(second, cache), mask=mask)

@@ -4,11 +4,10 @@ A tile for many queries wastes most of its work on a row with one, and a tile fo
 for each of its queries.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton.decode_attention import paged_attention_v1, paged_attention_v2
 from pagewire.kernels.triton.prefill_attention import paged_prefill
 from pagewire.kernels.triton.split_plan import SplitPlan
@@ -22,26 +21,20 @@ def paged_attention(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     num_decodes: int,
-    scale: float,
-    plan: SplitPlan | None = None,
-    window: int = 0,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-    selected_blocks: Tensor | None = None,
-    num_selected: Tensor | None = None,
+    plan: SplitPlan | None,
+    scoring: Scoring,
+    selection: Selection | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
     """Attention of S rows over one layer's paged cache, which already holds the rows' own keys and values.
 
     Args:
         query: [T, num_heads, head_dim]; the rows that decode come first, one query each.
+        key_cache, value_cache, block_tables, seq_lens, scoring, selection, output: of `paged_prefill`.
         query_start_loc: [S + 1] int32, on the device.
         num_decodes: how many rows come first with one query; the host knows it, so that it waits for nothing.
         plan: decided for the first `num_decodes` of seq_lens, once a step: they are cut into splits, by
             `paged_attention_v2`. None: they are not; see `prefers_splits`.
-        The others are as `paged_prefill` takes them.
 
     Returns:
         [T, num_heads, head_dim], of the query's dtype. What belongs to no row is not written.
@@ -55,21 +48,19 @@ def paged_attention(
     if output is None:
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
 
-    caches = (key_cache, value_cache)
     for rows, is_decoding in ((slice(0, num_decodes), True), (slice(num_decodes, None), False)):
-        tables, lens = block_tables[rows], seq_lens[rows]
-        selection = (_of_rows(selected_blocks, rows), _of_rows(num_selected, rows))
-        others: list[Any] = [window, alibi_slopes, softcap, key_scale, value_scale, *selection, output[rows]]
-        if not lens.numel():
+        if not seq_lens[rows].numel():
             continue
+        tensors = (query[rows], key_cache, value_cache, block_tables[rows], seq_lens[rows])
+        others = (scoring, _of_rows(selection, rows), output[rows])
         if not is_decoding:
-            paged_prefill(query[rows], *caches, tables, lens, query_start_loc[rows], scale, *others)
+            paged_prefill(*tensors, query_start_loc[rows], *others)
         elif plan is None:
-            paged_attention_v1(query[rows], *caches, tables, lens, scale, *others)
+            paged_attention_v1(*tensors, *others)
         else:
-            paged_attention_v2(query[rows], *caches, tables, lens, scale, plan, *others)
+            paged_attention_v2(*tensors, plan, *others)
     return output
 
 
-def _of_rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tensor is None else tensor[rows]
+def _of_rows(selection: Selection | None, rows: slice) -> Selection | None:
+    return None if selection is None else Selection(selection.blocks[rows], selection.num_blocks[rows])

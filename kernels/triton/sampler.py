@@ -12,6 +12,8 @@ Biases and stop tokens are a launch before them, log-probabilities one behind th
 Launch grids depend on the tensors' shapes alone, so a CUDA graph can hold them.
 """
 
+from collections import namedtuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ import triton
 import triton.language as tl
 from pagewire.kernels import noise, sampling
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns
+from pagewire.kernels.triton.strided import Strided
 
 MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
 GROUP_SIZE = 64  # tokens; a power of two
@@ -32,6 +35,10 @@ _SCAN_REGISTERS = (
 )
 _ROW_WARPS = 8
 
+_GROUP_SIZE = tl.constexpr(GROUP_SIZE)
+_TILE_GROUPS = tl.constexpr(TILE_GROUPS)
+_TILE_TOKENS = tl.constexpr(TILE_TOKENS)
+_NUM_EDGES = tl.constexpr(NUM_EDGES)
 _LARGEST = tl.constexpr(sampling.LARGEST)
 _GOLDEN = tl.constexpr(noise.GOLDEN)
 _TOKEN_MULTIPLIER = tl.constexpr(noise.TOKEN_MULTIPLIER)
@@ -42,6 +49,14 @@ _MAX_INT = tl.constexpr(2**31 - 1)
 _MIN_INT = tl.constexpr(-(2**31))
 _MIN_KEY = tl.constexpr(-2139095041)  # of -inf
 _SLACK = tl.constexpr(1e-3)  # far above the rounding of a score
+
+
+# What the scan finds in each chunk of a row, [R, num_chunks, 3] each: the highest logit, and the logit and the noise of
+# the best score (float32); the ids of those two, and whether there is a NaN (int32).
+_Chunks = namedtuple("_Chunks", "found ids")
+# What is known of the groups of each row's tokens, [R, num_groups] each: the highest logit; the sum of
+# exp((logit - highest) / temperature), of rows with top-p alone (float32); a list of chosen groups (int32).
+_Groups = namedtuple("_Groups", "highest masses selected num_groups")
 
 
 def sample(
@@ -82,19 +97,8 @@ def sample(
     _choose(logits, columns, token_counts, group_highest, sampled)
     if max_logprobs is not None:
         _logprobs_kernel[(num_rows,)](
-            *(logits, logits.stride(0), group_highest, columns.num_logprobs, sampled.token_ids, sampled.is_nan),
-            *(
-                sampled.logprobs,
-                sampled.ranks,
-                sampled.top_token_ids,
-                sampled.top_logprobs,
-                vocab_size,
-                num_top,
-                num_groups,
-            ),
+            *(Strided.of(logits), vocab_size, group_highest, num_groups, columns.num_logprobs, sampled, num_top),
             NUM_GROUPS=triton.next_power_of_2(num_groups),
-            GROUP_SIZE=GROUP_SIZE,
-            TILE_TOKENS=TILE_TOKENS,
             num_warps=_ROW_WARPS,
         )
     return sampled
@@ -127,7 +131,7 @@ def count_tokens(
     tile_size = 256
     num_tiles = max(1, triton.cdiv(len(token_ids), tile_size))  # a sequence's length is known to the device alone
     _count_kernel[(num_tiles, len(slots))](
-        *(token_counts, token_counts.stride(0), slots, token_ids, start_loc, num_prompt_tokens),
+        *(Strided.of(token_counts), slots, token_ids, start_loc, num_prompt_tokens),
         TILE_SIZE=tile_size,
         num_warps=2,
     )
@@ -193,8 +197,7 @@ def _edit(logits: Tensor, columns: SamplingColumns) -> None:
     if max_biases == max_stops == 0:
         return
     _edit_kernel[(num_rows,)](
-        *(logits, logits.stride(0), columns.bias_token_ids, columns.bias_values),
-        *(columns.stop_token_ids, columns.min_num_tokens, columns.num_tokens, vocab_size, max_biases, max_stops),
+        *(Strided.of(logits), vocab_size, columns, max_biases, max_stops),
         MAX_BIASES=triton.next_power_of_2(max_biases),
         MAX_STOPS=triton.next_power_of_2(max_stops),
         num_warps=1,
@@ -214,32 +217,20 @@ def _choose(
     num_tiles = triton.cdiv(num_groups, TILE_GROUPS)
     chunk_tiles = triton.cdiv(num_tiles, max(1, min(num_tiles, MIN_PROGRAMS // num_rows)))
     num_chunks = triton.cdiv(num_tiles, chunk_tiles)
-    group_masses = torch.empty_like(group_highest)
-    selected = torch.empty_like(group_highest, dtype=torch.int32)
-    chunk_values = logits.new_empty((num_rows, num_chunks, 3))  # highest logit; logit and noise of the best score
-    chunk_ids = logits.new_empty((num_rows, num_chunks, 3), dtype=torch.int32)  # of those two; whether there is a NaN
-    counts_stride = 0 if token_counts is None else token_counts.stride(0)
-    shared = (columns.temperature, columns.top_k, columns.top_p)
-    noise = (columns.seeds, columns.sample_indexes, columns.num_tokens)
+    masses, selected = torch.empty_like(group_highest), torch.empty_like(group_highest, dtype=torch.int32)
+    groups = _Groups(group_highest, masses, selected, num_groups)
+    shape = (num_rows, num_chunks, 3)
+    chunks = _Chunks(logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32))
+    counts = None if token_counts is None else Strided.of(token_counts)
+    columns = columns.without_edits()
     _scan_kernel[(num_chunks, num_rows)](
-        *(logits, logits.stride(0), token_counts, counts_stride, columns.slots),
-        *(columns.repetition_penalty, columns.presence_penalty, columns.frequency_penalty, *shared, *noise),
-        *(chunk_values, chunk_ids, group_highest, group_masses, vocab_size, num_groups, chunk_tiles),
-        HAS_COUNTS=token_counts is not None,
-        TILE_GROUPS=TILE_GROUPS,
-        GROUP_SIZE=GROUP_SIZE,
+        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, chunk_tiles),
         num_warps=_SCAN_WARPS,
         maxnreg=_SCAN_REGISTERS,
     )
     _choose_kernel[(num_rows,)](
-        *(logits, logits.stride(0), token_counts, counts_stride, columns.slots, *shared, columns.min_p, *noise),
-        *(chunk_values, chunk_ids, group_highest, group_masses, selected, sampled.token_ids, sampled.is_nan),
-        *(vocab_size, num_groups, num_chunks),
-        HAS_COUNTS=token_counts is not None,
+        *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, num_chunks, sampled),
         NUM_CHUNKS=triton.next_power_of_2(num_chunks),
-        NUM_EDGES=NUM_EDGES,
-        GROUP_SIZE=GROUP_SIZE,
-        TILE_TOKENS=TILE_TOKENS,
         num_warps=_ROW_WARPS,
     )
 
@@ -255,10 +246,10 @@ def _fmix32(value):
 
 
 @triton.jit
-def _noise_key(seeds, sample_indexes, num_tokens, row):
-    seed = tl.load(seeds + row)
-    key = _fmix32(tl.load(num_tokens + row).to(tl.uint32) ^ _GOLDEN)
-    key = _fmix32(key ^ tl.load(sample_indexes + row).to(tl.uint32))
+def _noise_key(columns, row):
+    seed = tl.load(columns.seeds + row)
+    key = _fmix32(tl.load(columns.num_tokens + row).to(tl.uint32) ^ _GOLDEN)
+    key = _fmix32(key ^ tl.load(columns.sample_indexes + row).to(tl.uint32))
     key = _fmix32(key ^ (seed >> 32).to(tl.uint32))
     return _fmix32(key ^ seed.to(tl.uint32))
 
@@ -279,26 +270,14 @@ def _gumbel(distance):
 
 
 @triton.jit
-def _edit_kernel(
-    logits,
-    logits_stride,
-    bias_token_ids,
-    bias_values,
-    stop_token_ids,
-    min_num_tokens,
-    num_tokens,
-    vocab_size,
-    max_biases,
-    max_stops,
-    MAX_BIASES: tl.constexpr,
-    MAX_STOPS: tl.constexpr,
-):
+def _edit_kernel(logits, vocab_size, columns, max_biases, max_stops, MAX_BIASES: tl.constexpr, MAX_STOPS: tl.constexpr):
+    """A program edits a row: adds its biases, and suppresses its stop tokens while it is too short."""
     row = tl.program_id(0).to(tl.int64)
-    line = logits + row * logits_stride
+    line = logits.data + row * logits.strides[0]
     if MAX_BIASES > 0:
         index = tl.arange(0, MAX_BIASES)
-        ids = tl.load(bias_token_ids + row * max_biases + index, index < max_biases, -1)
-        values = tl.load(bias_values + row * max_biases + index, index < max_biases, 0.0)
+        ids = tl.load(columns.bias_token_ids + row * max_biases + index, index < max_biases, -1)
+        values = tl.load(columns.bias_values + row * max_biases + index, index < max_biases, 0.0)
         mask = (ids >= 0) & (ids < vocab_size)
         tl.atomic_add(line + ids, values, mask)
         tl.debug_barrier()
@@ -307,74 +286,50 @@ def _edit_kernel(
         tl.debug_barrier()
     if MAX_STOPS > 0:
         index = tl.arange(0, MAX_STOPS)
-        is_early = tl.load(num_tokens + row) < tl.load(min_num_tokens + row)
-        ids = tl.load(stop_token_ids + row * max_stops + index, index < tl.where(is_early, max_stops, 0), -1)
+        is_early = tl.load(columns.num_tokens + row) < tl.load(columns.min_num_tokens + row)
+        ids = tl.load(columns.stop_token_ids + row * max_stops + index, index < tl.where(is_early, max_stops, 0), -1)
         mask = (ids >= 0) & (ids < vocab_size)
         values = tl.load(line + ids, mask, 0.0)
         tl.store(line + ids, float("-inf"), mask & (values == values))  # a NaN is to be noticed
 
 
 @triton.jit
-def _count_kernel(token_counts, counts_stride, slots, token_ids, start_loc, num_prompt_tokens, TILE_SIZE: tl.constexpr):
+def _count_kernel(counts, slots, token_ids, start_loc, num_prompt_tokens, TILE_SIZE: tl.constexpr):
+    """A program counts TILE_SIZE tokens of a sequence."""
     sequence = tl.program_id(1)
     start, end = tl.load(start_loc + sequence), tl.load(start_loc + sequence + 1)
     index = tl.program_id(0) * TILE_SIZE + tl.arange(0, TILE_SIZE)
     mask = index < end - start
     ids = tl.load(token_ids + start + index, mask, 0)
-    counts = token_counts + tl.load(slots + sequence).to(tl.int64) * counts_stride + ids
+    places = counts.data + tl.load(slots + sequence).to(tl.int64) * counts.strides[0] + ids
     is_prompt = index < tl.load(num_prompt_tokens + sequence)
-    tl.atomic_or(counts, 1, mask & is_prompt)
-    tl.atomic_add(counts, 2, mask & (index >= tl.load(num_prompt_tokens + sequence)))
+    tl.atomic_or(places, 1, mask & is_prompt)
+    tl.atomic_add(places, 2, mask & (index >= tl.load(num_prompt_tokens + sequence)))
 
 
 # Scan
 
 
 @triton.jit
-def _scan_kernel(
-    logits,
-    logits_stride,
-    token_counts,
-    counts_stride,
-    slots,
-    repetition_penalties,
-    presence_penalties,
-    frequency_penalties,
-    temperatures,
-    top_ks,
-    top_ps,
-    seeds,
-    sample_indexes,
-    num_tokens,
-    chunk_values,
-    chunk_ids,
-    group_highest,
-    group_masses,
-    vocab_size,
-    num_groups,
-    chunk_tiles,
-    HAS_COUNTS: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-):
+def _scan_kernel(logits, vocab_size, counts, columns, groups, chunks, chunk_tiles):
+    """A program scans `chunk_tiles` tiles of a row."""
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
-    has_masses = (tl.load(top_ps + row) < 1.0) & ((top_k <= 0) | (top_k >= vocab_size))
-    key = _noise_key(seeds, sample_indexes, num_tokens, row)
+    line, num_groups = logits.data + row * logits.strides[0], groups.num_groups
+    temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
+    has_masses = (tl.load(columns.top_p + row) < 1.0) & ((top_k <= 0) | (top_k >= vocab_size))
+    key = _noise_key(columns, row)
     highest, highest_id = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     best_logit, best_noise, best_id = highest, tl.full([], 0.0, tl.float32), highest_id
-    is_nan = tl.zeros([TILE_GROUPS, GROUP_SIZE], tl.int32)
+    is_nan = tl.zeros([_TILE_GROUPS, _GROUP_SIZE], tl.int32)
     for tile in range(chunk * chunk_tiles, (chunk + 1) * chunk_tiles):
-        groups = tile * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
-        ids = groups[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
-        values = tl.load(logits + row * logits_stride + ids, ids < vocab_size, float("-inf"))
-        if HAS_COUNTS:
-            penalties = (repetition_penalties, presence_penalties, frequency_penalties)
-            lines = (logits + row * logits_stride, token_counts, counts_stride, slots)
-            values = _penalize(values, ids, vocab_size, row, lines, penalties)
+        group = tl.arange(0, _TILE_GROUPS) + tile * _TILE_GROUPS
+        ids = group[:, None] * _GROUP_SIZE + tl.arange(0, _GROUP_SIZE)[None, :]
+        values = tl.load(line + ids, ids < vocab_size, float("-inf"))
+        if counts is not None:
+            values = _penalize(values, ids, vocab_size, row, line, counts, columns)
         is_nan |= (values != values).to(tl.int32)
         tops = tl.max(values, 1)
-        tl.store(group_highest + row * num_groups + groups, tops, groups < num_groups)
+        tl.store(groups.highest + row * num_groups + group, tops, group < num_groups)
         tile_highest = tl.max(tops, 0)
         if tile_highest > highest:
             highest_id = tl.min(tl.where(values == tile_highest, ids, _MAX_INT))
@@ -382,12 +337,12 @@ def _scan_kernel(
         if temperature > 0.0:
             if has_masses:
                 masses = tl.sum(tl.exp(_nearly_scaled(values, tops[:, None], temperature)), 1)
-                tl.store(group_masses + row * num_groups + groups, masses, groups < num_groups)
+                tl.store(groups.masses + row * num_groups + group, masses, group < num_groups)
             best = (best_logit, best_noise, best_id)
             best_logit, best_noise, best_id = _best_score(values, ids, key, highest, temperature, best)
     place = row * tl.num_programs(0) + chunk
-    _store_3(chunk_values + place * 3, highest, best_logit, best_noise)
-    _store_3(chunk_ids + place * 3, highest_id, best_id, tl.max(is_nan))
+    _store_3(chunks.found + place * 3, highest, best_logit, best_noise)
+    _store_3(chunks.ids + place * 3, highest_id, best_id, tl.max(is_nan))
 
 
 @triton.jit
@@ -398,19 +353,18 @@ def _store_3(target, first, second, third):
 
 
 @triton.jit
-def _penalize(values, ids, vocab_size, row, lines, penalties):
+def _penalize(values, ids, vocab_size, row, line, counts, columns):
     """Penalties, written back for those who read the logits again."""
-    line, token_counts, counts_stride, slots = lines
-    slot, repetition = tl.load(slots + row), tl.load(penalties[0] + row)
-    presence, frequency = tl.load(penalties[1] + row), tl.load(penalties[2] + row)
+    slot, repetition = tl.load(columns.slots + row), tl.load(columns.repetition_penalty + row)
+    presence, frequency = tl.load(columns.presence_penalty + row), tl.load(columns.frequency_penalty + row)
     if (slot >= 0) & ((repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)):
         mask = ids < vocab_size
-        counts = tl.load(token_counts + slot.to(tl.int64) * counts_stride + ids, mask, 0)
+        num_times = tl.load(counts.data + slot.to(tl.int64) * counts.strides[0] + ids, mask, 0)
         repeated = tl.where(values > 0.0, tl.div_rn(values, repetition + tl.zeros_like(values)), values * repetition)
-        num_outputs = (counts >> 1).to(tl.float32)
+        num_outputs = (num_times >> 1).to(tl.float32)
         subtrahend = tl.where(num_outputs > 0.0, presence, 0.0) + frequency * num_outputs
-        values = tl.where(counts > 0, repeated - subtrahend, values)
-        tl.store(line + ids, values, mask & (counts > 0))
+        values = tl.where(num_times > 0, repeated - subtrahend, values)
+        tl.store(line + ids, values, mask & (num_times > 0))
     return values
 
 
@@ -456,67 +410,39 @@ def _best_score(values, ids, key, highest, temperature, best):
 
 
 @triton.jit
-def _choose_kernel(
-    logits,
-    logits_stride,
-    token_counts,
-    counts_stride,
-    slots,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    seeds,
-    sample_indexes,
-    num_tokens,
-    chunk_values,
-    chunk_ids,
-    group_highest,
-    group_masses,
-    selected,
-    token_ids,
-    is_nan,
-    vocab_size,
-    num_groups,
-    num_chunks,
-    HAS_COUNTS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    NUM_EDGES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-):
+def _choose_kernel(logits, vocab_size, counts, columns, groups, chunks, num_chunks, sampled, NUM_CHUNKS: tl.constexpr):
+    """A program chooses a row's token; NUM_CHUNKS is num_chunks as a power of two, rounded up."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    min_p = tl.load(min_ps + row)
-    chunks = tl.arange(0, NUM_CHUNKS)
-    places, mask = (row * num_chunks + chunks) * 3, chunks < num_chunks
-    tops = tl.load(chunk_values + places, mask, float("-inf"))
+    temperature, top_k = tl.load(columns.temperature + row), tl.load(columns.top_k + row)
+    top_p, min_p = tl.load(columns.top_p + row), tl.load(columns.min_p + row)
+    index = tl.arange(0, NUM_CHUNKS)
+    places, mask = (row * num_chunks + index) * 3, index < num_chunks
+    tops = tl.load(chunks.found + places, mask, float("-inf"))
     highest = tl.max(tops, 0)
-    token_id = tl.min(tl.where(mask & (tops == highest), tl.load(chunk_ids + places, mask, 0), _MAX_INT), 0)
-    is_bad = tl.max(tl.load(chunk_ids + places + 2, mask, 0), 0) > 0
+    token_id = tl.min(tl.where(mask & (tops == highest), tl.load(chunks.ids + places, mask, 0), _MAX_INT), 0)
+    is_bad = tl.max(tl.load(chunks.ids + places + 2, mask, 0), 0) > 0
     if (temperature > 0.0) & (highest < float("inf")) & (highest > float("-inf")) & (not is_bad):
-        values = tl.load(chunk_values + places + 1, mask, float("-inf"))
+        values = tl.load(chunks.found + places + 1, mask, float("-inf"))
         scaled = _scaled(values, highest, temperature)
-        scores = scaled + tl.load(chunk_values + places + 2, mask, 0.0)
+        scores = scaled + tl.load(chunks.found + places + 2, mask, 0.0)
         is_best = mask & (scores == tl.max(scores, 0))
-        token_id = tl.min(tl.where(is_best, tl.load(chunk_ids + places + 1, mask, 0), _MAX_INT), 0)
+        token_id = tl.min(tl.where(is_best, tl.load(chunks.ids + places + 1, mask, 0), _MAX_INT), 0)
         best = tl.max(tl.where(is_best, scaled, float("-inf")), 0)
-        groups = (group_highest + row * num_groups, group_masses + row * num_groups, num_groups)
-        rows = (logits + row * logits_stride, selected + row * num_groups, vocab_size, highest, temperature)
+        offset, num_groups = row * groups.num_groups, groups.num_groups
+        of_row = (groups.highest + offset, groups.masses + offset, num_groups)
+        tokens = (logits.data + row * logits.strides[0], groups.selected + offset, vocab_size, highest, temperature)
         threshold = tl.where(min_p > 0.0, tl.log(tl.where(min_p > 0.0, min_p, 1.0)), float("-inf"))
         if (top_p < 1.0) | ((top_k > 0) & (top_k < vocab_size)):
-            lowest = _lowest_kept(rows, groups, top_k, top_p, NUM_EDGES, GROUP_SIZE, TILE_TOKENS)
-            threshold = tl.maximum(threshold, lowest)
+            threshold = tl.maximum(threshold, _lowest_kept(tokens, of_row, top_k, top_p))
         if best < threshold:
-            key = _noise_key(seeds, sample_indexes, num_tokens, row)
-            token_id = _best_kept(rows, groups, threshold, key, GROUP_SIZE, TILE_TOKENS)
+            token_id = _best_kept(tokens, of_row, threshold, _noise_key(columns, row))
     token_id = tl.where(is_bad, 0, token_id)
-    tl.store(token_ids + row, token_id.to(tl.int64))
-    tl.store(is_nan + row, is_bad)
-    if HAS_COUNTS:
-        slot = tl.load(slots + row)
+    tl.store(sampled.token_ids + row, token_id.to(tl.int64))
+    tl.store(sampled.is_nan + row, is_bad)
+    if counts is not None:
+        slot = tl.load(columns.slots + row)
         if (slot >= 0) & (not is_bad):
-            count = token_counts + slot.to(tl.int64) * counts_stride + token_id
+            count = counts.data + slot.to(tl.int64) * counts.strides[0] + token_id
             tl.store(count, tl.load(count) + 2)
 
 
@@ -533,7 +459,7 @@ def _from_order_key(keys):
 
 
 @triton.jit
-def _lowest_kept(rows, groups, top_k, top_p, NUM_EDGES: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr):
+def _lowest_kept(rows, groups, top_k, top_p):
     """The lowest scaled logit that top-k and then top-p keep."""
     vocab_size, num_groups = rows[2], groups[2]
     by_mass = (top_k <= 0) | (top_k >= vocab_size)
@@ -542,36 +468,36 @@ def _lowest_kept(rows, groups, top_k, top_p, NUM_EDGES: tl.constexpr, GROUP_SIZE
     # Which groups can hold it? With top-k, the k with the highest highest logits hold k tokens not below these. With
     # top-p alone, those that hold more than top-p are a guess.
     if by_mass:
-        _, total = _weigh(rows, groups, 0, least - 1, True, GROUP_SIZE, TILE)
+        _, total = _weigh(rows, groups, 0, least - 1, True)
         target = (0.5 + 0.5 * top_p) * total
     if by_mass | (top_k <= num_groups):
-        least = _search(rows, groups, 0, least, target, by_mass, True, NUM_EDGES, GROUP_SIZE, TILE)
-    num_selected = _select(rows, groups, _from_order_key(least), TILE)
+        least = _search(rows, groups, 0, least, target, by_mass, True)
+    num_selected = _select(rows, groups, _from_order_key(least))
     if not by_mass:
-        least = _search(rows, groups, num_selected, least, target, False, False, NUM_EDGES, GROUP_SIZE, TILE)
+        least = _search(rows, groups, num_selected, least, target, False, False)
     low = tl.where(by_mass, least - 1, least)
-    count, mass = _weigh(rows, groups, num_selected, low, False, GROUP_SIZE, TILE)
+    count, mass = _weigh(rows, groups, num_selected, low, False)
     if not by_mass:
         # Of equal tokens at the end, only as many as make k.
         total = mass + (target - count) * tl.exp(_from_order_key(least))
     elif mass < top_p * total:  # a wrong guess: look at all
         least = tl.full([], _MIN_KEY, tl.int32)
-        num_selected = _select(rows, groups, _from_order_key(least), TILE)
+        num_selected = _select(rows, groups, _from_order_key(least))
     if top_p < 1.0:
         target = top_p * total
-        least = _search(rows, groups, num_selected, least, target, True, False, NUM_EDGES, GROUP_SIZE, TILE)
+        least = _search(rows, groups, num_selected, least, target, True, False)
     return _from_order_key(least)
 
 
 @triton.jit
-def _select(rows, groups, threshold, TILE: tl.constexpr):
+def _select(rows, groups, threshold):
     """Lists the groups whose highest scaled logit reaches the threshold, in order; returns how many they are."""
     _, selected, _, highest, temperature = rows
     tops, _, num_groups = groups
     num_selected = tl.full([], 0, tl.int32)
     tl.debug_barrier()  # others may still read the old list
-    for start in range(0, num_groups, TILE):
-        index = start + tl.arange(0, TILE)
+    for start in range(0, num_groups, _TILE_TOKENS):
+        index = start + tl.arange(0, _TILE_TOKENS)
         mask = index < num_groups
         is_in = mask & (_scaled(tl.load(tops + index, mask, float("-inf")), highest, temperature) >= threshold)
         places = num_selected + tl.cumsum(is_in.to(tl.int32), 0) - 1
@@ -582,91 +508,78 @@ def _select(rows, groups, threshold, TILE: tl.constexpr):
 
 
 @triton.jit
-def _read_tokens(rows, start, num_selected, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """A tile of the selected groups' tokens: ids, scaled logits and which are there, [TILE] each."""
+def _read_tokens(rows, start, num_selected):
+    """A tile of the selected groups' tokens: ids, scaled logits and which are there, [_TILE_TOKENS] each."""
     line, selected, vocab_size, highest, temperature = rows
-    places = start + tl.arange(0, TILE)
-    mask = places < num_selected * GROUP_SIZE
-    ids = tl.load(selected + places // GROUP_SIZE, mask, 0) * GROUP_SIZE + places % GROUP_SIZE
+    places = start + tl.arange(0, _TILE_TOKENS)
+    mask = places < num_selected * _GROUP_SIZE
+    ids = tl.load(selected + places // _GROUP_SIZE, mask, 0) * _GROUP_SIZE + places % _GROUP_SIZE
     mask &= ids < vocab_size
     return ids, _scaled(tl.load(line + ids, mask, float("-inf")), highest, temperature), mask
 
 
 @triton.jit
-def _read_weights(
-    rows, groups, start, num_selected, by_mass, OF_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr
-):
-    """Keys and weights of a tile of all groups, or of the selected ones' tokens: [TILE] each.
+def _read_weights(rows, groups, start, num_selected, by_mass, OF_GROUPS: tl.constexpr):
+    """Keys and weights of a tile of all groups, or of the selected ones' tokens: [_TILE_TOKENS] each.
 
     What is absent lies below all. A weight is 1, or by mass exp(scaled logit), summed over the tokens of a group.
     """
     if OF_GROUPS:
         tops, masses, num_groups = groups
-        index = start + tl.arange(0, TILE)
+        index = start + tl.arange(0, _TILE_TOKENS)
         mask = index < num_groups
         scaled = _scaled(tl.load(tops + index, mask, float("-inf")), rows[3], rows[4])
         factors = tl.load(masses + index, index < tl.where(by_mass, num_groups, 0), 1.0)
     else:
-        _, scaled, mask = _read_tokens(rows, start, num_selected, GROUP_SIZE, TILE)
-        factors = tl.full([TILE], 1.0, tl.float32)
+        _, scaled, mask = _read_tokens(rows, start, num_selected)
+        factors = tl.full([_TILE_TOKENS], 1.0, tl.float32)
     return tl.where(mask, _order_key(scaled), _MIN_INT), tl.where(by_mass, tl.exp(scaled) * factors, 1.0)
 
 
 @triton.jit
-def _num_entries(groups, num_selected, OF_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    num_entries = num_selected * GROUP_SIZE
+def _num_entries(groups, num_selected, OF_GROUPS: tl.constexpr):
+    num_entries = num_selected * _GROUP_SIZE
     if OF_GROUPS:
         num_entries = groups[2]
     return num_entries
 
 
 @triton.jit
-def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr):
+def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
     """How many entries lie above the key, and their mass."""
-    counts, masses = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
-    for start in range(0, _num_entries(groups, num_selected, OF_GROUPS, GROUP_SIZE), TILE):
-        keys, weights = _read_weights(rows, groups, start, num_selected, True, OF_GROUPS, GROUP_SIZE, TILE)
+    counts, masses = tl.zeros([_TILE_TOKENS], tl.float32), tl.zeros([_TILE_TOKENS], tl.float32)
+    for start in range(0, _num_entries(groups, num_selected, OF_GROUPS), _TILE_TOKENS):
+        keys, weights = _read_weights(rows, groups, start, num_selected, True, OF_GROUPS)
         counts += tl.where(keys > key, 1.0, 0.0)
         masses += tl.where(keys > key, weights, 0.0)
     return tl.sum(counts, 0), tl.sum(masses, 0)
 
 
 @triton.jit
-def _search(
-    rows,
-    groups,
-    num_selected,
-    low,
-    target,
-    by_mass,
-    OF_GROUPS: tl.constexpr,
-    NUM_EDGES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _search(rows, groups, num_selected, low, target, by_mass, OF_GROUPS: tl.constexpr):
     """The key of the lowest entry, not below `low`, such that the entries above it weigh less than the target.
 
     Each pass weighs what lies above some edges between two bounds, and takes as the new ones the entries beside the two
     edges where the target is reached and where it is not. Keys are integers, so it ends whatever the values are.
     """
     least, most = low, tl.full([], 0, tl.int32)  # the key of the highest
-    index = tl.arange(0, NUM_EDGES)
+    index = tl.arange(0, _NUM_EDGES)
     low -= 1
     is_open = True
     while is_open:
         span = most.to(tl.int64) - low.to(tl.int64)
-        edges = (low.to(tl.int64) + span * index // (NUM_EDGES - 1)).to(tl.int32)
-        weights_above = tl.zeros([NUM_EDGES], tl.float32)
-        nearest_above = tl.full([NUM_EDGES], _MAX_INT, tl.int32)
-        nearest_below = tl.full([NUM_EDGES], _MIN_INT, tl.int32)
-        for start in range(0, _num_entries(groups, num_selected, OF_GROUPS, GROUP_SIZE), TILE):
-            keys, weights = _read_weights(rows, groups, start, num_selected, by_mass, OF_GROUPS, GROUP_SIZE, TILE)
+        edges = (low.to(tl.int64) + span * index // (_NUM_EDGES - 1)).to(tl.int32)
+        weights_above = tl.zeros([_NUM_EDGES], tl.float32)
+        nearest_above = tl.full([_NUM_EDGES], _MAX_INT, tl.int32)
+        nearest_below = tl.full([_NUM_EDGES], _MIN_INT, tl.int32)
+        for start in range(0, _num_entries(groups, num_selected, OF_GROUPS), _TILE_TOKENS):
+            keys, weights = _read_weights(rows, groups, start, num_selected, by_mass, OF_GROUPS)
             is_above = keys[None, :] > edges[:, None]
             weights_above += tl.sum(tl.where(is_above, weights[None, :], 0.0), 1)
             nearest_above = tl.minimum(nearest_above, tl.min(tl.where(is_above, keys[None, :], _MAX_INT), 1))
             nearest_below = tl.maximum(nearest_below, tl.max(tl.where(is_above, _MIN_INT, keys[None, :]), 1))
         # Nothing lies above the last edge. If the first does not reach the target, every entry is in.
-        reaches = (weights_above >= target) & (index < NUM_EDGES - 1)
+        reaches = (weights_above >= target) & (index < _NUM_EDGES - 1)
         is_reached = tl.max(reaches.to(tl.int32), 0) > 0
         least = tl.max(tl.where(reaches, nearest_above, _MIN_INT), 0)
         most = tl.min(tl.where(reaches, _MAX_INT, nearest_below), 0)
@@ -677,12 +590,12 @@ def _search(
 
 
 @triton.jit
-def _best_kept(rows, groups, threshold, key, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr):
+def _best_kept(rows, groups, threshold, key):
     """The token with the best score among those that reach the threshold."""
-    num_selected = _select(rows, groups, threshold, TILE)
+    num_selected = _select(rows, groups, threshold)
     best_score, best_id = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
-    for start in range(0, num_selected * GROUP_SIZE, TILE):
-        ids, scaled, mask = _read_tokens(rows, start, num_selected, GROUP_SIZE, TILE)
+    for start in range(0, num_selected * _GROUP_SIZE, _TILE_TOKENS):
+        ids, scaled, mask = _read_tokens(rows, start, num_selected)
         scores = tl.where(mask & (scaled >= threshold), scaled + _gumbel(_distance_to_1(key, ids)), float("-inf"))
         tile_score = tl.max(scores, 0)
         if tile_score > best_score:
@@ -696,53 +609,39 @@ def _best_kept(rows, groups, threshold, key, GROUP_SIZE: tl.constexpr, TILE: tl.
 
 @triton.jit
 def _logprobs_kernel(
-    logits,
-    logits_stride,
-    group_highest,
-    num_logprobs,
-    token_ids,
-    is_nan,
-    logprobs,
-    ranks,
-    top_token_ids,
-    top_logprobs,
-    vocab_size,
-    num_top,
-    num_groups,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
+    logits, vocab_size, group_highest, num_groups, num_logprobs, sampled, num_top, NUM_GROUPS: tl.constexpr
 ):
+    """A program reports a row; NUM_GROUPS is num_groups as a power of two, rounded up."""
     row = tl.program_id(0).to(tl.int64)
     num_wanted = tl.load(num_logprobs + row)
-    if (num_wanted < 0) | (tl.load(is_nan + row) != 0):
+    if (num_wanted < 0) | (tl.load(sampled.is_nan + row) != 0):
         return
-    line = logits + row * logits_stride
+    line = logits.data + row * logits.strides[0]
     groups = tl.arange(0, NUM_GROUPS)
     is_group = groups < num_groups
     tops = tl.load(group_highest + row * num_groups + groups, is_group, float("-inf"))
-    highest, chosen = tl.max(tops, 0), tl.load(line + tl.load(token_ids + row))
-    sums, num_higher = tl.zeros([TILE_TOKENS], tl.float32), tl.zeros([TILE_TOKENS], tl.int32)
-    for start in range(0, vocab_size, TILE_TOKENS):
-        ids = start + tl.arange(0, TILE_TOKENS)
+    highest, chosen = tl.max(tops, 0), tl.load(line + tl.load(sampled.token_ids + row))
+    sums, num_higher = tl.zeros([_TILE_TOKENS], tl.float32), tl.zeros([_TILE_TOKENS], tl.int32)
+    for start in range(0, vocab_size, _TILE_TOKENS):
+        ids = start + tl.arange(0, _TILE_TOKENS)
         values = tl.load(line + ids, ids < vocab_size, float("-inf"))
         sums += tl.exp(values - highest)
         num_higher += (values > chosen).to(tl.int32)
     log_sum = tl.log(tl.sum(sums, 0))
-    tl.store(logprobs + row, chosen - highest - log_sum)
-    tl.store(ranks + row, tl.sum(num_higher, 0) + 1)
+    tl.store(sampled.logprobs + row, chosen - highest - log_sum)
+    tl.store(sampled.ranks + row, tl.sum(num_higher, 0) + 1)
     keys = tl.where(is_group, _order_key(tops), _MIN_INT)  # of the highest token of each group that is not taken yet
     taken_ids = tl.full([NUM_GROUPS], -1, tl.int32)  # among tokens of this key
     for place in range(0, tl.minimum(num_wanted, num_top)):
         key = tl.max(keys, 0)
         group = tl.min(tl.where(keys == key, groups, _MAX_INT), 0)
         taken_id = tl.max(tl.where(groups == group, taken_ids, -1), 0)
-        ids = group * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
+        ids = group * _GROUP_SIZE + tl.arange(0, _GROUP_SIZE)
         token_keys = _order_key(tl.load(line + ids, ids < vocab_size, float("-inf")))
         token_keys = tl.where(ids < vocab_size, token_keys, _MIN_INT)
         taken_id = tl.min(tl.where((token_keys == key) & (ids > taken_id), ids, _MAX_INT), 0)
-        tl.store(top_token_ids + row * num_top + place, taken_id)
-        tl.store(top_logprobs + row * num_top + place, _from_order_key(key) - highest - log_sum)
+        tl.store(sampled.top_token_ids + row * num_top + place, taken_id)
+        tl.store(sampled.top_logprobs + row * num_top + place, _from_order_key(key) - highest - log_sum)
         is_left = (token_keys < key) | ((token_keys == key) & (ids > taken_id))
         next_key = tl.max(tl.where(is_left, token_keys, _MIN_INT), 0)
         taken_ids = tl.where(groups == group, tl.where(next_key == key, taken_id, -1), taken_ids)

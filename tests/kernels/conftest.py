@@ -1,12 +1,13 @@
 import pytest
 
-from pagewire.kernels.cpu import CpuKernels, chosen_variant
+from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.cpu.library import load_library
 from tests.compiler import skip_without_compiler
+from worker_service.startup.cpu_kernels import environment_build
 
 
 @pytest.fixture(scope="session")
 def cpu_kernels() -> CpuKernels:
     """The C kernels, built for this processor, or as `PAGEWIRE_CPU_VARIANT` says."""
     skip_without_compiler()
-    return CpuKernels(load_library(chosen_variant()))
+    return CpuKernels(load_library(environment_build()))

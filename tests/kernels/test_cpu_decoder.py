@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels.cpu import DecoderKernel, DecoderWeights, LayerWeights, PagedRows, PagedScoring
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import DecoderKernel, DecoderWeights, LayerWeights, PagedRows
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 32, 4, 2, 8, 50
 
@@ -47,7 +48,7 @@ def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, l
     rows = PagedRows.of([0, num_tokens], [num_tokens], torch.tensor([[1]]), slots)
     token_ids, positions = torch.randint(0, VOCAB, (num_tokens,)), torch.arange(num_tokens)
     return kernel.forward(
-        token_ids, positions, torch.tensor(logit_rows, dtype=torch.int64), rows, [PagedScoring(1.0)] * 2, caches
+        token_ids, positions, torch.tensor(logit_rows, dtype=torch.int64), rows, [Scoring(1.0)] * 2, caches
     )
 
 

@@ -11,10 +11,12 @@ import torch
 
 import pagewire.kernels.cpu
 from pagewire.kernels import reference
-from pagewire.kernels.cpu import BuildError, PagedRows, PagedScoring, library, load_kernels
+from pagewire.kernels.arguments import HeadPreparation, Scoring
+from pagewire.kernels.cpu import BuildError, PagedRows, library
 from pagewire.kernels.cpu.library import FLAGS, MAIN_SOURCE, SOURCES, VARIANTS, build_library, find_compiler, flags_of
 from tests.compiler import skip_without_compiler
 from tests.kernels.variants import load_variant
+from worker_service.startup.cpu_kernels import environment_build, load_cpu_kernels
 
 NUM_LAYERS = 2
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
@@ -36,8 +38,8 @@ class Step:
     query_start_loc: list[int]
 
     def check(self, cpu_kernels, *, tolerance=None, num_threads=None, window=0, alibi_slopes=None, softcap=0.0):
-        scale = self.query.shape[-1] ** -0.5
-        rows = (self.block_tables, self.seq_lens, self.query_start_loc, scale, window, alibi_slopes, softcap)
+        scoring = Scoring(self.query.shape[-1] ** -0.5, window, alibi_slopes, softcap)
+        rows = (self.block_tables, self.seq_lens, self.query_start_loc, scoring)
         # In float64, so that the tolerance is for the roundings of the kernels alone.
         expected = reference.paged_attention(self.query.double(), self.key_cache, self.value_cache, *rows)
         actual = cpu_kernels.paged_attention(
@@ -192,7 +194,7 @@ def test_shared_blocks_and_equal_rows(cpu_kernels):
     step.block_tables[2, :2] = step.block_tables[0, :2]
     step.query[1] = step.query[0]
     step.check(cpu_kernels)
-    rows = (step.block_tables, step.seq_lens, step.query_start_loc, 0.125)
+    rows = (step.block_tables, step.seq_lens, step.query_start_loc, Scoring(0.125))
     output = cpu_kernels.paged_attention(step.query, step.key_cache, step.value_cache, *rows)
     assert torch.equal(output[0], output[1])
 
@@ -205,7 +207,7 @@ def test_bad_values_of_a_row_come_through_and_touch_no_other(cpu_kernels, value,
         step.query[0] = value
     else:
         getattr(step, part)[step.block_tables[0, 2], 5] = value
-    rows = (step.block_tables, step.seq_lens, step.query_start_loc, 0.125)
+    rows = (step.block_tables, step.seq_lens, step.query_start_loc, Scoring(0.125))
     expected = reference.paged_attention(step.query, step.key_cache, step.value_cache, *rows)
     actual = cpu_kernels.paged_attention(step.query, step.key_cache, step.value_cache, *rows)
     torch.testing.assert_close(actual, expected, rtol=0, atol=4e-6, equal_nan=True)
@@ -242,9 +244,9 @@ def test_attend_stores_before_any_row_reads(cpu_kernels):
     step.key_cache.fill_(float("nan"))
     step.value_cache.fill_(float("nan"))
     rows = PagedRows.of(step.query_start_loc, step.seq_lens, table, slots)
-    output = cpu_kernels.attend(rows, PagedScoring(0.2), step.query, key, value, step.key_cache, step.value_cache)
+    output = cpu_kernels.attend(rows, Scoring(0.2), step.query, key, value, step.key_cache, step.value_cache)
     expected = reference.paged_attention(
-        step.query, step.key_cache, step.value_cache, table, step.seq_lens, step.query_start_loc, 0.2
+        step.query, step.key_cache, step.value_cache, table, step.seq_lens, step.query_start_loc, Scoring(0.2)
     )
     torch.testing.assert_close(output, expected, rtol=0, atol=4e-6)
 
@@ -290,15 +292,16 @@ def test_norm_rope(cpu_kernels, dtype, is_normalized, head_dim):
     sin = torch.cat([-angles.sin(), angles.sin()], 1).to(dtype)
     weights = (1 + 0.1 * torch.randn(2, head_dim)).to(dtype) if is_normalized else (None, None)
     ours, theirs = heads.clone(), heads.clone()
-    cpu_kernels.norm_rope(ours, num_heads, *weights, 1e-6, cos, sin)
-    reference.norm_rope(theirs, num_heads, *weights, 1e-6, cos, sin)
+    preparation = HeadPreparation(num_heads, *weights, 1e-6, cos, sin)
+    cpu_kernels.norm_rope(ours, preparation)
+    reference.norm_rope(theirs, preparation)
     assert torch.equal(ours[:, -num_kv_heads:], heads[:, -num_kv_heads:])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=STEP_TOLERANCES[dtype])
 
 
 def test_bad_arguments_are_refused(cpu_kernels):
     step = make_step(random.Random(12), [(5, 1)], head_dim=32, group=2, num_kv_heads=2, block_size=16)
-    rows = (step.block_tables, step.seq_lens, step.query_start_loc, 1.0)
+    rows = (step.block_tables, step.seq_lens, step.query_start_loc, Scoring(1.0))
     for query, message in (
         (step.query.double(), "query is torch.float64"),
         (step.query[..., :16], "query is"),
@@ -309,7 +312,7 @@ def test_bad_arguments_are_refused(cpu_kernels):
             cpu_kernels.paged_attention(query, step.key_cache, step.value_cache, *rows)
     with pytest.raises(ValueError, match="need as many block tables"):
         cpu_kernels.paged_attention(
-            step.query, step.key_cache, step.value_cache, step.block_tables, [6, 6], [0, 1], 1.0
+            step.query, step.key_cache, step.value_cache, step.block_tables, [6, 6], [0, 1], Scoring(1.0)
         )
     with pytest.raises(ValueError, match=r"weight is .*must be torch.float32 \(8,\)"):
         cpu_kernels.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-6)
@@ -373,11 +376,11 @@ def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, 
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {find_compiler()} -O0 -w "$@" -O0\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    flags = flags_of("native")
-    path = build_library(flags)
-    assert build_library(flags) == path
+    build, flags = environment_build(), flags_of("native")
+    path = build_library(build, flags)
+    assert build_library(build, flags) == path
     assert path.is_relative_to(tmp_path / "kernels")
-    assert build_library([*flags, "-g0"]) != path
+    assert build_library(build, [*flags, "-g0"]) != path
     builds = [line for line in log.read_text().splitlines() if "-shared" in line]
     assert len(builds) == 2
     assert {entry.name for entry in path.parent.iterdir()} == {"kernels.so", "lock"}
@@ -412,7 +415,7 @@ def test_switch(environ, expected, tmp_path, monkeypatch, caplog, fresh_switch):
     for name, value in {**defaults, **environ}.items():
         monkeypatch.setenv(name, value)
     try:
-        loaded = [load_kernels(), load_kernels()]
+        loaded = [load_cpu_kernels(), load_cpu_kernels()]
         outcome = f"{loaded[1]}, {len(caplog.records)} warnings"
     except (BuildError, ValueError) as error:
         outcome = f"{type(error).__name__}: {error}"
@@ -429,7 +432,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, caplog, fresh_sw
     for name in ("HOME", "XDG_CACHE_HOME", "PAGEWIRE_CACHE", "PAGEWIRE_CPU_KERNELS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
-    assert load_kernels() is None
+    assert load_cpu_kernels() is None
     (line,) = caplog.messages
     assert line.endswith("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
 
@@ -438,12 +441,12 @@ def test_the_variant_is_chosen_by_name(monkeypatch, fresh_switch):
     skip_without_compiler()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     monkeypatch.setenv("PAGEWIRE_CPU_VARIANT", "portable")
-    assert load_kernels().variant == "portable"
+    assert load_cpu_kernels().variant == "portable"
     # All that this processor has is the widest variant that it runs.
     monkeypatch.setenv("PAGEWIRE_CPU_VARIANT", "native")
     features = library._processor().get("flags", "").split()
     widest = [name for name, needed in VARIANTS.items() if set(needed) <= set(features)][-1]
-    assert load_kernels().variant == widest
+    assert load_cpu_kernels().variant == widest
 
 
 @pytest.mark.parametrize(
@@ -457,7 +460,7 @@ def test_a_variant_that_would_not_run_is_refused(features, missing, monkeypatch,
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     reason = f"this processor does not run the variant {variant}: it has no {missing}"
     with pytest.raises(BuildError, match=f"{reason}$"):
-        load_kernels()
+        load_cpu_kernels()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto")
-    assert load_kernels() is None
+    assert load_cpu_kernels() is None
     assert caplog.messages == [f"computing in plain torch, without the CPU kernels: {reason}"]

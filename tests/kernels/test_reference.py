@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import reference
+from pagewire.kernels.arguments import Scoring, Selection
 
 
 def test_skipped_slots_leave_the_cache_alone():
@@ -29,7 +30,7 @@ def test_paged_attention_equals_dense_attention(window):
         key_cache[4], value_cache[4], block_table[0, 0] = float("nan"), float("nan"), 5
 
     actual = reference.paged_attention(
-        query, key_cache, value_cache, block_table, [seq_len], [0, num_queries], 0.25, window
+        query, key_cache, value_cache, block_table, [seq_len], [0, num_queries], Scoring(0.25, window)
     )
 
     mask = torch.ones(num_queries, seq_len, dtype=torch.bool).tril(seq_len - num_queries)
@@ -53,17 +54,13 @@ def test_paged_attention_of_selected_blocks_equals_dense_attention_under_their_m
     is_read[0, :4] = is_read[0, 8:] = is_read[1, 4:8] = True
     for position in range(seq_len):
         for head in is_read[:, position].nonzero().flatten():
-            key_cache[block_table[0, position // 4], position % 4, head] = keys[position, head] / 2
-            value_cache[block_table[0, position // 4], position % 4, head] = values[position, head] / 3
+            key_cache[block_table[0, position // 4], position % 4, head] = keys[position, head]
+            value_cache[block_table[0, position // 4], position % 4, head] = values[position, head]
 
     actual = reference.paged_attention(
-        *(query, key_cache, value_cache, block_table, [seq_len], [0, num_queries], 0.25),
-        alibi_slopes=slopes,
-        softcap=1.5,
-        key_scale=2.0,
-        value_scale=3.0,
-        selected_blocks=selected_blocks,
-        num_selected=num_selected,
+        *(query, key_cache, value_cache, block_table, [seq_len], [0, num_queries]),
+        Scoring(0.25, alibi_slopes=slopes, softcap=1.5),
+        Selection(selected_blocks, num_selected),
     )
 
     distances = torch.arange(seq_len)[-num_queries:, None] - torch.arange(seq_len)
@@ -78,6 +75,6 @@ def test_paged_attention_of_selected_blocks_equals_dense_attention_under_their_m
 
 def test_padding_rows_and_rows_without_a_selected_block_give_zeros():
     query, cache = torch.ones(2, 2, 16), torch.full((3, 4, 1, 16), float("nan"))
-    rows = query, cache, cache, torch.tensor([[-1], [1]]), [0, 4], [0, 1, 2], 1.0
-    selected = {"selected_blocks": torch.tensor([[[5]], [[5]]]), "num_selected": torch.tensor([[1], [0]])}
-    assert reference.paged_attention(*rows, **selected).abs().max() == 0
+    rows = query, cache, cache, torch.tensor([[-1], [1]]), [0, 4], [0, 1, 2], Scoring(1.0)
+    selection = Selection(torch.tensor([[[5]], [[5]]]), torch.tensor([[1], [0]]))
+    assert reference.paged_attention(*rows, selection).abs().max() == 0

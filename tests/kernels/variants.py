@@ -1,10 +1,13 @@
 """The C kernels as other processors have them."""
 
+from dataclasses import replace
+
 import pytest
 
 from pagewire.kernels.cpu import BuildError, CpuKernels
 from pagewire.kernels.cpu.library import flags_of, load_library
 from tests.compiler import skip_without_compiler
+from worker_service.startup.cpu_kernels import environment_build
 
 
 def load_variant(name: str) -> CpuKernels:
@@ -14,4 +17,4 @@ def load_variant(name: str) -> CpuKernels:
         flags_of(name)
     except BuildError as error:
         pytest.skip(str(error))
-    return CpuKernels(load_library(name))
+    return CpuKernels(load_library(replace(environment_build(), variant=name)))

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.reference import paged_attention, reshape_and_cache
 from tests.worker.fake_device import as_kernel
 from worker_service.attention import AttentionBatch, LayerCache
@@ -32,9 +33,8 @@ class DeviceAttention:
             query_start_loc, seq_lens = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
             _check(batch, rows.num_decodes, query_start_loc, seq_lens, kv_cache[layer][0].shape[1])
             reshape_and_cache(key, value, *kv_cache[layer], batch.slot_mapping)
-            return paged_attention(
-                query, *kv_cache[layer], batch.block_tables, seq_lens, query_start_loc, scale, windows[layer]
-            )
+            scoring = Scoring(scale, windows[layer])
+            return paged_attention(query, *kv_cache[layer], batch.block_tables, seq_lens, query_start_loc, scoring)
 
         return attend
 

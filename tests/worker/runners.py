@@ -6,6 +6,7 @@ from worker_service.device.computation import DeviceComputation
 from worker_service.device.sampler import Sampler
 from worker_service.device.streams import Device
 from worker_service.host.computation import HostComputation
+from worker_service.host.model import LayeredModel
 from worker_service.models.communicator import SingleRank
 from worker_service.models.model import Model
 from worker_service.rows.table import SequenceTable, TableLimits
@@ -15,7 +16,7 @@ from worker_service.runner import ModelRunner
 def host_runner(
     model: Model, cache: CacheEngine, backend: AttentionBackend, limits: TableLimits, *, splits_steps: bool = True
 ) -> ModelRunner:
-    computation = HostComputation(model, cache.layers, backend, SequenceTable(limits))
+    computation = HostComputation(LayeredModel(model), cache.layers, backend, SequenceTable(limits))
     return ModelRunner(computation, cache, SingleRank(), splits_steps)
 
 

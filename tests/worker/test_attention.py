@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from pagewire.kernels import reference
-from pagewire.kernels.cpu import load_kernels
+from pagewire.kernels.arguments import Scoring
 from tests.worker.attention_rows import E4M3, NUM_LAYERS, Rows, random_lengths
-from worker_service.attention import AttentionBatch, AttentionShape, UnavailableError, create_backend
+from worker_service.attention import AttentionBatch, AttentionShape, UnavailableError
+from worker_service.attention import create_backend as create_backend_with
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -18,6 +20,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def kernels_switch(request, monkeypatch):
     """Every test with the C kernels, where they can be built, and with plain torch."""
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto" if request.param == "cpu" else "off")
+
+
+def create_backend(name, device, shape):
+    """With the kernels of `kernels_switch`."""
+    return create_backend_with(name, device, shape, load_cpu_kernels())
 
 
 def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS):
@@ -32,7 +39,7 @@ def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS):
         # In float64, so that the tolerance is for the roundings of what is tested alone.
         expected = reference.paged_attention(
             query.double(), key_cache, value_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
-            query.shape[-1] ** -0.5, windows[layer],
+            Scoring(query.shape[-1] ** -0.5, windows[layer]),
         )  # fmt: skip
         torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=tolerance)
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
@@ -112,7 +119,7 @@ def test_the_kernels_alone_compute_float32_over_a_cache_of_16_bits(cache_dtype):
     lengths = [(40, 1), (33, 20), (0, 50), (100, 1)]
     shape = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     rows = Rows(random.Random(3), lengths, cache_dtype=cache_dtype, **shape)
-    if load_kernels() is None:
+    if load_cpu_kernels() is None:
         with pytest.raises(UnavailableError, match="'torch' reads a KV cache of float32"):
             create_backend("auto", CPU, rows.shape())
     else:
@@ -180,7 +187,7 @@ def test_unknown_backend_is_refused():
 
 
 def test_auto_takes_the_kernels_where_there_are_any(monkeypatch):
-    expected = "torch" if load_kernels() is None else "cpu"
+    expected = "torch" if load_cpu_kernels() is None else "cpu"
     assert create_backend("auto", CPU, replace(SHAPE, head_dim=256)).name == expected
     assert create_backend("torch", CPU, SHAPE).name == "torch"
     assert create_backend("auto", CPU, replace(SHAPE, head_dim=257)).name == "torch"

@@ -29,7 +29,7 @@ from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
 from tests.worker.plans import GREEDY, Row, plan_steps
 from tests.worker.runners import device_runner, host_runner
-from worker_service.attention.torch_attention import TorchAttention
+from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.computation import StepClock
 from worker_service.device.graphs import graph_sizes

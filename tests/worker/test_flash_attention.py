@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagewire.kernels import reference
+from pagewire.kernels.arguments import Scoring
 from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()  # keys and values are written by a Triton kernel
@@ -34,8 +35,8 @@ def package(monkeypatch):
 def install(monkeypatch, package):
     """What `import flash_attn` gives from now on; None: an error."""
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.delitem(sys.modules, "worker_service.attention.flash_attention", raising=False)
-    monkeypatch.delattr("worker_service.attention.flash_attention", raising=False)
+    monkeypatch.delitem(sys.modules, "worker_service.attention.backends.flash_attn", raising=False)
+    monkeypatch.delattr("worker_service.attention.backends.flash_attn", raising=False)
 
 
 def make_rows(seed, lengths, dtype=torch.bfloat16):
@@ -54,8 +55,8 @@ def check(rows, windows=(0,) * NUM_LAYERS, batch=None):
         actual = attend(layer, query, key, value)
         reference.reshape_and_cache(key, value, key_cache, value_cache, rows.batch.slot_mapping)
         expected = reference.paged_attention(
-            query, key_cache, value_cache, rows.batch.block_tables, lengths, starts, query.shape[-1] ** -0.5,
-            windows[layer],
+            query, key_cache, value_cache, rows.batch.block_tables, lengths, starts,
+            Scoring(query.shape[-1] ** -0.5, windows[layer]),
         )  # fmt: skip
         assert actual.dtype == query.dtype
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-2)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.kernels.cpu import load_kernels
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.config import ModelConfig
@@ -17,6 +16,7 @@ from worker_service.models.linear import Linear
 from worker_service.models.loading import prepare_model
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -61,7 +61,9 @@ def test_a_loaded_model_holds_what_was_said(
     """What oneDNN packs cannot be seen from outside; it is as large as the weight."""
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
     path = make_checkpoint(tmp_path, family, seed=1, dtype=held, tie_word_embeddings=tied, vocab_size=160)
-    unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=create_host_operations())
+    unloaded = prepare_model(
+        path, dtype=torch.float32, device=CPU, operations=create_host_operations(load_cpu_kernels())
+    )
     footprint = unloaded.footprint()
     weights = {id(module): module.weight.nbytes for module in unloaded.model.modules() if _has_weight(module)}
     head = unloaded._tied_bytes() if unloaded.is_tied else 0
@@ -84,13 +86,14 @@ import sys, torch
 from pathlib import Path
 from worker_service.models.loading import prepare_model
 from worker_service.host.operations import create_host_operations
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 def peak():
     return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 
 path, dtype, is_dummy = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "dummy"
 cpu = torch.device("cpu")
-operations = create_host_operations()
+operations = create_host_operations(load_cpu_kernels())
 small = prepare_model(Path(sys.argv[4]), dtype=dtype, device=cpu, operations=operations, is_dummy=True).load()
 before = peak()
 unloaded = prepare_model(path, dtype=dtype, device=cpu, operations=operations, is_dummy=is_dummy)
@@ -118,7 +121,7 @@ def test_the_peak_of_loading_is_what_was_said(
     tmp_path: Path, name: str, overrides: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
-    if mode == "auto" and load_kernels() is None:
+    if mode == "auto" and load_cpu_kernels() is None:
         pytest.skip("the C kernels cannot be built here")
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_hidden_layers": 2}
     for folder, config in (("small", SMALL), ("large", {**SMALL, **sizes, **overrides})):

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 
-from pagewire.kernels.cpu import load_kernels
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.plans import Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
 from worker_service.session import ProtocolError
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.device_memory import StepSize
 from worker_service.startup.loader import load_worker
 from worker_service.startup.memory_profile import largest_step
@@ -483,7 +483,7 @@ def test_a_cpu_refuses_a_cache_of_fp8(checkpoints: dict[str, Path], backend: str
 def test_a_cache_of_16_bits_takes_half_the_memory_and_chooses_nearly_the_likeliest(
     checkpoints: dict[str, Path], family: str, cache_dtype: str, tolerance: float
 ) -> None:
-    if load_kernels() is None:
+    if load_cpu_kernels() is None:
         with pytest.raises(ValueError, match=f"--kv-cache-dtype asks for {cache_dtype}: use --kv-cache-dtype auto"):
             load(checkpoints[family], kv_cache_dtype=cache_dtype)
         return

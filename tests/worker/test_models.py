@@ -11,12 +11,14 @@ from safetensors.torch import load_file, save_file
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service.attention import AttentionBatch, create_backend
-from worker_service.host.decoder import CpuDecoder, fused
+from worker_service.host.decoder import CpuDecoder, host_model
+from worker_service.host.model import LayeredModel
 from worker_service.host.operations import create_host_operations
 from worker_service.models import loading
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import ModelConfig, parse_config
 from worker_service.models.linear import Linear
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import attention_shape
 
 CPU = torch.device("cpu")
@@ -77,23 +79,30 @@ def use_kernels(monkeypatch, mode):
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
 
 
+def host_operations():
+    return create_host_operations(load_cpu_kernels())
+
+
 @pytest.fixture
 def load_model(path_of_model):
     def load(path, *, dtype, **options):
-        model = loading.load_model(path, dtype=dtype, operations=create_host_operations(), **options)
-        return fused(model, dtype, create_attention(model.config)) if path_of_model == "fused" else model
+        model = loading.load_model(path, dtype=dtype, operations=host_operations(), **options)
+        model.is_fused = path_of_model == "fused"
+        return model
 
     return load
 
 
 def create_attention(config, name="auto", block_size=8, dtype=torch.float32):
-    return create_backend(name, CPU, attention_shape(config, block_size, dtype, dtype))
+    return create_backend(name, CPU, attention_shape(config, block_size, dtype, dtype), load_cpu_kernels())
 
 
 @torch.inference_mode()
 def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.float32):
     """Logits at every position of one sequence, computed chunk by chunk: [sum(chunks), vocab_size]."""
     config = model.config
+    is_fused = getattr(model, "is_fused", False)
+    host = host_model(model, dtype, create_attention(config)) if is_fused else LayeredModel(model)
     num_blocks = -(-sum(chunks) // block_size)
     shape = (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
     storage = torch.full(shape, float("nan"), dtype=dtype)
@@ -106,10 +115,8 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
         slots = block_table[0, positions // block_size] * block_size + positions % block_size
         batch = AttentionBatch([0, num_tokens], [end], block_table, slots)
         attend = create_attention(config, block_size=block_size, dtype=dtype).prepare(batch, kv_cache)
-        if isinstance(model, CpuDecoder):
-            logits.append(model.forward_logits(token_ids[positions], positions, attend, torch.arange(num_tokens))[1])
-        else:
-            logits.append(model.compute_logits(model.forward(token_ids[positions], positions, attend)))
+        outputs = host.forward_logits(token_ids[positions], positions, attend, torch.arange(num_tokens))
+        logits.append(outputs.logits)
     return torch.cat(logits)
 
 
@@ -190,7 +197,7 @@ def test_head_in_the_checkpoint_counts_even_if_config_ties_it(load_model, tmp_pa
 def test_weights_are_not_held_twice(tmp_path, monkeypatch, mode):
     use_kernels(monkeypatch, mode)
     path = make_checkpoint(tmp_path, "llama", seed=16, **TIED)
-    model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=create_host_operations())
+    model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=host_operations())
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 9
     assert all(linear.weight is None for linear in linears)
@@ -203,25 +210,26 @@ def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch,
     """The kernels multiply with half precision as it is; the model computes what it does with widened weights."""
     use_kernels(monkeypatch, "require")
     path = make_checkpoint(tmp_path, "qwen3", seed=19, dtype=held, tie_word_embeddings=tied)
-    operations = create_host_operations()
+    operations = host_operations()
     model = loading.load_model(path, dtype=torch.float32, device=CPU, operations=operations)
     dtypes = {module.product.packed.panels.dtype for module in model.modules() if isinstance(module, Linear)}
     assert dtypes == {getattr(torch, held)}
-    actual = compute_logits(fused(model, torch.float32, create_attention(model.config)), random_tokens())
+    model.is_fused = True
+    actual = compute_logits(model, random_tokens())
     expected = transformers_logits(path, random_tokens())
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
 
 
 def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
     use_kernels(monkeypatch, "require")
-    operations = create_host_operations()
+    operations = host_operations()
     for family, dtype, expected in [
         ("qwen3", torch.float32, True), ("qwen3", torch.bfloat16, False), ("gpt2", torch.float32, False),
     ]:  # fmt: skip
         path = make_checkpoint(tmp_path / f"{family}-{dtype}", family, seed=22)
         model = loading.load_model(path, dtype=dtype, device=CPU, operations=operations)
-        assert isinstance(fused(model, dtype, create_attention(model.config)), CpuDecoder) == expected
-        assert fused(model, dtype, create_attention(model.config, "torch")) is model
+        assert isinstance(host_model(model, dtype, create_attention(model.config)), CpuDecoder) == expected
+        assert isinstance(host_model(model, dtype, create_attention(model.config, "torch")), LayeredModel)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -230,7 +238,7 @@ def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
 def test_linear_keeps_its_values_when_packed(monkeypatch, mode, num_rows, bias):
     use_kernels(monkeypatch, mode)
     torch.manual_seed(0)
-    linear = Linear(24, [8, 3, 3], create_host_operations(), bias=bias)
+    linear = Linear(24, [8, 3, 3], host_operations(), bias=bias)
     weights = [torch.randn(size, 24) for size in linear.out_sizes]
     for part, weight in enumerate(weights):
         linear.weight.data[linear.rows(part)] = weight

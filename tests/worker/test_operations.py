@@ -48,7 +48,7 @@ def test_what_they_cannot_compute_is_plain_torch_and_told(config, caplog, change
 
 def test_missing_triton_is_told(config, caplog, monkeypatch):
     for package, module in (
-        ("worker_service.attention", "triton_attention"),
+        ("worker_service.attention.backends", "triton"),
         ("worker_service.device", "triton_operations"),
     ):
         monkeypatch.setitem(sys.modules, f"{package}.{module}", None)

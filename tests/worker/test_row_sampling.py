@@ -52,7 +52,7 @@ def test_columns_hold_what_every_row_asks_for() -> None:
     slots, num_tokens = np.array([0, 2]), np.array([4, 5])
     step = table.of_step(slots, num_tokens)
     columns = table.columns(step)
-    found = {field.name: getattr(columns, field.name).tolist() for field in fields(SamplingColumns)}
+    found = {name: getattr(columns, name).tolist() for name in SamplingColumns._fields}
     named = {name: [getattr(sampling, name)] * 2 for name in FLOATS}
     integers = {
         "top_k": [VOCAB_SIZE] * 2,

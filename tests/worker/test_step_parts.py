@@ -15,7 +15,7 @@ from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice
 from tests.worker.runners import device_runner, host_runner
 from tests.worker.test_cuda_runner import SAMPLER
-from worker_service.attention.torch_attention import TorchAttention
+from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.errors import is_fatal, is_out_of_memory
 from worker_service.models.config import ModelConfig

@@ -13,11 +13,11 @@ from tests.worker.test_models import (
     CPU,
     TOLERANCE,
     compute_logits,
+    host_operations,
     random_tokens,
     transformers_logits,
     use_kernels,
 )
-from worker_service.host.operations import create_host_operations
 from worker_service.models.linear import Linear
 from worker_service.models.loading import load_model
 from worker_service.models.operations import TorchOperations
@@ -77,7 +77,7 @@ def test_every_rank_has_the_logits_of_transformers(tmp_path, monkeypatch, family
     token_ids = random_tokens() % overrides.get("vocab_size", 151)
 
     def compute(communicator):
-        options = {"operations": create_host_operations(), "communicator": communicator}
+        options = {"operations": host_operations(), "communicator": communicator}
         return compute_logits(load_model(path, dtype=torch.float32, device=CPU, **options), token_ids)
 
     expected = transformers_logits(path, token_ids)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pagewire.kernels import reference
+from pagewire.kernels.arguments import Scoring
 from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
@@ -14,7 +15,7 @@ DEVICE = choose_device()
 from pagewire.kernels.triton import paged_attention as kernels  # noqa: E402
 from tests.worker.attention_rows import E4M3, NUM_LAYERS, PADDING, Rows, random_lengths  # noqa: E402
 from worker_service.attention import DeviceRows, create_backend  # noqa: E402
-from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
+from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 
 NUM_PROCESSORS = 8
 SHAPE = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
@@ -40,8 +41,8 @@ def check(rows, windows=(0,) * NUM_LAYERS, tolerance=2e-6, batch=None, backend=N
         actual = attend(layer, query, key, value)
         reference.reshape_and_cache(key, value, key_cache, value_cache, rows.batch.slot_mapping)
         expected = reference.paged_attention(
-            query, key_cache, value_cache, rows.batch.block_tables, lengths, starts, query.shape[-1] ** -0.5,
-            windows[layer],
+            query, key_cache, value_cache, rows.batch.block_tables, lengths, starts,
+            Scoring(query.shape[-1] ** -0.5, windows[layer]),
         )  # fmt: skip
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
         if torch_attend is not None:

@@ -18,7 +18,7 @@ from tests.worker.fake_device import FakeDevice, as_kernel  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
 from tests.worker.runners import device_runner, host_runner  # noqa: E402
 from worker_service.attention import create_backend  # noqa: E402
-from worker_service.attention.triton_attention import TritonAttention  # noqa: E402
+from worker_service.attention.backends.triton import TritonAttention  # noqa: E402
 from worker_service.cache.cache_engine import CacheEngine, CacheShape  # noqa: E402
 from worker_service.device.cuda import CudaDevice  # noqa: E402
 from worker_service.device.sampler import create_sampler  # noqa: E402

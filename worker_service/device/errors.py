@@ -19,9 +19,3 @@ def is_out_of_memory(error: Exception) -> bool:
 def is_fatal(error: Exception) -> bool:
     """An error of the device stays: every later call fails too, until a new process begins."""
     return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what torch keeps for later."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

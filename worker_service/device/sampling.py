@@ -1,6 +1,6 @@
 """What a step's rows ask of sampling, on the device: where it lies in the step's packed upload."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class PackedSampling:
 
     def columns(self, packed: Tensor, table: DeviceTable) -> SamplingColumns:
         columns = table.sampling_columns(packed[aligned(self.slots)], packed[self.num_tokens])
-        return replace(columns, **{name: self._edit(name, packed) for name in self.edits})
+        return columns._replace(**{name: self._edit(name, packed) for name in self.edits})
 
     def _edit(self, name: str, packed: Tensor) -> Tensor:
         column = self.sampling.edits[name]

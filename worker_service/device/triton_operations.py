@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import fused
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.models.config import ModelConfig
 from worker_service.models.model import Attend
-from worker_service.models.operations import HeadPreparation, Product, TorchOperations
+from worker_service.models.operations import Product, TorchOperations
 
 
 class TritonOperations:
@@ -49,8 +50,8 @@ class TritonOperations:
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
         """Where attention lets it, one launch turns the heads and writes keys and values to the cache."""
         if not isinstance(attend, CachedAttend):
-            return attend(layer, *fused.norm_rope(heads, *preparation))
-        query = fused.norm_rope_and_cache(heads, *preparation, *attend.kv_cache[layer], attend.slot_mapping)
+            return attend(layer, *fused.norm_rope(heads, preparation))
+        query = fused.norm_rope_and_cache(heads, preparation, *attend.kv_cache[layer], attend.slot_mapping)
         return attend.attend_cached(layer, query)
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:

@@ -1,11 +1,11 @@
 """Computes rows on the CPU. A step is done when it has been launched."""
 
 from worker_service.host.computation import HostComputation
-from worker_service.host.decoder import fused
+from worker_service.host.decoder import host_model
 from worker_service.host.operations import create_host_operations
 
 __all__ = [
     "HostComputation",
     "create_host_operations",
-    "fused",
+    "host_model",
 ]

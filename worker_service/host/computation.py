@@ -10,9 +10,8 @@ from torch import Tensor
 from pagewire.kernels.cpu.sampling import SeenTokens, highest_logits, sample
 from worker_service.attention import AttentionBackend, LayerCache
 from worker_service.engine import FinishedStep
-from worker_service.host.batch import Batch, build_batch
-from worker_service.host.decoder import CpuDecoder
-from worker_service.models.model import Attend, Model
+from worker_service.host.batch import build_batch
+from worker_service.host.model import HostModel
 from worker_service.rows import (
     BegunStep,
     Reading,
@@ -33,7 +32,7 @@ class HostComputation:
     graph_sizes: tuple[int, ...] = ()
 
     def __init__(
-        self, model: Model, layers: Sequence[LayerCache], backend: AttentionBackend, table: SequenceTable
+        self, model: HostModel, layers: Sequence[LayerCache], backend: AttentionBackend, table: SequenceTable
     ) -> None:
         """`layers`: of the KV cache."""
         self.table = table
@@ -64,7 +63,10 @@ class HostComputation:
         batch = build_batch(self.table, rows)
         attend = self._backend.prepare(batch.attention, self._layers)
         watch.end("batch")
-        hidden, logits, highest = self._forward(batch, attend, watch)
+        hidden, logits, highest, times = self._model.forward_logits(
+            batch.token_ids, batch.positions, attend, batch.sampling_indices
+        )
+        watch.end("model", times)
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if rows.are_plain:
             samples = self._take_highest(rows, logits, highest)
@@ -72,22 +74,6 @@ class HostComputation:
             samples, prompt_logprobs = self._sample(rows, hidden, logits, highest)
         watch.end("sampling")
         return samples, prompt_logprobs
-
-    def _forward(self, batch: Batch, attend: Attend, watch: StepWatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states [T, hidden_size]; logits [R, vocab_size] of the rows that sample; their `highest_logits`, if
-        the model has found them."""
-        model, indices = self._model, batch.sampling_indices
-        if isinstance(model, CpuDecoder):
-            outputs = model.forward_logits(batch.token_ids, batch.positions, attend, indices)
-            watch.end("model", model.times())
-            return outputs
-        hidden = model.forward(batch.token_ids, batch.positions, attend)
-        watch.end("model")
-        if not len(indices):
-            return hidden, torch.empty(0, self.table.limits.vocab_size), None
-        logits = model.compute_logits(hidden if len(indices) == len(hidden) else hidden.index_select(0, indices))
-        watch.end("head")
-        return hidden, logits, None
 
     def _take_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
         """Of rows that are plain, without operations of torch, which would take longer than all else of it."""

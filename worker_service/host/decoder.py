@@ -5,26 +5,27 @@ from torch import Tensor
 
 from pagewire.kernels.cpu import CpuKernels, DecoderKernel, DecoderWeights, LayerWeights, PackedLinear
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
+from worker_service.host.model import HostModel, LayeredModel, Outputs
 from worker_service.host.operations import CpuOperations, CpuProduct
 from worker_service.models.decoder import Decoder, DecoderLayer
 from worker_service.models.linear import Linear
 from worker_service.models.model import Attend, Model
 
 
-def fused(model: Model, dtype: torch.dtype, backend: AttentionBackend) -> Model:
-    """The model as a `CpuDecoder` where the kernels compute all of it, else as it is: several ranks meet in between."""
-    if dtype != torch.float32 or not isinstance(model, Decoder) or not isinstance(backend, CpuAttention):
-        return model
-    operations, is_alone = model.operations, model.communicator.size == 1
-    return CpuDecoder(model, operations.kernels) if is_alone and isinstance(operations, CpuOperations) else model
+def host_model(model: Model, dtype: torch.dtype, backend: AttentionBackend) -> HostModel:
+    """A `CpuDecoder` where the kernels compute all of the model, else its layers: several ranks meet in between."""
+    if dtype == torch.float32 and isinstance(model, Decoder) and isinstance(backend, CpuAttention):
+        operations = model.operations
+        if isinstance(operations, CpuOperations) and model.communicator.size == 1:
+            return CpuDecoder(model, operations.kernels)
+    return LayeredModel(model)
 
 
 class CpuDecoder:
     """Computes what the `Decoder` does that it is made of, in float32."""
 
     def __init__(self, decoder: Decoder, kernels: CpuKernels) -> None:
-        self.config = decoder.config
-        self._decoder = decoder
+        self.compute_logits = decoder.compute_logits
         weights = DecoderWeights(
             embedding=decoder.embedding.weight,
             cos=decoder.rope.cos,
@@ -33,28 +34,14 @@ class CpuDecoder:
             norm=decoder.norm.weight.data,
             head=_packed(decoder.head),
         )
-        self._kernel = DecoderKernel(kernels, weights, self.config.norm_eps, self.config.num_heads)
-        self._no_rows = torch.empty(0, dtype=torch.int64)
+        self._kernel = DecoderKernel(kernels, weights, decoder.config.norm_eps, decoder.config.num_heads)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """See `Model.forward`. `attend` is one that `CpuAttention` prepared."""
-        return self.forward_logits(token_ids, positions, attend, self._no_rows)[0]
-
-    def forward_logits(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`forward`; `compute_logits` of `logit_rows`, [R] int64; and the highest of each, as `sample` takes it."""
+    def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
+        """See `HostModel.forward_logits`. `attend` is one that `CpuAttention` prepared."""
         assert isinstance(attend, CpuAttend)
         step = (attend.rows, attend.scorings, attend.kv_cache)
-        return self._kernel.forward(token_ids, positions, logit_rows, *step)
-
-    def times(self) -> dict[str, int]:
-        """Nanoseconds of the last step by part, as `StepParts` names them, as far as they are told apart."""
-        return self._kernel.times()
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `Model.compute_logits`."""
-        return self._decoder.compute_logits(hidden)
+        outputs = self._kernel.forward(token_ids, positions, logit_rows, *step)
+        return Outputs(*outputs, self._kernel.times())
 
 
 def _layer_weights(layer: DecoderLayer) -> LayerWeights:

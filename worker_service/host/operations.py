@@ -5,20 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu import BuildError, CpuKernels, PackedLinear, load_kernels
+from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.cpu import CpuKernels, PackedLinear
 from worker_service.models.model import Attend
-from worker_service.models.operations import HeadPreparation, Operations, Product, TorchOperations
+from worker_service.models.operations import Operations, Product, TorchOperations
 
 
-def create_host_operations() -> Operations:
-    """The C kernels where there are any, else plain torch.
-
-    Raises ValueError if the kernels are required and cannot be built.
-    """
-    try:
-        kernels = load_kernels()
-    except BuildError as error:
-        raise ValueError(f"PAGEWIRE_CPU_KERNELS is require: {error}") from error
+def create_host_operations(kernels: CpuKernels | None) -> Operations:
+    """The C kernels where there are any, else plain torch."""
     return TorchOperations() if kernels is None else CpuOperations(kernels)
 
 
@@ -47,7 +41,7 @@ class CpuOperations:
         return computed == torch.float32
 
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
-        return attend(layer, *self.kernels.norm_rope(heads, *preparation))
+        return attend(layer, *self.kernels.norm_rope(heads, preparation))
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         return product.take_rows if isinstance(product, CpuProduct) else None

@@ -8,12 +8,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, read_json, shown
 
-ARCHITECTURES = ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-WINDOWED = ("MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")  # may have a sliding window
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -21,6 +19,29 @@ DTYPES = ("float32", "bfloat16", "float16")
 MAX_LAYERS = 1 << 12
 MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positions of a sequence
 _NUMBERS = (1e-30, 1e30)  # whose powers and products are finite in float32
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderTraits:
+    """How an architecture of `models/decoder.py` differs from others where config.json does not say."""
+
+    # Layers with a sliding window: those that use_sliding_window, max_window_layers and layer_types choose, or all.
+    windows: Literal["none", "chosen", "all"] = "none"
+    has_attention_bias: bool = True  # where attention_bias says so; False: never
+    has_qkv_bias: bool = False  # always, and the output projection never
+    has_mlp_bias: bool = False  # where mlp_bias says so; False: never
+    has_qk_norm: bool = False
+
+
+# All that are served. One more that differs by its traits alone is one more line here.
+DECODERS = {
+    "LlamaForCausalLM": DecoderTraits(has_mlp_bias=True),
+    "MistralForCausalLM": DecoderTraits(windows="all", has_attention_bias=False),
+    "Qwen2ForCausalLM": DecoderTraits(windows="chosen", has_qkv_bias=True),
+    "Qwen3ForCausalLM": DecoderTraits(windows="chosen", has_qk_norm=True),
+}
+GPT2 = "GPT2LMHeadModel"
+_ARCHITECTURES = (GPT2, *DECODERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +106,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """The model that the contents of a config.json describe. See `ModelConfig.load`."""
     architecture = _architecture(config)
     _refuse_unsupported(config, architecture)
-    model = _parse_gpt2(config) if architecture == "GPT2LMHeadModel" else _parse_decoder(config, architecture)
+    model = _parse_gpt2(config) if architecture == GPT2 else _parse_decoder(config, architecture)
     if model.num_heads % model.num_kv_heads:
         raise _error("num_key_value_heads", model.num_kv_heads, f"a divisor of {model.num_heads} attention heads")
     if model.rope is not None and model.head_dim % 2:
@@ -96,9 +117,8 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     hidden_size, num_heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
     num_layers = _positive(config, "num_hidden_layers", limit=MAX_LAYERS)
-    # Mistral's layers have no biases, whatever its config.json says.
-    attention_bias = architecture != "MistralForCausalLM" and _flag(config, "attention_bias", False)
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    traits = DECODERS[architecture]
+    attention_bias = traits.has_attention_bias and _flag(config, "attention_bias", False)
     rope, max_position_embeddings = _parse_rope(config, _positive(config, "max_position_embeddings"))
     return ModelConfig(
         architecture=architecture,
@@ -114,11 +134,11 @@ def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         activation=_choice(config, "hidden_act", "silu", ("silu",)),
         rope=rope,
         tie_word_embeddings=_flag(config, "tie_word_embeddings", False),
-        qkv_bias=is_qwen2 or attention_bias,
-        output_bias=attention_bias and not is_qwen2,
-        mlp_bias=architecture == "LlamaForCausalLM" and _flag(config, "mlp_bias", False),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        windows=_parse_windows(config, architecture, num_layers),
+        qkv_bias=traits.has_qkv_bias or attention_bias,
+        output_bias=attention_bias and not traits.has_qkv_bias,
+        mlp_bias=traits.has_mlp_bias and _flag(config, "mlp_bias", False),
+        qk_norm=traits.has_qk_norm,
+        windows=_parse_windows(config, traits.windows, num_layers),
         dtype=_dtype(config),
     )
 
@@ -134,7 +154,7 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelConfig:
     hidden_size, num_heads = _positive(config, "n_embd"), _positive(config, "n_head")
     num_layers = _positive(config, "n_layer", limit=MAX_LAYERS)
     return ModelConfig(
-        architecture="GPT2LMHeadModel",
+        architecture=GPT2,
         num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=_positive(config, "n_inner", 4 * hidden_size),
@@ -156,10 +176,10 @@ def _parse_gpt2(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _parse_windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int, ...]:
+def _parse_windows(config: Mapping[str, Any], windows: str, num_layers: int) -> tuple[int, ...]:
     """Each layer's sliding window. Defaults are those of transformers."""
     layer_types = config.get("layer_types")
-    if architecture == "MistralForCausalLM":
+    if windows == "all":
         if layer_types:
             raise _error("layer_types", layer_types, "unset: every layer of this architecture is of one type")
         return (_sliding_window(config),) * num_layers
@@ -171,11 +191,11 @@ def _parse_windows(config: Mapping[str, Any], architecture: str, num_layers: int
         return tuple(window if layer >= max_window_layers else 0 for layer in range(num_layers))
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise _error("layer_types", layer_types, f"a list as long as num_hidden_layers, {num_layers}")
-    windows = {"full_attention": 0, "sliding_attention": window} if window else {"full_attention": 0}
+    window_of = {"full_attention": 0, "sliding_attention": window} if window else {"full_attention": 0}
     for layer_type in layer_types:
-        if not isinstance(layer_type, str) or layer_type not in windows:
-            raise _error("layer_types", layer_type, f"{' or '.join(windows)} throughout")
-    return tuple(windows[layer_type] for layer_type in layer_types)
+        if not isinstance(layer_type, str) or layer_type not in window_of:
+            raise _error("layer_types", layer_type, f"{' or '.join(window_of)} throughout")
+    return tuple(window_of[layer_type] for layer_type in layer_types)
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int:
@@ -252,12 +272,12 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    supported = ", ".join(ARCHITECTURES)
+    supported = ", ".join(_ARCHITECTURES)
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise _error("architectures", architectures, f"a list of names; supported: {supported}")
     for architecture in architectures:
-        if architecture in ARCHITECTURES:
+        if architecture in _ARCHITECTURES:
             return architecture
     if config.get("auto_map"):
         raise CheckpointError(f"the model brings its own code (auto_map), which is never run; supported: {supported}")
@@ -270,7 +290,7 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise _error("quantization_config", method, "unset: take a checkpoint in float32, bfloat16 or float16")
-    if architecture not in WINDOWED and config.get("use_sliding_window"):
+    if DECODERS.get(architecture, DecoderTraits()).windows == "none" and config.get("use_sliding_window"):
         raise _error("use_sliding_window", True, f"false for {architecture}")
 
 

@@ -9,11 +9,12 @@ queries and keys instead (https://arxiv.org/abs/2505.09388).
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.arguments import HeadPreparation
 from worker_service.models.communicator import Communicator
 from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Attend
-from worker_service.models.operations import HeadPreparation, Operations
+from worker_service.models.operations import Operations
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Split, vocabulary_share
 from worker_service.models.weights import Weight

@@ -10,7 +10,7 @@ from torch import nn
 from worker_service.models import decoder, gpt2
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
-from worker_service.models.config import ModelConfig
+from worker_service.models.config import GPT2, ModelConfig
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
@@ -20,8 +20,8 @@ from worker_service.models.weights import Progress, Weight, check_weights, fill_
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """The code of some architectures."""
+class _Code:
+    """What computes an architecture, and how its checkpoints name its weights."""
 
     model: type[decoder.Decoder] | type[gpt2.GPT2]
     weights: tuple[Weight, ...]
@@ -29,15 +29,8 @@ class Family:
     optional_prefix: str = ""  # of checkpoint names; some published files lack it
 
 
-DECODER = Family(decoder.Decoder, decoder.WEIGHTS, decoder.IGNORED)
-GPT2 = Family(gpt2.GPT2, gpt2.WEIGHTS, gpt2.IGNORED, optional_prefix="transformer.")
-FAMILIES = {
-    "LlamaForCausalLM": DECODER,
-    "MistralForCausalLM": DECODER,
-    "Qwen2ForCausalLM": DECODER,
-    "Qwen3ForCausalLM": DECODER,
-    "GPT2LMHeadModel": GPT2,
-}
+_DECODER = _Code(decoder.Decoder, decoder.WEIGHTS, decoder.IGNORED)
+_GPT2 = _Code(gpt2.GPT2, gpt2.WEIGHTS, gpt2.IGNORED, optional_prefix="transformer.")
 
 
 def load_model(
@@ -85,18 +78,18 @@ def prepare_model(
     communicator = communicator or SingleRank()
     shard = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size)
     checkpoint: Tensors = DummyTensors() if is_dummy else Checkpoint(path)
-    family = FAMILIES[shard.config.architecture]
+    code = _GPT2 if shard.config.architecture == GPT2 else _DECODER
     operations = operations or TorchOperations()
     with torch.device("meta"):
-        model = family.model(shard.config, operations, communicator)
+        model = code.model(shard.config, operations, communicator)
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
     is_tied = shard.config.tie_word_embeddings and "lm_head.weight" not in checkpoint.names
     if is_tied:
         model.head.weight = None
     model.to(dtype)
-    table = tuple(_weights(family, shard.config, checkpoint))
+    table = tuple(_weights(code, shard.config, checkpoint))
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
-    check_weights(model, checkpoint, table, family.ignored, shard)
+    check_weights(model, checkpoint, table, code.ignored, shard)
     return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied)
 
 
@@ -184,9 +177,9 @@ def _finish(model: decoder.Decoder | gpt2.GPT2, dtype: torch.dtype, is_tied: boo
             module.finish_loading(dtype, model.head if is_tied and module is model.embedding else None)
 
 
-def _weights(family: Family, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:
-    """The family's table for this model, in the names this checkpoint uses."""
-    prefix = family.optional_prefix
+def _weights(code: _Code, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:
+    """The architecture's table for this model, in the names this checkpoint uses."""
+    prefix = code.optional_prefix
     has_prefix = any(name.startswith(prefix) for name in checkpoint.names)
-    for weight in fill_layers(family.weights, config.num_layers):
+    for weight in fill_layers(code.weights, config.num_layers):
         yield weight if has_prefix else replace(weight, source=weight.source.removeprefix(prefix))

@@ -1,12 +1,13 @@
 """What a model computes with, behind an interface that faster code can take the place of."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagewire.kernels.arguments import HeadPreparation
 from worker_service.models.model import Attend
 from worker_service.models.rope import rotate
 
@@ -16,17 +17,6 @@ PACKED_NUM_ROWS = 16
 
 # A weight [out_size, in_size] and its bias, ready to be multiplied with: x W^T + b, [T, in_size] -> [T, out_size].
 Product = Callable[[Tensor], Tensor]
-
-
-class HeadPreparation(NamedTuple):
-    """What makes heads ready to attend, in the order in which every `norm_rope` takes it."""
-
-    num_heads: int  # of the queries, which come first
-    query_weight: Tensor | None  # [head_dim] of `rms_norm`; None: not normalized
-    key_weight: Tensor | None
-    eps: float
-    cos: Tensor  # [T, head_dim], as `rotate` takes it
-    sin: Tensor
 
 
 class Operations(Protocol):
@@ -109,19 +99,11 @@ class TorchOperations:
         return F.silu(gate) * up
 
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
-        return attend(layer, *self.norm_rope(heads, *preparation))
+        return attend(layer, *self.norm_rope(heads, preparation))
 
-    def norm_rope(
-        self,
-        heads: Tensor,
-        num_heads: int,
-        query_weight: Tensor | None,
-        key_weight: Tensor | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads, head_dim], ready to attend."""
+        num_heads, query_weight, key_weight, eps, cos, sin = preparation
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         if query_weight is not None:

@@ -5,7 +5,7 @@ Biases, and stop tokens as long as they are suppressed, go along with the steps 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -123,7 +123,7 @@ class SamplingTable:
             torch.from_numpy(step.num_tokens.astype(np.int32)),
         )
         edits = {name: torch.from_numpy(column) for name, column in step.edits.items()}
-        return replace(columns, **edits) if edits else columns
+        return columns._replace(**edits) if edits else columns
 
     def _edits(self, slots: IntArray, num_tokens: IntArray) -> dict[str, NDArray]:
         edits = {}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from pagewire.kernels.cpu import BuildError, CpuKernels
 from worker_service.attention import AttentionBackend, AttentionShape, create_backend
 from worker_service.cache import CacheEngine, CacheShape, num_staging_blocks
 from worker_service.config import WorkerConfig
@@ -18,7 +19,7 @@ from worker_service.device import (
     is_out_of_memory,
 )
 from worker_service.engine import LoadedWorker
-from worker_service.host import HostComputation, create_host_operations, fused
+from worker_service.host import HostComputation, create_host_operations, host_model
 from worker_service.models.checkpoint_files import model_digest
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
@@ -28,6 +29,7 @@ from worker_service.models.shard import Shard
 from worker_service.rank_group import RankGroup
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.device_memory import (
     GIB,
     DeviceMemory,
@@ -64,10 +66,10 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     is_gpu = device.type == "cuda"
-    operations = create_device_operations(model_config) if is_gpu else create_host_operations()
-    backend = create_backend(
-        config.attention_backend, device, attention_shape(model_config, config.block_size, dtype, cache_dtype)
-    )
+    kernels = None if is_gpu else _cpu_kernels()
+    operations = create_device_operations(model_config) if is_gpu else create_host_operations(kernels)
+    attention = attention_shape(model_config, config.block_size, dtype, cache_dtype)
+    backend = create_backend(config.attention_backend, device, attention, kernels)
     unloaded = prepare_model(
         path,
         dtype=dtype,
@@ -86,7 +88,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     )
     sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // config.block_size))
     check_memory(unloaded, sizes)
-    model = fused(_load_weights(unloaded, report), dtype, backend)
+    model = _load_weights(unloaded, report)
     streams = CudaDevice(device) if is_gpu else None
     assembly = _Assembly(
         config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams
@@ -114,6 +116,14 @@ def attention_shape(
         cache_dtype=cache_dtype,
         windows=model_config.windows,
     )
+
+
+def _cpu_kernels() -> CpuKernels | None:
+    """Raises ValueError if they are required and cannot be built."""
+    try:
+        return load_cpu_kernels()
+    except BuildError as error:
+        raise ValueError(f"PAGEWIRE_CPU_KERNELS is require: {error}") from error
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
@@ -183,7 +193,7 @@ class _Assembly:
     def _computation(self, cache: CacheEngine, limits: TableLimits) -> Computation:
         table = SequenceTable(limits)
         if self.streams is None:
-            return HostComputation(self.model, cache.layers, self.backend, table)
+            return HostComputation(host_model(self.model, self.dtype, self.backend), cache.layers, self.backend, table)
         # A graph would hold what ranks exchange by the connections of one epoch.
         max_graph_batch_size = self.config.max_graph_batch_size if self.communicator.size == 1 else 0
         sampler = create_sampler(limits.vocab_size)

@@ -1,7 +1,7 @@
 """Sees that attention kernels are not compiled again for where in a step's tensors the rows lie.
 
 Run as a process of its own, `python -m tests.kernels.triton.specialization`: in that of the tests Triton interprets.
-Prints each kernel's name and the arguments whose address or stride makes another variant of it.
+Prints each kernel's name and the arguments, or fields of these, whose address or number makes another variant of it.
 """
 
 import torch
@@ -10,16 +10,35 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from pagewire.kernels.triton import decode_attention, prefill_attention, split_plan
+from pagewire.kernels.triton.strided import Strided
 
-KERNELS = {
-    prefill_attention._paged_prefill_kernel: ("block_tables", "seq_lens", "query_start_loc", "table_stride_row"),
-    decode_attention._paged_attention_v1_kernel: ("block_tables", "seq_lens", "table_stride_row"),
-    decode_attention._paged_attention_v2_kernel: ("block_tables", "seq_lens", "table_stride_row"),
-    split_plan._plan_kernel: ("seq_lens", "num_rows", "max_splits"),
-    # What is aligned in every step, to see that a difference would be noticed.
-    decode_attention._reduction_kernel: ("output", "output_stride_row"),
-}
 ALIGNED = torch.zeros(64)
+TENSORS, NUMBERS = (ALIGNED, ALIGNED[1:]), (1, 16, 17)
+# The values of an argument, by what differs in them.
+OF_ROWS = {
+    **{name: (name, TENSORS) for name in ("block_tables", "seq_lens")},
+    **{name: (name, NUMBERS) for name in ("table_stride", "window")},
+}
+OF_OUTPUT = {
+    "output": ("output", [Strided(tensor, (16, 16)) for tensor in TENSORS]),
+    "output_stride": ("output", [Strided(ALIGNED, (number, 16)) for number in NUMBERS]),
+}
+KERNELS = {
+    prefill_attention._paged_prefill_kernel: {
+        **OF_ROWS,
+        "query_start_loc": ("query_start_loc", TENSORS),
+        "num_rows": ("num_rows", NUMBERS),
+    },
+    decode_attention._paged_attention_v1_kernel: OF_ROWS,
+    decode_attention._paged_attention_v2_kernel: OF_ROWS,
+    split_plan._plan_kernel: {
+        "seq_lens": ("seq_lens", TENSORS),
+        "num_rows": ("num_rows", NUMBERS),
+        "max_splits": ("max_splits", NUMBERS),
+    },
+    # What is aligned in every step, to see that a difference would be noticed.
+    decode_attention._reduction_kernel: OF_OUTPUT,
+}
 
 
 def variant(kernel: JITFunction, changes: dict[str, object]) -> object:
@@ -30,13 +49,12 @@ def variant(kernel: JITFunction, changes: dict[str, object]) -> object:
 
 
 def main() -> None:
-    for kernel, names in KERNELS.items():
-        differing = []
-        for name in names:
-            is_number = "stride" in name or name.startswith(("num_", "max_"))
-            values: tuple[object, ...] = (1, 16, 17) if is_number else (ALIGNED, ALIGNED[1:])
-            if len({str(variant(kernel, {name: value})) for value in values}) > 1:
-                differing.append(name)
+    for kernel, differences in KERNELS.items():
+        differing = [
+            what
+            for what, (name, values) in differences.items()
+            if len({str(variant(kernel, {name: value})) for value in values}) > 1
+        ]
         print(kernel.__name__, *differing)
 
 

@@ -41,5 +41,5 @@ def test_attention_is_compiled_once_wherever_rows_lie():
         "_paged_attention_v1_kernel",
         "_paged_attention_v2_kernel",
         "_plan_kernel",
-        "_reduction_kernel output output_stride_row",
+        "_reduction_kernel output output_stride",
     ], result.stderr

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import decode_attention, split_plan, tiles
 from tests.kernels.triton.checks.decode_attention import (
     E4M3,
@@ -96,7 +97,7 @@ def test_splits_without_a_position(device, selected_share):
     step = Step((70, 80), num_kv_heads=2, num_groups=1, selected_share=selected_share, num_programs=16)
     inputs, plan = make_inputs(step, device, seed=3), make_plan(step, device)
     plan.decide(inputs.seq_lens)
-    assert (plan.split_starts.diff()[:, None] > inputs.selected["num_selected"]).any(dim=1).all()
+    assert (plan.split_starts.diff()[:, None] > inputs.selection.num_blocks).any(dim=1).all()
     check_decode(device, step, ["v2"], seed=3)
 
 
@@ -157,7 +158,7 @@ def test_results_go_where_they_are_wanted(device, version):
     inputs = make_inputs(step, device, seed=0)
     expected, limit = specify(inputs, step)
     wide = torch.full((3, 2, 4, 32), 7.0, device=device)
-    inputs = dataclasses.replace(inputs, options=inputs.options | {"output": wide[:2, 1]})
+    inputs = dataclasses.replace(inputs, output=wide[:2, 1])
     actual = run_version(version, step, inputs)
     assert actual.data_ptr() == wide[:, 1].data_ptr()
     compare(wide[:2, 1], expected, limit, version)
@@ -244,21 +245,20 @@ def refusals():
     yield "make both \\[num_blocks", {"value_cache": torch.zeros(2, 16, 2, 64)}
     yield "block_tables are \\[2, 9\\]", {"block_tables": torch.zeros(2, 9, **integers)}
     yield "seq_lens are \\[3\\] torch.int64", {"seq_lens": torch.zeros(3, dtype=torch.int64)}
-    yield "one of selected_blocks and num_selected", {"num_selected": torch.zeros(3, 2, **integers)}
     selected = torch.zeros(3, 2, 5, **integers)
-    yield "num_selected are \\[3\\]", {"selected_blocks": selected, "num_selected": selected[:, 0, 0].contiguous()}
-    yield "alibi_slopes are \\[2\\] torch.float32; make them \\[4\\]", {"alibi_slopes": torch.zeros(2)}
-    yield "scale is 0.0", {"scale": 0.0}
-    yield "window is -1", {"window": -1}
-    yield "scales are for caches of", {"key_scale": 2.0}
+    yield "num_selected are \\[3\\]", {"selection": Selection(selected, selected[:, 0, 0].contiguous())}
+    slopes = torch.zeros(2)
+    yield "alibi_slopes are \\[2\\] torch.float32; make them \\[4\\]", {"scoring": Scoring(1.0, alibi_slopes=slopes)}
+    yield "scale is 0.0", {"scoring": Scoring(0.0)}
+    yield "window is -1", {"scoring": Scoring(1.0, -1)}
 
 
 @pytest.mark.parametrize(("text", "changes"), [*refusals()], ids=lambda case: case if isinstance(case, str) else "")
 @pytest.mark.parametrize("version", VERSIONS)
 def test_refuses(version, text, changes):
     inputs = make_inputs(STEP, torch.device("cpu"), seed=0)
-    names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens")
-    arguments = {name: getattr(inputs, name) for name in names} | inputs.options | changes
+    names = ("query", "key_cache", "value_cache", "block_tables", "seq_lens", "scoring")
+    arguments = {name: getattr(inputs, name) for name in names} | changes
     if version == "v2":
         arguments["plan"] = make_plan(STEP, torch.device("cpu"))
     with pytest.raises(ValueError, match=text):
@@ -270,7 +270,8 @@ def test_a_plan_refuses_other_rows():
     inputs, plan = make_inputs(STEP, cpu, seed=0), make_plan(dataclasses.replace(STEP, num_groups=1), cpu)
     with pytest.raises(ValueError, match=r"the plan is for \[3, 2, 32\]"):
         decode_attention.paged_attention_v2(
-            *(inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens, 1.0, plan)
+            *(inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens),
+            *(plan, Scoring(1.0)),
         )
     with pytest.raises(ValueError, match=r"make them \[3\] torch\.int32"):
         plan.decide(inputs.seq_lens[:2])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import fused
 from tests.kernels.triton.checks import fused as checks
 
@@ -50,9 +51,9 @@ def test_what_8_bit_floats_cannot_hold_is_saturated_and_nan_stays(device):
     angles = torch.ones(1, 32, device=device), torch.zeros(1, 32, device=device)
     cache = torch.zeros(2, 1, 16, 1, 32, device=device).to(torch.float8_e4m3fn)
     slots = torch.tensor([3], device=device)
-    fused.norm_rope_and_cache(heads, 1, None, None, 1e-6, *angles, *cache, slots, 1.0, 2.0)
+    fused.norm_rope_and_cache(heads, HeadPreparation(1, None, None, 1e-6, *angles), *cache, slots)
     held = cache[1, 0, 3, 0, :4].float().cpu()
-    torch.testing.assert_close(held, torch.tensor([448.0, -448.0, float("nan"), 1.5]), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(held, torch.tensor([448.0, -448.0, float("nan"), 3.0]), rtol=0, atol=0, equal_nan=True)
 
 
 def test_no_tokens_are_no_error(device):
@@ -60,7 +61,7 @@ def test_no_tokens_are_no_error(device):
     assert fused.rms_norm(nothing, weight, 1e-6).shape == fused.add_rms_norm(nothing, nothing, weight, 1e-6).shape
     assert fused.silu_mul(nothing).shape == (0, 32)
     heads, angles = torch.empty(0, 4, 32, device=device), torch.empty(0, 32, device=device)
-    assert fused.norm_rope(heads, 2, None, None, 1e-6, angles, angles)[0].shape == (0, 2, 32)
+    assert fused.norm_rope(heads, HeadPreparation(2, None, None, 1e-6, angles, angles))[0].shape == (0, 2, 32)
 
 
 def test_bad_arguments_are_refused(device):
@@ -82,18 +83,19 @@ def test_bad_arguments_are_refused(device):
 def test_bad_heads_are_refused(device):
     heads, angles = torch.ones(2, 6, 32, device=device), torch.ones(2, 32, device=device)
     cache, slots = torch.ones(2, 4, 16, 2, 32, device=device), torch.tensor([0, 1], device=device)
-    norms = (None, None, 1e-6)
+
+    def preparation(num_heads, cos, sin):
+        return HeadPreparation(num_heads, None, None, 1e-6, cos, sin)
+
     with pytest.raises(ValueError, match="6 heads with 3 queries"):
-        fused.norm_rope(heads, 3, *norms, angles, angles)
+        fused.norm_rope(heads, preparation(3, angles, angles))
     with pytest.raises(ValueError, match="6 heads with 6 queries"):
-        fused.norm_rope(heads, 6, *norms, angles, angles)
+        fused.norm_rope(heads, preparation(6, angles, angles))
     with pytest.raises(ValueError, match="multiple of 8 from 32 to 256"):
-        fused.norm_rope(heads[..., :30], 2, *norms, angles[:, :30], angles[:, :30])
+        fused.norm_rope(heads[..., :30], preparation(2, angles[:, :30], angles[:, :30]))
     with pytest.raises(ValueError, match=r"sin is torch.float32 \[1, 32\]; it must be torch.float32 \[2, 32\]"):
-        fused.norm_rope(heads, 2, *norms, angles, angles[:1])
+        fused.norm_rope(heads, preparation(2, angles, angles[:1]))
     with pytest.raises(ValueError, match=r"for these heads they must hold torch.float32"):
-        fused.norm_rope_and_cache(heads, 4, *norms, angles, angles, *cache, slots)
+        fused.norm_rope_and_cache(heads, preparation(4, angles, angles), *cache, slots)
     with pytest.raises(ValueError, match=r"slots are torch.int64 \[1\]"):
-        fused.norm_rope_and_cache(heads, 2, *norms, angles, angles, *cache, slots[:1])
-    with pytest.raises(ValueError, match=r"scales are for caches of torch.float8_e4m3fn"):
-        fused.norm_rope_and_cache(heads, 2, *norms, angles, angles, *cache, slots, 0.5)
+        fused.norm_rope_and_cache(heads, preparation(2, angles, angles), *cache, slots[:1])

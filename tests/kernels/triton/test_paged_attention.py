@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.triton import paged_attention as module
 from pagewire.kernels.triton.paged_attention import paged_attention
 from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_attention, make_batch
@@ -64,5 +65,5 @@ def test_more_rows_than_there_are_do_not_decode(device, num_decodes):
         paged_attention(
             *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables),
             *(torch.tensor(batch.seq_lens, **integers), torch.tensor(batch.query_start_loc, **integers)),
-            *(num_decodes, 1.0),
+            *(num_decodes, None, Scoring(1.0)),
         )

@@ -7,7 +7,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from pagewire.kernels.triton import prefill_attention
+from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.triton import attention_arguments, prefill_attention
 from pagewire.kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.prefill_attention import E4M3, Case, check_paged_prefill, make_batch
 
@@ -91,7 +92,7 @@ def test_selected_blocks(device, seed):
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
 def test_bfloat16_queries_as_float16_operands(device, monkeypatch, factor):
     """As on a device with 8-bit caches, though queries may be of a size that float16 does not hold."""
-    monkeypatch.setattr(prefill_attention, "operand", lambda *_: tl.float16)
+    monkeypatch.setattr(attention_arguments, "operand", lambda *_: tl.float16)
     case = Case(((9, 20), (2, 17)), torch.bfloat16, E4M3, query_factor=factor)
     check_paged_prefill(device, case, TILE)
 
@@ -116,8 +117,8 @@ def test_large_scores_do_not_overflow(device):
     integers = {"device": device, "dtype": torch.int32}
     output = prefill_attention.paged_prefill(
         *(batch.query * 1e3, batch.key_cache, batch.value_cache, batch.block_tables),
-        *(torch.tensor(batch.seq_lens, **integers), torch.tensor(batch.query_start_loc, **integers), 1.0),
-        softcap=30.0,
+        *(torch.tensor(batch.seq_lens, **integers), torch.tensor(batch.query_start_loc, **integers)),
+        Scoring(1.0, softcap=30.0),
     )
     assert output.isfinite().all()
 
@@ -127,7 +128,8 @@ def test_no_rows_write_nothing(device):
     output = torch.full_like(batch.query, 7.0)
     none, starts = torch.zeros(0, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     prefill_attention.paged_prefill(
-        *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables[:0], none, starts, 1.0), output=output
+        *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables[:0], none, starts, Scoring(1.0)),
+        output=output,
     )
     assert (output == 7.0).all()
 
@@ -136,8 +138,8 @@ def refusals():
     batch = make_batch(CASE, torch.device("cpu"))
     seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
     good = {
-        **{"query": batch.query, "key_cache": batch.key_cache, "value_cache": batch.value_cache, "scale": 1.0},
-        **{"block_tables": batch.block_tables, "seq_lens": seq_lens},
+        **{"query": batch.query, "key_cache": batch.key_cache, "value_cache": batch.value_cache},
+        **{"block_tables": batch.block_tables, "seq_lens": seq_lens, "scoring": Scoring(1.0)},
         "query_start_loc": torch.tensor(batch.query_start_loc, dtype=torch.int32),
     }
     query, cache = batch.query, batch.key_cache
@@ -149,17 +151,15 @@ def refusals():
     yield "make it dense", good | {"query": query.mT.contiguous().mT}
     yield "the output is", good | {"output": query[:3]}
     yield "the caches are", good | {"value_cache": cache[:2]}
-    yield "scales are for caches of torch.float8_e4m3fn", good | {"key_scale": 2.0}
     yield r"block_tables are .* torch.int64", good | {"block_tables": batch.block_tables.long()}
     yield r"seq_lens are \[3\] torch.int64", good | {"seq_lens": seq_lens.long()}
     yield r"query_start_loc are \[3\] .* make them \[4\]", good | {"query_start_loc": seq_lens}
-    yield "one of selected_blocks and num_selected is given", good | {"num_selected": batch.block_tables[:, :2]}
-    wrong = {"selected_blocks": batch.block_tables, "num_selected": batch.block_tables}
-    yield r"selected_blocks are \[3, 3\]", good | wrong
-    yield r"alibi_slopes are \[3\] torch.float32", good | {"alibi_slopes": torch.ones(3)}
-    yield "scale is 0.0; it must be greater than 0", good | {"scale": 0.0}
-    yield "window is -1 and softcap 0.0; neither", good | {"window": -1}
-    yield "window is 0 and softcap -1.0; neither", good | {"softcap": -1.0}
+    wrong = Selection(batch.block_tables, batch.block_tables)
+    yield r"selected_blocks are \[3, 3\]", good | {"selection": wrong}
+    yield r"alibi_slopes are \[3\] torch.float32", good | {"scoring": Scoring(1.0, alibi_slopes=torch.ones(3))}
+    yield "scale is 0.0; it must be greater than 0", good | {"scoring": Scoring(0.0)}
+    yield "window is -1 and softcap 0.0; neither", good | {"scoring": Scoring(1.0, window=-1)}
+    yield "window is 0 and softcap -1.0; neither", good | {"scoring": Scoring(1.0, softcap=-1.0)}
 
 
 @pytest.mark.parametrize(("text", "arguments"), [*refusals()], ids=lambda case: case if isinstance(case, str) else "")

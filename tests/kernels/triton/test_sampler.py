@@ -232,9 +232,7 @@ def refusals():
     logits, counts = torch.zeros(2, 9), torch.zeros((3, 9), dtype=torch.int32)
 
     def refused(message, logits=logits, token_counts=counts, max_logprobs=None, **changed):
-        return pytest.param(
-            logits, dataclasses.replace(columns, **changed), token_counts, max_logprobs, message, id=message
-        )
+        return pytest.param(logits, columns._replace(**changed), token_counts, max_logprobs, message, id=message)
 
     yield refused("make them dense rows of float32", logits.half())
     yield refused("make them dense rows of float32", torch.zeros(9, 2).t())

@@ -137,7 +137,6 @@ def _make_bench(operation: str, layout: str, device: torch.device) -> Sequence[C
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    strides = ("source_stride_block", "target_stride_block", "source_stride_piece", "target_stride_piece")
     for (is_gathered, is_scattered), integer in itertools.product(
         [(True, True), (True, False), (False, True)], ["i32", "i64"]
     ):
@@ -145,15 +144,11 @@ def compile_cases() -> Iterator[CompileCase]:
             f"blocks, gathered {is_gathered}, scattered {is_scattered}, strides {integer}",
             blocks._copy_kernel,
             {
-                "source": "*i32",
-                "source_ids": "*i64",
-                "target": "*i32",
-                "target_ids": "*i64",
-                "num_pieces": "i32",
+                "source": blocks._Blocks("*i32", integer, "*i64" if is_gathered else None),
+                "target": blocks._Blocks("*i32", integer, "*i64" if is_scattered else None),
+                "pieces": blocks._Pieces("i32", "i32", integer, integer),
                 "chunks_per_piece": "i32",
-                "piece_words": "i32",
-                **dict.fromkeys(strides, integer),
             },
-            {"IS_GATHERED": is_gathered, "IS_SCATTERED": is_scattered, "CHUNK_WORDS": blocks.CHUNK_WORDS},
-            divisible_by_16=("source", "source_ids", "target", "target_ids", "piece_words", *strides),
+            {"CHUNK_WORDS": blocks.CHUNK_WORDS},
+            divisible_by_16=("stride", "piece_words", "source_stride", "target_stride"),
         )

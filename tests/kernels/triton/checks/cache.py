@@ -11,6 +11,7 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.triton import cache
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
+from tests.kernels.triton.checks.decode_attention import strided
 
 E4M3 = torch.float8_e4m3fn
 NUM_LAYERS = 2
@@ -64,14 +65,13 @@ def check_reshape_and_cache(
     cache_dtype: torch.dtype,
     shape: Shape,
     *,
-    scales: tuple[float, float] = (1.0, 1.0),
     seed: int = 0,
 ) -> None:
     key, value, slots = make_step(shape, dtype, device, seed)
     expected, *expected_caches = make_caches(shape, cache_dtype, device)
     actual, *actual_caches = make_caches(shape, cache_dtype, device)
-    reference.reshape_and_cache(key, value, *expected_caches, slots, *scales)
-    cache.reshape_and_cache(key, value, *actual_caches, slots, *scales)
+    reference.reshape_and_cache(key, value, *expected_caches, slots)
+    cache.reshape_and_cache(key, value, *actual_caches, slots)
     differs = _bits(actual) != _bits(expected)
     num_different = int((differs & ~(actual.float().isnan() & expected.float().isnan())).sum())
     assert num_different == 0, f"{num_different} elements differ: {shape}, {dtype} to {cache_dtype}, seed {seed}"
@@ -88,11 +88,10 @@ def device_cases() -> Iterator[DeviceCase]:
     shapes = [Shape(1000, 8, 128, 16, 200), Shape(700, 2, 80, 64, 40), Shape(300, 5, 256, 256, 9)]
     for (dtype, cache_dtype), shape, layout in itertools.product(variants, shapes, LAYOUTS):
         case = Shape(**{**vars(shape), "layout": layout})
-        scales = (0.37, 2.9) if cache_dtype == E4M3 else (1.0, 1.0)
         name = f"reshape_and_cache {dtype} to {cache_dtype} {vars(case)}"
         yield DeviceCase(
             name,
-            functools.partial(check_reshape_and_cache, dtype=dtype, cache_dtype=cache_dtype, shape=case, scales=scales),
+            functools.partial(check_reshape_and_cache, dtype=dtype, cache_dtype=cache_dtype, shape=case),
         )
 
 
@@ -126,11 +125,6 @@ def _make_bench(
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    strides = [
-        *("key_stride_token", "key_stride_head", "value_stride_token", "value_stride_head"),
-        *("key_cache_stride_block", "key_cache_stride_position", "key_cache_stride_head"),
-        *("value_cache_stride_block", "value_cache_stride_position", "value_cache_stride_head"),
-    ]
     for element, stored, head_dim in (
         ("bf16", "bf16", 128),
         ("fp16", "fp8e4nv", 128),
@@ -138,17 +132,13 @@ def compile_cases() -> Iterator[CompileCase]:
         ("fp32", "fp32", 256),
     ):
         padded_dim = 1 << (head_dim - 1).bit_length()
-        pointers = {"key": f"*{element}", "value": f"*{element}", "slot_mapping": "*i64"}
-        pointers |= {"key_cache": f"*{stored}", "value_cache": f"*{stored}"}
+        heads, stored_heads = strided(element, 3), strided(stored, 4)
         yield CompileCase(
             f"reshape_and_cache {element} to {stored}, head_dim {head_dim}",
             cache._reshape_and_cache_kernel,
             {
-                **pointers,
-                "num_rows": "i32",
-                "inverse_key_scale": "fp32",
-                "inverse_value_scale": "fp32",
-                **dict.fromkeys(strides, "i32"),
+                **{"key": heads, "value": heads, "key_cache": stored_heads, "value_cache": stored_heads},
+                **{"slot_mapping": "*i64", "num_rows": "i32"},
             },
             {
                 "NUM_HEADS": 8,
@@ -156,7 +146,6 @@ def compile_cases() -> Iterator[CompileCase]:
                 "PADDED_DIM": padded_dim,
                 "BLOCK_SIZE": 16,
                 "TILE_ROWS": cache.TILE_ELEMENTS // padded_dim,
-                "IS_QUANTIZED": stored == "fp8e4nv",
             },
-            divisible_by_16=(*pointers, *strides),
+            divisible_by_16=("strides",),
         )

@@ -72,15 +72,16 @@ class CompileCase:
         name: unique among all cases.
         kernel: the `@triton.jit` function.
         signature: Triton's type of every argument that is not constexpr: "*bf16", "*fp32", "*fp8e4nv", "*i32", "i64",
-            "fp32"; Triton specializes pointers and strides to multiples of 16 at a real launch, and this does too for
-            the names in `divisible_by_16`.
+            "fp32", named tuples of these, or None for what is not there. Triton specializes pointers and strides to
+            multiples of 16 at a real launch, and this does too for pointers and for the arguments and fields that
+            `divisible_by_16` names.
         constexprs: values of the constexpr arguments.
         num_warps, num_stages: launch options.
     """
 
     name: str
     kernel: object
-    signature: dict[str, str]
+    signature: dict[str, object]
     constexprs: dict[str, object]
     num_warps: int = 4
     num_stages: int = 3

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
+from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton import attention_arguments, decode_attention, split_plan, tiles
+from pagewire.kernels.triton.attention_arguments import AttentionShape, Weighing
+from pagewire.kernels.triton.strided import Strided
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
 
 E4M3 = torch.float8_e4m3fn
@@ -54,8 +57,9 @@ class Inputs:
     value_cache: Tensor
     block_tables: Tensor
     seq_lens: Tensor
-    options: dict[str, object]  # of the kernels and the specification alike
-    selected: dict[str, Tensor]
+    scoring: Scoring
+    selection: Selection | None
+    output: Tensor | None = None
 
 
 def make_inputs(step: Step, device: torch.device, seed: int) -> Inputs:
@@ -79,15 +83,12 @@ def make_inputs(step: Step, device: torch.device, seed: int) -> Inputs:
             key_cache[slots] = normal(len(positions), step.head_dim)
             value_cache[slots] = normal(len(positions), step.head_dim)
     stored = storage.to(step.cache_dtype or step.dtype)
-    options: dict[str, object] = {"scale": step.head_dim**-0.5, "window": step.window, "softcap": step.softcap}
-    if step.has_alibi:
-        options["alibi_slopes"] = torch.rand(num_heads, generator=generator, device=device)
-    if step.cache_dtype == E4M3:
-        options |= {"key_scale": 1.7, "value_scale": 0.6}
-    selected = {} if step.selected_share is None else _list_selected(is_read, generator)
+    slopes = torch.rand(num_heads, generator=generator, device=device) if step.has_alibi else None
+    scoring = Scoring(step.head_dim**-0.5, step.window, slopes, step.softcap)
+    selection = None if step.selected_share is None else _list_selected(is_read, generator)
     query = normal(num_rows, num_heads + 1, step.head_dim).to(step.dtype)[:, :-1]  # as part of a wider projection
     seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=device)
-    return Inputs(query, stored[:, -1, 0], stored[:, -1, 1], block_tables, seq_lens, options, selected)
+    return Inputs(query, stored[:, -1, 0], stored[:, -1, 1], block_tables, seq_lens, scoring, selection)
 
 
 def make_table(ids: Tensor, counts: Sequence[int], max_blocks: int) -> Tensor:
@@ -103,12 +104,12 @@ def _what_is_read(step: Step, max_blocks: int, generator: torch.Generator, devic
     return draws < (1.0 if step.selected_share is None else step.selected_share)
 
 
-def _list_selected(is_read: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+def _list_selected(is_read: Tensor, generator: torch.Generator) -> Selection:
     """The lists in no order, and what no list may hold past their ends."""
     order = torch.rand(is_read.shape, generator=generator, device=is_read.device).masked_fill(~is_read, 2.0).argsort(-1)
     num_selected = is_read.sum(dim=-1)
     is_past = torch.arange(is_read.shape[-1], device=is_read.device) >= num_selected[..., None]
-    return {"selected_blocks": order.masked_fill(is_past, 10**8).int(), "num_selected": num_selected.int()}
+    return Selection(order.masked_fill(is_past, 10**8).int(), num_selected.int())
 
 
 def _make_storage(step: Step, num_blocks: int, device: torch.device) -> Tensor:
@@ -123,11 +124,12 @@ def _make_storage(step: Step, num_blocks: int, device: torch.device) -> Tensor:
 
 def run_version(version: str, step: Step, inputs: Inputs) -> Tensor:
     caches = (inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens)
+    options = (inputs.scoring, inputs.selection, inputs.output)
     if version == "v1":
-        return decode_attention.paged_attention_v1(*caches, **inputs.options, **inputs.selected)
+        return decode_attention.paged_attention_v1(*caches, *options)
     plan = make_plan(step, inputs.query.device)
     plan.decide(inputs.seq_lens, step.window or split_plan.ANY_LEN)
-    return decode_attention.paged_attention_v2(*caches, plan=plan, **inputs.options, **inputs.selected)
+    return decode_attention.paged_attention_v2(*caches, plan, *options)
 
 
 def make_plan(step: Step, device: torch.device) -> split_plan.SplitPlan:
@@ -149,9 +151,9 @@ def specify(inputs: Inputs, step: Step) -> tuple[Tensor, Tensor]:
     num_rows = len(step.seq_lens)
     rows = (inputs.block_tables, list(step.seq_lens), [*range(num_rows + 1)])
     query, key_cache = inputs.query.float(), inputs.key_cache.float()
-    value_cache, options = inputs.value_cache.float(), inputs.options | inputs.selected
-    expected = reference.paged_attention(query, key_cache, value_cache, *rows, **options)
-    spread = reference.paged_attention(query, key_cache, value_cache.abs(), *rows, **options)
+    value_cache, options = inputs.value_cache.float(), (inputs.scoring, inputs.selection)
+    expected = reference.paged_attention(query, key_cache, value_cache, *rows, *options)
+    spread = reference.paged_attention(query, key_cache, value_cache.abs(), *rows, *options)
     operand = attention_arguments.operand(step.dtype, inputs.key_cache.dtype)
     rounding = 0.0 if operand.name == "fp32" else {"fp16": 2.0**-10, "bf16": 2.0**-8}[operand.name]
     limit = torch.finfo(step.dtype).eps / 2 * expected.abs() + (rounding + 64 * 2.0**-24) * spread
@@ -220,9 +222,8 @@ def device_cases() -> Iterator[DeviceCase]:
 def check_large_queries(device: torch.device, step: Step) -> None:
     """Products of 8-bit floats are made of float16, which does not hold what bfloat16 queries may be."""
     inputs = make_inputs(step, device, seed=0)
-    inputs = dataclasses.replace(
-        inputs, query=inputs.query * 2**20, options=inputs.options | {"scale": 2.0**-20 * step.head_dim**-0.5}
-    )
+    scoring = dataclasses.replace(inputs.scoring, scale=2.0**-20 * step.head_dim**-0.5)
+    inputs = dataclasses.replace(inputs, query=inputs.query * 2**20, scoring=scoring)
     expected, limit = specify(inputs, step)
     for version in VERSIONS:
         compare(run_version(version, step, inputs), expected, limit, f"{version}, large queries, {step}")
@@ -239,11 +240,9 @@ def check_replay(device: torch.device) -> None:
 
     def attend() -> list[Tensor]:
         plan.decide(inputs.seq_lens)
-        options = {**inputs.options}
-        scale = options.pop("scale")
         return [
-            decode_attention.paged_attention_v1(*caches, scale, **options),
-            decode_attention.paged_attention_v2(*caches, scale, plan, **options),
+            decode_attention.paged_attention_v1(*caches, inputs.scoring),
+            decode_attention.paged_attention_v2(*caches, plan, inputs.scoring),
         ]
 
     inputs.seq_lens.zero_()
@@ -348,16 +347,18 @@ def _make_bench(load: Load, version: str, device: torch.device) -> Sequence[Call
     sizes = (num_rows, load.num_heads, load.num_kv_heads, load.head_dim)
     plan = split_plan.SplitPlan.allocate(*sizes, device) if is_split and version != "v1" else None
 
+    scoring = Scoring(load.head_dim**-0.5)
+
     def step() -> list[Tensor]:
         if plan is not None:
             plan.decide(seq_lens)
         results = []
         for layer in range(num_layers):
-            caches = (query, storage[:, layer, 0], storage[:, layer, 1], block_tables, seq_lens, load.head_dim**-0.5)
+            caches = (query, storage[:, layer, 0], storage[:, layer, 1], block_tables, seq_lens)
             if plan is None:
-                results.append(decode_attention.paged_attention_v1(*caches))
+                results.append(decode_attention.paged_attention_v1(*caches, scoring))
             else:
-                results.append(decode_attention.paged_attention_v2(*caches, plan))
+                results.append(decode_attention.paged_attention_v2(*caches, plan, scoring))
         return results
 
     return [_replay_of(step)]
@@ -410,11 +411,29 @@ def compile_cases() -> Iterator[CompileCase]:
     numbers = dict.fromkeys(("num_rows", "max_splits", "num_shares", "max_positions"), "i32")
     constants = {"MIN_CHUNK": 256, "ALIGNMENT": 64, "TILE": 128}
     yield CompileCase("split plan", split_plan._plan_kernel, pointers | numbers, constants)
-    pointers = {"output": "*bf16", "split_starts": "*i32"}
-    pointers |= dict.fromkeys(("split_sums", "split_highest", "split_totals"), "*fp32")
-    numbers = {"value_scale": "fp32", "output_stride_row": "i32", "output_stride_head": "i32"}
+    arguments = {"splits": _SPLITS, "output": strided("bf16", 3)}
     constants = {"NUM_HEADS": 32, "HEAD_DIM": 80, "PADDED_DIM": 128, "TILE": 16}
-    yield CompileCase("reduction", decode_attention._reduction_kernel, pointers | numbers, constants)
+    yield CompileCase("reduction", decode_attention._reduction_kernel, arguments, constants)
+
+
+_SPLITS = decode_attention._Splits("*i32", "*i32", "*fp32", "*fp32", "*fp32")
+
+
+def strided(element: str, num_dims: int, integer: str = "i32") -> Strided:
+    """Triton's types of a `Strided` tensor of so many dimensions."""
+    return Strided(f"*{element}", (integer,) * (num_dims - 1))
+
+
+def attention_types(element: str, stored: str, weighing: Weighing, *, window: str | None, selected: bool) -> dict:
+    """Of the arguments that all attention kernels have."""
+    return {
+        "output": strided(element, 3),
+        "query": strided(element, 3),
+        "caches": (strided(stored, 4), strided(stored, 4)),
+        **{"block_tables": "*i32", "table_stride": "i32", "seq_lens": "*i32", "window": window},
+        "selected": (strided("i32", 3), "*i32") if selected else None,
+        "weighing": weighing,
+    }
 
 
 def _compile_case(
@@ -430,34 +449,17 @@ def _compile_case(
 ) -> CompileCase:
     given = {name: value for name, value in locals().items() if name != "version"}
     tile = tiles.lookup(f"paged_attention_{version}", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
-    pointers = {"output": f"*{element}", "query": f"*{element}", "key_cache": f"*{stored}", "value_cache": f"*{stored}"}
-    pointers |= dict.fromkeys(("block_tables", "seq_lens"), "*i32")
-    if version == "v2":
-        pointers |= dict.fromkeys(("split_rows", "split_starts"), "*i32")
-        pointers |= dict.fromkeys(("split_sums", "split_highest", "split_totals"), "*fp32")
-    optional = {"alibi_slopes": alibi and "*fp32"}
-    optional |= dict.fromkeys(("selected_blocks", "num_selected"), sparse and "*i32")
-    pointers |= {name: kind for name, kind in optional.items() if kind}
-    strides = [f"{tensor}_stride_{dim}" for tensor in ("output", "query") for dim in ("row", "head")]
-    strides += [f"{tensor}_stride_{dim}" for tensor in ("key", "value") for dim in ("block", "position", "head")]
-    numbers = dict.fromkeys(("window", "table_stride_row", "max_selected", *strides), "i32")
-    numbers |= dict.fromkeys(("score_factor", "cap", "value_scale"), "fp32")
+    weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None)
+    arguments = attention_types(element, stored, weighing, window="i32", selected=sparse)
+    operand = attention_arguments.operand(_DTYPES[element], _DTYPES[stored])
+    padded_dim = 1 << (head_dim - 1).bit_length()
+    shape = AttentionShape(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)
     return CompileCase(
         f"paged_attention_{version} {', '.join(f'{name} {value}' for name, value in given.items())}",
         getattr(decode_attention, f"_paged_attention_{version}_kernel"),
-        pointers | numbers,
-        {
-            **{name: None for name, kind in optional.items() if not kind},
-            "NUM_GROUPS": num_groups,
-            "HEAD_DIM": head_dim,
-            "PADDED_DIM": 1 << (head_dim - 1).bit_length(),
-            "BLOCK_SIZE": block_size,
-            "BLOCK_M": decode_attention.MIN_ROWS,
-            "BLOCK_N": tile.block_n,
-            "HAS_SOFTCAP": softcap,
-            "OPERAND": attention_arguments.operand(_DTYPES[element], _DTYPES[stored]),
-        },
+        {"splits": _SPLITS, **arguments} if version == "v2" else arguments,
+        {"SHAPE": shape},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        divisible_by_16=tuple(strides),
+        divisible_by_16=("strides",),
     )

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
+from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import fused
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase
+from tests.kernels.triton.checks.decode_attention import strided
 
 EPS = 1e-6
 # Steps between a value and the next of its dtype, as a share of the value, at most.
@@ -93,8 +95,9 @@ def check_norm_rope(
     heads, weights, cos, sin = make_heads(device, dtype, num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     chosen = [weight if name in normalized else None for name, weight in zip("qk", weights, strict=True)]
     ours, theirs = heads.clone(), heads.clone()
-    parts = fused.norm_rope(ours, num_heads, *chosen, EPS, cos, sin)
-    reference.norm_rope(theirs, num_heads, *chosen, EPS, cos, sin)
+    preparation = HeadPreparation(num_heads, *chosen, EPS, cos, sin)
+    parts = fused.norm_rope(ours, preparation)
+    reference.norm_rope(theirs, preparation)
     assert torch.equal(ours[:, -num_kv_heads:], heads[:, -num_kv_heads:]), f"{case}: the values changed"
     assert_same_rounding(ours, theirs, case)
     assert torch.equal(torch.cat(parts, 1), ours), f"{case}: what is returned are no views"
@@ -125,14 +128,14 @@ def check_norm_rope_and_cache(
     ours, theirs = blocks.to(cache_dtype), blocks.to(cache_dtype)  # [block, layer, K or V, ...]
     slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]
     slots[1::5] = -1
-    scales = (0.05, 0.03) if cache_dtype == torch.float8_e4m3fn else (1.0, 1.0)
+    preparation = HeadPreparation(num_heads, *chosen, EPS, cos, sin)
 
     turned = heads.clone()
-    queries, keys, values = reference.norm_rope(turned, num_heads, *chosen, EPS, cos, sin)
-    reference.reshape_and_cache(keys, values, theirs[:, 1, 0], theirs[:, 1, 1], slots, *scales)
+    queries, keys, values = reference.norm_rope(turned, preparation)
+    reference.reshape_and_cache(keys, values, theirs[:, 1, 0], theirs[:, 1, 1], slots)
     fresh = heads.clone()
     cache = ours[:, 1, 0], ours[:, 1, 1], slots.int() if seed % 2 else slots
-    actual = fused.norm_rope_and_cache(fresh, num_heads, *chosen, EPS, cos, sin, *cache, *scales)
+    actual = fused.norm_rope_and_cache(fresh, preparation, *cache)
     assert_same_rounding(actual, queries, case)
     assert torch.equal(fresh[:, num_heads:], heads[:, num_heads:]), f"{case}: keys or values changed"
     assert_same_rounding(ours, theirs, case)
@@ -202,7 +205,8 @@ def _norm_rope_and_cache_call(device: torch.device, num_tokens: int) -> Callable
     slots = torch.randperm(num_tokens // 16, device=device).repeat_interleave(16) * 16
     slots += torch.arange(16, device=device).repeat(num_tokens // 16)
     keys, values = cache.unbind(1)
-    return lambda: fused.norm_rope_and_cache(heads, 32, *weights, EPS, cos, sin, keys, values, slots)
+    preparation = HeadPreparation(32, *weights, EPS, cos, sin)
+    return lambda: fused.norm_rope_and_cache(heads, preparation, keys, values, slots)
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -214,14 +218,12 @@ def compile_cases() -> Iterator[CompileCase]:
             yield CompileCase(
                 f"rms_norm {size} {dtype}",
                 kernels[0],
-                dict.fromkeys(("x", "update", "weight", "output"), x)
-                | {"num_rows": "i32", "eps": "fp32", "x_stride": "i64", "update_stride": "i64"},
                 {
-                    "SIZE": size,
-                    "PADDED_SIZE": padded_size,
-                    "TILE_ROWS": max(1, 1024 // padded_size),
-                    "HAS_UPDATE": has_update,
+                    "x": strided(x[1:], 2, "i64"),
+                    "update": strided(x[1:], 2, "i64") if has_update else None,
+                    **{"weight": x, "output": x, "num_rows": "i32", "eps": "fp32"},
                 },
+                {"SIZE": size, "PADDED_SIZE": padded_size, "TILE_ROWS": max(1, 1024 // padded_size)},
                 num_warps=min(16, max(4, padded_size // 1024)),
             )
         signature = {"gate_up": x, "output": x, "stride": "i32", "size": "i32"}
@@ -231,12 +233,14 @@ def compile_cases() -> Iterator[CompileCase]:
 
 
 def _norm_rope_variant(dtype: torch.dtype, cache_dtype: torch.dtype | None, head_dim: int) -> CompileCase:
-    names = fused._norm_rope_kernel.arg_names
     x, cache = TRITON_TYPES[dtype], TRITON_TYPES[cache_dtype or dtype]
-    signature = dict.fromkeys(("heads", "query_weight", "key_weight", "cos", "sin"), x)
-    signature |= {"key_cache": cache, "value_cache": cache, "slot_mapping": "*i64" if cache_dtype else x}
-    signature |= dict.fromkeys(("eps", "inverse_key_scale", "inverse_value_scale"), "fp32")
-    signature |= {name: "i64" for name in names if "stride" in name}
+    angles, layer = strided(x[1:], 2, "i64"), strided(cache[1:], 4, "i64")
+    signature = {
+        "heads": strided(x[1:], 3, "i64"),
+        **{"query_weight": x if head_dim == 128 else None, "key_weight": x, "eps": "fp32"},
+        "angles": (angles, angles),
+        "target": (layer, layer, "*i64") if cache_dtype else None,
+    }
     padded_half = 64
     constexprs = {
         "NUM_HEADS": 32,
@@ -245,11 +249,6 @@ def _norm_rope_variant(dtype: torch.dtype, cache_dtype: torch.dtype | None, head
         "PADDED_HALF": padded_half,
         "BLOCK_SIZE": 16,
         "TILE_HEADS": 1024 // (2 * padded_half),
-        "IS_QUERY_NORMALIZED": head_dim == 128,
-        "IS_KEY_NORMALIZED": True,
-        "HAS_CACHE": cache_dtype is not None,
-        "IS_QUANTIZED": cache_dtype == torch.float8_e4m3fn,
     }
-    strides = tuple(name for name in names if "stride" in name)
     name = f"norm_rope {head_dim} {dtype} into {cache_dtype}"
-    return CompileCase(name, fused._norm_rope_kernel, signature, constexprs, divisible_by_16=strides)
+    return CompileCase(name, fused._norm_rope_kernel, signature, constexprs, divisible_by_16=("strides",))

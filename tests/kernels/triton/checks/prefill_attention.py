@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pagewire.kernels import reference
-from pagewire.kernels.triton import prefill_attention, tiles
+from pagewire.kernels.arguments import Scoring, Selection
+from pagewire.kernels.triton import attention_arguments, prefill_attention, tiles
+from pagewire.kernels.triton.attention_arguments import AttentionShape, Weighing
 from pagewire.kernels.triton.paged_attention import paged_attention
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
+from tests.kernels.triton.checks.decode_attention import attention_types
 
 E4M3 = torch.float8_e4m3fn
 # How far results of values of about 1 may be off, by what products are made of; the results' own rounding comes on top.
@@ -58,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of `pagewire.kernels.reference.paged_attention`, but for those that the case has."""
+    """Arguments of `pagewire.kernels.reference.paged_attention`."""
 
     query: Tensor
     key_cache: Tensor
@@ -66,9 +69,8 @@ class Batch:
     block_tables: Tensor
     seq_lens: list[int]
     query_start_loc: list[int]
-    alibi_slopes: Tensor | None
-    selected_blocks: Tensor | None
-    num_selected: Tensor | None
+    scoring: Scoring
+    selection: Selection | None
 
 
 def make_batch(case: Case, device: torch.device) -> Batch:
@@ -78,18 +80,22 @@ def make_batch(case: Case, device: torch.device) -> Batch:
     projected = torch.randn(
         (sum(num_queries), num_heads + 2 * case.num_kv_heads, case.head_dim), generator=generator, device=device
     )
-    selected_blocks, num_selected = _select(case, generator) if case.is_selected else (None, None)
+    selection = _select(case, generator) if case.is_selected else None
     block_tables = _allocate(case, generator)
-    is_read = _find_read(case, block_tables, selected_blocks, num_selected)
+    is_read = _find_read(case, block_tables, selection)
     return Batch(
         (projected * case.query_factor).to(case.dtype)[:, :num_heads],
         *_make_caches(case, is_read, generator),
         block_tables,
         seq_lens,
         [0, *itertools.accumulate(num_queries)],
-        torch.rand(num_heads, generator=generator, device=device) if case.has_alibi else None,
-        selected_blocks,
-        num_selected,
+        Scoring(
+            case.head_dim**-0.5 / case.query_factor,
+            case.window,
+            torch.rand(num_heads, generator=generator, device=device) if case.has_alibi else None,
+            case.softcap,
+        ),
+        selection,
     )
 
 
@@ -113,7 +119,7 @@ def _allocate(case: Case, generator: torch.Generator) -> Tensor:
     return tables.int()
 
 
-def _select(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _select(case: Case, generator: torch.Generator) -> Selection:
     device, num_blocks = generator.device, _num_blocks(case)
     shape = (len(case.rows), case.num_kv_heads)
     selected = torch.full((*shape, max(num_blocks) + 1), UNREAD_ENTRY, dtype=torch.int32, device=device)
@@ -123,10 +129,10 @@ def _select(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         count = int(torch.randint(num_blocks[row] + 1, (1,), generator=generator, device=device))
         selected[row, head, :count] = order[:count]
         num_selected[row, head] = count
-    return selected, num_selected
+    return Selection(selected, num_selected)
 
 
-def _find_read(case: Case, tables: Tensor, selected: Tensor | None, num_selected: Tensor | None) -> Tensor:
+def _find_read(case: Case, tables: Tensor, selection: Selection | None) -> Tensor:
     """[blocks, block_size, num_kv_heads]: what any row's head may read."""
     shape = (sum(_num_blocks(case)) + 1, case.block_size, case.num_kv_heads)
     is_read = torch.zeros(shape, dtype=torch.bool, device=tables.device)
@@ -135,8 +141,9 @@ def _find_read(case: Case, tables: Tensor, selected: Tensor | None, num_selected
         positions = torch.arange(first, seq_len, device=tables.device)
         for head in range(case.num_kv_heads):
             here = positions
-            if selected is not None and num_selected is not None:
-                here = here[torch.isin(here // case.block_size, selected[row, head, : num_selected[row, head]])]
+            if selection is not None:
+                chosen = selection.blocks[row, head, : selection.num_blocks[row, head]]
+                here = here[torch.isin(here // case.block_size, chosen)]
             is_read[tables[row].long()[here // case.block_size], here % case.block_size, head] = True
     return is_read
 
@@ -157,12 +164,11 @@ def _make_caches(case: Case, is_read: Tensor, generator: torch.Generator) -> lis
 def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = None) -> None:
     """With a tile other than the table's, if one is given."""
     batch = make_batch(case, device)
-    scales = (0.5, 1.7) if case.cache_dtype == E4M3 else (1.0, 1.0)
-    scale = case.head_dim**-0.5 / case.query_factor
     expected = reference.paged_attention(
         *(batch.query, batch.key_cache, batch.value_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc),
-        *(scale, case.window, batch.alibi_slopes, case.softcap, *scales, batch.selected_blocks, batch.num_selected),
+        *(batch.scoring, batch.selection),
     )
+    selection = batch.selection
     skipped = case.num_skipped
     start = batch.query_start_loc[skipped]
     integers = {"dtype": torch.int32, "device": device}
@@ -172,9 +178,8 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
             *(batch.query[start:], batch.key_cache, batch.value_cache, batch.block_tables[skipped:]),
             torch.tensor(batch.seq_lens[skipped:], **integers),
             torch.tensor(batch.query_start_loc, **integers)[skipped:],
-            *(scale, case.window, batch.alibi_slopes, case.softcap, *scales),
-            None if batch.selected_blocks is None else batch.selected_blocks[skipped:],
-            None if batch.num_selected is None else batch.num_selected[skipped:],
+            batch.scoring,
+            None if selection is None else Selection(selection.blocks[skipped:], selection.num_blocks[skipped:]),
             output[start:],
         )
     assert returned.data_ptr() == output[start:].data_ptr()
@@ -184,7 +189,7 @@ def check_paged_prefill(device: torch.device, case: Case, tile: Tile | None = No
 
 def compare(output: Tensor, expected: Tensor, batch: Batch, what: str) -> None:
     """Raises AssertionError where they differ by more than the products' rounding and one unit in the last place."""
-    absolute = TOLERANCES[prefill_attention.operand(batch.query.dtype, batch.key_cache.dtype).name]
+    absolute = TOLERANCES[attention_arguments.operand(batch.query.dtype, batch.key_cache.dtype).name]
     difference = (output.float() - expected.float()).abs()
     # False for NaN.
     is_close = difference <= absolute + torch.finfo(output.dtype).eps * expected.float().abs()
@@ -196,11 +201,9 @@ def compare(output: Tensor, expected: Tensor, batch: Batch, what: str) -> None:
 def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *, splits: bool) -> None:
     """The first rows decode, in splits or not."""
     batch = make_batch(case, device)
-    scales = (0.5, 1.7) if case.cache_dtype == E4M3 else (1.0, 1.0)
-    scoring = (case.head_dim**-0.5, case.window, batch.alibi_slopes, case.softcap, *scales)
-    selection = (batch.selected_blocks, batch.num_selected)
+    options = (batch.scoring, batch.selection)
     tensors = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables)
-    expected = reference.paged_attention(*tensors, batch.seq_lens, batch.query_start_loc, *scoring, *selection)
+    expected = reference.paged_attention(*tensors, batch.seq_lens, batch.query_start_loc, *options)
     integers = {"dtype": torch.int32, "device": device}
     seq_lens = torch.tensor(batch.seq_lens, **integers)
     plan = None
@@ -208,9 +211,8 @@ def check_paged_attention(device: torch.device, case: Case, num_decodes: int, *,
         heads = (batch.query.shape[1], case.num_kv_heads, case.head_dim)
         plan = SplitPlan.allocate(num_decodes, *heads, device, num_programs=8 * case.num_kv_heads, min_chunk=16)
         plan.decide(seq_lens[:num_decodes], case.window or ANY_LEN)
-    scale, *others = scoring
     starts = torch.tensor(batch.query_start_loc, **integers)
-    output = paged_attention(*tensors, seq_lens, starts, num_decodes, scale, plan, *others, *selection)
+    output = paged_attention(*tensors, seq_lens, starts, num_decodes, plan, *options)
     compare(output, expected, batch, f"{case}, {num_decodes} decode, {splits=}")
 
 
@@ -309,7 +311,7 @@ def _make_paged(load: _Load, device: torch.device) -> Sequence[Callable[[], obje
         tables = torch.randperm(num_blocks, device=device).view(load.num_rows, blocks_per_row).int()
         seq_lens = torch.full((load.num_rows,), load.seq_len, **integers)
         starts = load.num_queries * torch.arange(load.num_rows + 1, **integers)
-        arguments = (query, storage[:, 0], storage[:, 1], tables, seq_lens, starts, 128**-0.5)
+        arguments = (query, storage[:, 0], storage[:, 1], tables, seq_lens, starts, Scoring(128**-0.5))
         runs.append(functools.partial(prefill_attention.paged_prefill, *arguments, output=torch.empty_like(query)))
     return runs
 
@@ -371,38 +373,17 @@ def _compile_case(
     selected: bool = False,
 ) -> CompileCase:
     tile = tiles.lookup("paged_prefill", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
-    pointers = {"output": f"*{element}", "query": f"*{element}", "key_cache": f"*{stored}", "value_cache": f"*{stored}"}
-    pointers |= dict.fromkeys(("block_tables", "seq_lens", "query_start_loc"), "*i32")
-    absent: dict[str, object] = {}
-    if alibi:
-        pointers["alibi_slopes"] = "*fp32"
-    else:
-        absent["alibi_slopes"] = None
-    if selected:
-        pointers |= dict.fromkeys(("selected_blocks", "num_selected"), "*i32")
-    else:
-        absent |= {"selected_blocks": None, "num_selected": None}
-    strides = [f"{tensor}_stride_{dim}" for tensor in ("output", "query") for dim in ("token", "head")]
-    strides += [f"{tensor}_stride_{dim}" for tensor in ("key", "value") for dim in ("block", "position", "head")]
-    numbers = dict.fromkeys(("num_rows", "window", "table_stride_row", "max_selected", *strides), "i32")
-    numbers |= dict.fromkeys(("score_factor", "cap", "value_scale"), "fp32")
+    weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None)
+    arguments = attention_types(element, stored, weighing, window="i32" if window else None, selected=selected)
+    operand = attention_arguments.operand(_DTYPES[element], _DTYPES[stored])
+    padded_dim = 1 << (head_dim - 1).bit_length()
+    shape = AttentionShape(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operand)
     return CompileCase(
         name,
         prefill_attention._paged_prefill_kernel,
-        pointers | numbers,
-        {
-            **absent,
-            "NUM_GROUPS": num_groups,
-            "HEAD_DIM": head_dim,
-            "PADDED_DIM": 1 << (head_dim - 1).bit_length(),
-            "BLOCK_SIZE": block_size,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "HAS_WINDOW": window,
-            "HAS_SOFTCAP": softcap,
-            "OPERAND": prefill_attention.operand(_DTYPES[element], _DTYPES[stored]),
-        },
+        {**arguments, "query_start_loc": "*i32", "num_rows": "i32"},
+        {"SHAPE": shape},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        divisible_by_16=(*pointers, *strides),
+        divisible_by_16=("strides",),
     )

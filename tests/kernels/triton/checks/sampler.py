@@ -15,6 +15,7 @@ from pagewire.kernels.noise import gumbel_noise, noise_keys
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 from pagewire.kernels.triton import sampler
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
+from tests.kernels.triton.checks.decode_attention import strided
 
 MAX_GAP = 1e-5  # between two scores or log-probabilities whose order rounding may change
 MAX_LOGPROBS = 5
@@ -298,37 +299,36 @@ def _make_torch_bench(device: torch.device) -> Sequence[Callable[[], object]]:
     return [functools.partial(draw, logits) for logits in _bench_logits(device)]
 
 
-_SIGNATURE = {
-    **dict.fromkeys(("logits", "group_highest", "group_masses", "chunk_values", "logprobs", "top_logprobs"), "*fp32"),
-    **dict.fromkeys(("repetition_penalties", "presence_penalties", "frequency_penalties", "bias_values"), "*fp32"),
-    **dict.fromkeys(("temperatures", "top_ps", "min_ps"), "*fp32"),
-    **dict.fromkeys(("token_counts", "slots", "top_ks", "sample_indexes", "num_tokens", "chunk_ids"), "*i32"),
-    **dict.fromkeys(("selected", "num_logprobs", "ranks", "top_token_ids", "min_num_tokens"), "*i32"),
-    **dict.fromkeys(("bias_token_ids", "stop_token_ids", "start_loc", "num_prompt_tokens"), "*i32"),
-    **dict.fromkeys(("seeds", "token_ids"), "*i64"),
-    **dict.fromkeys(("logits_stride", "counts_stride", "vocab_size", "num_groups", "num_chunks"), "i32"),
-    **dict.fromkeys(("chunk_tiles", "num_top", "max_biases", "max_stops"), "i32"),
-    "is_nan": "*i1",
+_LOGITS = {"logits": strided("fp32", 2), "vocab_size": "i32"}
+_COUNTS = strided("i32", 2)
+_FLOATS, _INTEGERS = dict.fromkeys(sampling.FLOATS, "*fp32"), dict.fromkeys(sampling.INTEGERS, "*i32")
+_COLUMNS = SamplingColumns(**_FLOATS, **_INTEGERS, seeds="*i64", num_tokens="*i32")
+_SAMPLED = SampledTokens("*i64", "*i1", "*fp32", "*i32", "*i32", "*fp32")
+_ROWS = {**_LOGITS, "columns": _COLUMNS}
+_CHOICE = {
+    **_ROWS,
+    "groups": sampler._Groups("*fp32", "*fp32", "*i32", "i32"),
+    "chunks": sampler._Chunks("*fp32", "*i32"),
 }
+_SCAN = {**_CHOICE, "chunk_tiles": "i32"}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    tile = {"GROUP_SIZE": sampler.GROUP_SIZE, "TILE_TOKENS": sampler.TILE_TOKENS}
-    scan = {"TILE_GROUPS": sampler.TILE_GROUPS, "GROUP_SIZE": sampler.GROUP_SIZE}
-    none = {"HAS_COUNTS": False, "token_counts": None}
-    choose = {**tile, "NUM_CHUNKS": 8, "NUM_EDGES": sampler.NUM_EDGES}
-    no_bias = {"bias_token_ids": None, "bias_values": None, "MAX_BIASES": 0, "MAX_STOPS": 4}
-    no_stops = {"stop_token_ids": None, "min_num_tokens": None, "MAX_STOPS": 0}
-    for name, kernel, constexprs, num_warps in (
-        ("scan", sampler._scan_kernel, {**scan, **none}, 8),
-        ("scan with penalties", sampler._scan_kernel, {**scan, "HAS_COUNTS": True}, 8),
-        ("choose", sampler._choose_kernel, {**choose, "HAS_COUNTS": True}, 8),
-        ("log-probabilities", sampler._logprobs_kernel, {**tile, "NUM_GROUPS": 4096}, 8),
-        ("stop tokens", sampler._edit_kernel, no_bias, 1),
-        ("biases", sampler._edit_kernel, {**no_stops, "MAX_BIASES": 512}, 1),
-        ("count_tokens", sampler._count_kernel, {"TILE_SIZE": 256}, 2),
+    choose = {**_CHOICE, "sampled": _SAMPLED, "counts": _COUNTS, "num_chunks": "i32"}
+    report = {**_LOGITS, "sampled": _SAMPLED, "num_top": "i32", "num_logprobs": "*i32"}
+    report |= {"group_highest": "*fp32", "num_groups": "i32"}
+    edit = {**_ROWS, "max_biases": "i32", "max_stops": "i32"}
+    stops = {**edit, "columns": _COLUMNS._replace(stop_token_ids="*i32", min_num_tokens="*i32")}
+    biases = {**edit, "columns": _COLUMNS._replace(bias_token_ids="*i32", bias_values="*fp32")}
+    tokens = dict.fromkeys(("slots", "token_ids", "start_loc", "num_prompt_tokens"), "*i32")
+    for name, kernel, signature, constexprs, num_warps in (
+        ("scan", sampler._scan_kernel, {**_SCAN, "counts": None}, {}, 8),
+        ("scan with penalties", sampler._scan_kernel, {**_SCAN, "counts": _COUNTS}, {}, 8),
+        ("choose", sampler._choose_kernel, choose, {"NUM_CHUNKS": 8}, 8),
+        ("log-probabilities", sampler._logprobs_kernel, report, {"NUM_GROUPS": 4096}, 8),
+        ("stop tokens", sampler._edit_kernel, stops, {"MAX_BIASES": 0, "MAX_STOPS": 4}, 1),
+        ("biases", sampler._edit_kernel, biases, {"MAX_BIASES": 512, "MAX_STOPS": 0}, 1),
+        ("count_tokens", sampler._count_kernel, {"counts": _COUNTS, **tokens}, {"TILE_SIZE": 256}, 2),
     ):
-        names = [name for name in kernel.arg_names if name not in constexprs]
-        signature = {name: _SIGNATURE[name] for name in names}
-        divisible = tuple(name for name in ("logits_stride", "vocab_size") if name in names)
+        divisible = ("strides", "vocab_size")
         yield CompileCase(f"sampler: {name}", kernel, signature, constexprs, num_warps, 3, divisible)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
 from pagewire.kernels.triton.paged_attention import paged_attention
 from pagewire.kernels.triton.split_plan import ANY_LEN, PROGRAMS_PER_PROCESSOR, SplitPlan, prefers_splits
@@ -18,7 +20,7 @@ from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability
 from worker_service.models.model import Attend
 
-CAPABILITY = Capability(
+_CAPABILITY = Capability(
     backend="triton",
     device_types=("cuda",),
     compute_capability=(8, 0),
@@ -28,6 +30,12 @@ CAPABILITY = Capability(
     max_groups=MAX_GROUPS,
     block_sizes=BLOCK_SIZES,
 )
+
+
+def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TritonAttention":
+    """Raises UnavailableError where it cannot compute this."""
+    _CAPABILITY.check(shape, device)
+    return TritonAttention(shape, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class TritonAttention:
@@ -49,8 +57,9 @@ class TritonAttention:
         rows = batch.rows_on(device)
         block_tables = batch.block_tables.to(torch.int32)
         windows, scale = self._shape.windows, self._shape.head_dim**-0.5
+        scorings = {window: Scoring(scale, window) for window in set(windows)}
         num_blocks = kv_cache[0][0].shape[0]
-        plans = {window: self._plan(batch, rows, window, num_blocks, device) for window in set(windows)}
+        plans = {window: self._plan(batch, rows, window, num_blocks, device) for window in scorings}
 
         def attend(layer: int, query: Tensor) -> Tensor:
             window = windows[layer]
@@ -61,9 +70,8 @@ class TritonAttention:
                 rows.seq_lens,
                 rows.query_start_loc,
                 rows.num_decodes,
-                scale,
                 plans[window],
-                window,
+                scorings[window],
             )
 
         return CachedAttend(kv_cache, batch.slot_mapping, attend)

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
+from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows, LayerCache
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.attention.capability import Capability
 from worker_service.models.model import Attend
 
-CAPABILITY = Capability(
+_CAPABILITY = Capability(
     backend="flash_attn",
     device_types=("cuda",),
     compute_capability=(8, 0),
@@ -28,6 +29,12 @@ CAPABILITY = Capability(
     head_dims=HEAD_DIMS,
     block_sizes=range(256, 257),  # flash-attn takes multiples of it, and the kernel that writes them no larger ones
 )
+
+
+def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "FlashAttention":
+    """Raises UnavailableError where it cannot compute this."""
+    _CAPABILITY.check(shape, device)
+    return FlashAttention(shape)
 
 
 class FlashAttention:

@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker_service.attention.backend import AttentionBatch, LayerCache
+from pagewire.kernels.cpu import CpuKernels
+from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
+from worker_service.attention.capability import Capability
 from worker_service.models.model import Attend
 
 # Queries of a chunk that attend together: bounds the mask's memory, and skips most scores of the future.
@@ -30,6 +32,15 @@ MAX_CHUNK_QUERIES = 256
 MIN_GROUP_FILL = 0.75
 # ...or shorter by no more positions than cost as much as a group of its own.
 MAX_FREE_PADDING = 64
+
+
+_CAPABILITY = Capability("torch", ("cpu", "cuda"))
+
+
+def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TorchAttention":
+    """Raises UnavailableError where it cannot compute this."""
+    _CAPABILITY.check(shape, device)
+    return TorchAttention(shape.windows)
 
 
 class TorchAttention:

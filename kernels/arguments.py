@@ -1,0 +1,50 @@
+"""What the implementations of a kernel and its specification take alike, where it is more than a tensor or two."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How products of queries and keys become weights. `pagewire.kernels.reference.attention_weights` specifies it.
+
+    Attributes:
+        scale: factor of the products, above 0; usually head_dim ** -0.5.
+        window: positions that a query attends to, its own included; 0: all up to its own (Beltagy et al., "Longformer",
+            2020, https://arxiv.org/abs/2004.05150).
+        alibi_slopes: [num_heads] float32; a score falls by its head's slope for each position between query and key
+            (ALiBi: Press et al., "Train Short, Test Long", 2021, https://arxiv.org/abs/2108.12409). None: by nothing.
+        softcap: bounds the scores to softcap * tanh(score / softcap), before ALiBi; 0: leaves them as they are
+            (Gemma 2, https://arxiv.org/abs/2408.00118).
+    """
+
+    scale: float
+    window: int = 0
+    alibi_slopes: Tensor | None = None
+    softcap: float = 0.0
+
+
+class Selection(NamedTuple):
+    """The blocks that are read, where attention does not read all of a row's blocks.
+
+    Attributes:
+        blocks: [S, num_kv_heads, max_selected] logical blocks (indexes into the row's block table) that a row's KV head
+            reads, each once, in any order; int32 and dense for the kernels.
+        num_blocks: [S, num_kv_heads], how many of them count; the others may hold anything. Also int32 and dense.
+    """
+
+    blocks: Tensor
+    num_blocks: Tensor
+
+
+class HeadPreparation(NamedTuple):
+    """What `norm_rope` makes of the heads of queries and keys before they attend, for a step of T tokens."""
+
+    num_heads: int  # of the queries, which come first
+    query_weight: Tensor | None  # [head_dim] of `rms_norm`; None: queries are not normalized
+    key_weight: Tensor | None  # the same for keys
+    eps: float  # added to the mean square
+    cos: Tensor  # [T, head_dim] of pairs (i, i + head_dim / 2)
+    sin: Tensor  # [T, head_dim], the first half negated

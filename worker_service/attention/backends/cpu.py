@@ -1,0 +1,62 @@
+"""Paged attention by the C kernels: rows of every kind in one call a layer, straight from the pages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import MAX_HEAD_DIM, CpuKernels, PagedRows
+from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
+from worker_service.attention.capability import Capability, UnavailableError
+
+_16_BITS = Capability("cpu", ("cpu",), head_dims=range(1, MAX_HEAD_DIM + 1))
+_FLOAT32 = replace(_16_BITS, cache_dtypes=(torch.bfloat16, torch.float16))
+
+
+def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "CpuAttention":
+    """Raises UnavailableError where it cannot compute this."""
+    (_FLOAT32 if shape.dtype == torch.float32 else _16_BITS).check(shape, device)
+    if kernels is None:
+        raise UnavailableError(
+            "attention backend 'cpu' needs the CPU kernels, which are off or could not be built: set "
+            "PAGEWIRE_CPU_KERNELS=require to see why, or choose torch"
+        )
+    return CpuAttention(kernels, shape.windows)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuAttend:
+    """Attention of one prepared step, a layer at a time; or what a whole stack of layers needs for it."""
+
+    kernels: CpuKernels
+    rows: PagedRows
+    scorings: Sequence[Scoring]
+    kv_cache: Sequence[LayerCache]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Attend`."""
+        return self.kernels.attend(self.rows, self.scorings[layer], query, key, value, *self.kv_cache[layer])
+
+
+class CpuAttention:
+    """The backend for CPUs where the kernels can be built."""
+
+    name = "cpu"
+    is_head_major = True  # a head's keys are read in runs as long as a block
+    is_capturable = False
+
+    def __init__(self, kernels: CpuKernels, windows: Sequence[int] = ()) -> None:
+        """`windows`: see `AttentionShape`; left out, no layer has one."""
+        self._kernels = kernels
+        self._windows = windows
+        self._scorings: list[Scoring] = []  # of the layers of any cache: they are all of one shape
+
+    def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
+        """See `AttentionBackend.prepare`."""
+        rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
+        if not self._scorings:
+            scale = kv_cache[0][0].shape[3] ** -0.5
+            self._scorings = [Scoring(scale, window) for window in self._windows or (0,) * len(kv_cache)]
+        return CpuAttend(self._kernels, rows, self._scorings, kv_cache)

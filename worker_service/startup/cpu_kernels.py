@@ -1,0 +1,52 @@
+"""Which kernels a CPU computes with, as the environment says: the one place of a worker that reads it for them.
+
+`PAGEWIRE_CPU_KERNELS` says whether: "auto" (the default) uses them where they can be built, and says in one warning why
+not; "off" does not; "require" raises instead. `PAGEWIRE_CPU_VARIANT` says what they are built for: "native" (the
+default) for all that this processor has, or "portable", "avx2", "avx512" or "avx512_bf16" for that much of it. `CC`
+names the compiler. They are kept in `PAGEWIRE_CACHE`, by default the user's cache.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pagewire.kernels.cpu import NATIVE, VARIANTS, Build, CpuKernels, load_kernels
+
+_SWITCH = "PAGEWIRE_CPU_KERNELS"
+_MODES = ("auto", "off", "require")
+_VARIANT_SWITCH = "PAGEWIRE_CPU_VARIANT"
+
+
+def load_cpu_kernels() -> CpuKernels | None:
+    """The kernels, or None where there are none. The first call may take seconds: it builds them.
+
+    Raises:
+        ValueError: `PAGEWIRE_CPU_KERNELS` or `PAGEWIRE_CPU_VARIANT` is none of its values.
+        BuildError: they are required and cannot be built.
+    """
+    mode, build = _choice(_SWITCH, _MODES), environment_build()
+    return None if mode == "off" else load_kernels(build, is_required=mode == "require")
+
+
+def environment_build() -> Build:
+    """How the environment has the kernels built. Raises ValueError if a variable is none of its values."""
+    return Build(_choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), _cache())
+
+
+def _choice(name: str, choices: Sequence[str]) -> str:
+    """The first of the choices where the environment does not say."""
+    chosen = os.environ.get(name, choices[0])
+    if chosen not in choices:
+        raise ValueError(f"{name} is {chosen!r}; it must be one of {', '.join(choices)}")
+    return chosen
+
+
+def _cache() -> Path | None:
+    """$PAGEWIRE_CACHE/kernels, by default in the user's cache; None where the user has no home."""
+    root = os.environ.get("PAGEWIRE_CACHE")
+    if root:
+        return Path(root) / "kernels"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+    except RuntimeError:
+        return None
