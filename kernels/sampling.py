@@ -21,7 +21,6 @@ from pagewire.kernels.noise import gumbel_noise, noise_keys
 LARGEST = torch.finfo(torch.float32).max
 # What a row asks for in one number, as `SamplingColumns` names it: float32 and int32.
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-EDITS = ("bias_token_ids", "bias_values", "stop_token_ids", "min_num_tokens")
 INTEGERS = ("top_k", "sample_indexes", "slots", "num_logprobs")
 
 
@@ -71,10 +70,6 @@ class SamplingColumns(NamedTuple):
         """Without biases and stop tokens. `floats`, `integers`: those that `FLOATS` and `INTEGERS` name."""
         columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
-
-    def without_edits(self) -> "SamplingColumns":
-        """The same rows without biases and stop tokens."""
-        return self._replace(**dict.fromkeys(EDITS))
 
 
 class SampledTokens(NamedTuple):

@@ -91,14 +91,8 @@ class AttentionCall:
         rows = (self.block_tables, self.block_tables.stride(0), self.seq_lens, window)
         selected = None if selection is None else (Strided.of(selection.blocks), selection.num_blocks)
         cap = scoring.softcap * LOG2_E if scoring.softcap else None
-        return (
-            output,
-            query,
-            (keys, values),
-            *rows,
-            selected,
-            Weighing(score_factor(scoring), cap, scoring.alibi_slopes),
-        )
+        weighing = Weighing(score_factor(scoring), cap, scoring.alibi_slopes)
+        return output, query, (keys, values), *rows, selected, weighing
 
     def shape(self, tile: tiles.Tile) -> AttentionShape:
         """What a kernel is compiled for that takes such a tile."""

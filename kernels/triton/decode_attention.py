@@ -146,7 +146,8 @@ def _paged_attention_v1_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_ROWS)
 def _paged_attention_v2_kernel(
-    splits, output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing, SHAPE: tl.constexpr,
+    splits, output, query, caches, block_tables, table_stride, seq_lens, window, selected, weighing,
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
     """A row in one split gets its result here; what the others add up to is for `_reduction_kernel`."""
     head, split = tl.program_id(0), tl.program_id(1)
@@ -156,19 +157,9 @@ def _paged_attention_v2_kernel(
     first_split = tl.load(splits.starts + row)
     num_splits = tl.load(splits.starts + row + 1) - first_split
     block_table, seq_len = block_tables + row * table_stride, tl.load(seq_lens + row)
+    split_of_row = split - first_split
     sums, highest, totals = _attend_split(
-        split - first_split,
-        num_splits,
-        row,
-        head,
-        query,
-        caches,
-        block_table,
-        seq_len,
-        window,
-        selected,
-        weighing,
-        SHAPE,
+        split_of_row, num_splits, row, head, query, caches, block_table, seq_len, window, selected, weighing, SHAPE
     )
     if num_splits == 1:
         _store_means(output, row, head, sums, totals, SHAPE)

@@ -222,7 +222,8 @@ def _choose(
     shape = (num_rows, num_chunks, 3)
     chunks = _Chunks(logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32))
     counts = None if token_counts is None else Strided.of(token_counts)
-    columns = columns.without_edits()
+    # What is edited already is no reason to compile these kernels again.
+    columns = columns._replace(bias_token_ids=None, bias_values=None, stop_token_ids=None, min_num_tokens=None)
     _scan_kernel[(num_chunks, num_rows)](
         *(Strided.of(logits), vocab_size, counts, columns, groups, chunks, chunk_tiles),
         num_warps=_SCAN_WARPS,

@@ -212,7 +212,7 @@ def test_the_draws_follow_the_distribution(device):
 
 
 def test_no_rows(device):
-    columns = dataclasses.asdict(make_columns([Row()], device))
+    columns = make_columns([Row()], device)._asdict()
     none = sampling.SamplingColumns(
         **{name: None if column is None else column[:0] for name, column in columns.items()}
     )
