@@ -14,11 +14,13 @@ import pytest
 
 from tests.project.counts import is_kernel
 from tests.project.sources import PACKAGES, ROOT, imports, module_name, parse, sources
+from worker_service.config import ATTENTION_BACKENDS
 
 # These are links to folders of the top level, whose names are not ours to install.
 LINKED = ("pagewire.kernels", "pagewire.protos")
 OURS = ("scheduler_service", "worker_service", "pagewire", "bench", "models", "tests")
 EVERY_SOURCE = (*PACKAGES, "bench", "models")
+MAX_PARAMETERS = 12  # of a function of the worker, and of a kernel
 
 # What serves clients may import of ours, whatever the protocol.
 PUBLIC_IMPORTS = (
@@ -70,12 +72,18 @@ ALLOWED_IMPORTS = {
         "pagewire.protos.gen.pagewire.worker",
         "pagewire.transport",
     ),
+    "worker_service.startup": ("worker_service", "pagewire.kernels.cpu"),
     "worker_service.step": (),
     "worker_service.session": ("worker_service.step",),
-    "worker_service.models": ("worker_service.models",),
+    "worker_service.models": ("worker_service.models", "pagewire.kernels.arguments"),
     "worker_service.models.checkpoint": ("worker_service.models.checkpoint_files",),
     "worker_service.models.checkpoint_files": (),
-    "worker_service.attention": ("worker_service.attention", "worker_service.models.model", "pagewire.kernels"),
+    "worker_service.attention": (
+        "worker_service.attention",
+        "worker_service.config.ATTENTION_BACKENDS",
+        "worker_service.models.model",
+        "pagewire.kernels",
+    ),
     "worker_service.rows": ("worker_service.rows", "worker_service.session", "worker_service.step", "pagewire.kernels"),
     "worker_service.host": (
         "worker_service.host",
@@ -230,6 +238,11 @@ def test_packages_are_entered_by_their_doors() -> None:
     assert not around_doors("worker_service.runner", ["worker_service.rows.SequenceTable"])
 
 
+def test_every_attention_backend_has_a_name_and_a_module() -> None:
+    folder = ROOT / "worker_service" / "attention" / "backends"
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(ATTENTION_BACKENDS)
+
+
 def rooms(service: str) -> dict[str, set[str]]:
     """Packages and modules right under a service, and which of the others each imports."""
     found: dict[str, set[str]] = {}
@@ -282,6 +295,41 @@ def test_serving_knows_nothing_of_the_wire() -> None:
 
 def functions(path: Path) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
+
+
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:
+    """All of them, defaults and constexprs included, but for the object that a method is called on."""
+    found = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return [name for name in found if name not in {"self", "cls"}]
+
+
+def test_functions_take_few_parameters() -> None:
+    """What belongs together goes together, down to the kernels: a tuple counts once, whatever it holds."""
+
+    def too_many(path: Path) -> list[str]:
+        nodes = [
+            node
+            for node in ast.walk(parse(path))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        ]
+        return [f"line {node.lineno}" for node in nodes if len(parameters(node)) > MAX_PARAMETERS]
+
+    assert offenders(["pagewire/kernels", "worker_service"], too_many) == []
+    (node,) = ast.parse("def f(self, a, /, b, c=1, *, D: tl.constexpr, e=2): ...").body
+    assert isinstance(node, ast.FunctionDef)
+    assert parameters(node) == ["a", "b", "c", "D", "e"]
+
+
+def test_kernels_do_not_read_the_environment() -> None:
+    """Whoever calls them says what they need to know."""
+    ambient = {"os.environ", "os.getenv"}
+
+    def read(path: Path) -> set[str]:
+        tree = parse(path)
+        named = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        return ambient & {*named, *imports(tree)}
+
+    assert offenders(["pagewire/kernels"], read) == []
 
 
 def test_functions_around_kernels_are_typed() -> None:

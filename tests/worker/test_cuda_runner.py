@@ -31,7 +31,7 @@ from tests.worker.plans import GREEDY, Row, plan_steps
 from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
-from worker_service.device.computation import StepClock
+from worker_service.device.computation import StepTimer
 from worker_service.device.graphs import graph_sizes
 from worker_service.device.sampler import REFERENCE, Sampler
 from worker_service.engine import Engine, EngineSession, LaunchedStep, LoadedWorker, Outcome
@@ -491,7 +491,7 @@ def test_rows_of_padding_touch_nothing(checkpoints: dict[str, Path]) -> None:
 
 
 def test_a_step_takes_what_lies_between_it_and_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = StepClock()
+    clock = StepTimer()
     now_us = 0
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now_us * 1000)
     now_us = 700

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from worker_service.cache.block_operations import create_block_operations
-from worker_service.device import Device, Event, Stream
+from worker_service.device import Device, DeviceEvent, Stream
 from worker_service.step import StepPlan
 
 _MAX_STAGING_BYTES = 32 << 20
@@ -44,7 +44,7 @@ class _BlockIds:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._under_way: deque[tuple[Event, Tensor]] = deque()
+        self._under_way: deque[tuple[DeviceEvent, Tensor]] = deque()
 
     def put(self, ids: Sequence[int]) -> Tensor:
         """The ids in pinned memory, for an operation to copy to the device; `hold` them once it is on its stream."""
@@ -54,7 +54,7 @@ class _BlockIds:
         pinned.copy_(torch.tensor(ids, dtype=torch.int64))
         return pinned
 
-    def hold(self, pinned: Tensor, stream: Stream) -> Event:
+    def hold(self, pinned: Tensor, stream: Stream) -> DeviceEvent:
         """Keep the memory until all that is on the stream now has been done."""
         event = stream.record()
         self._under_way.append((event, pinned))
@@ -98,7 +98,7 @@ class StreamMoves:
         self._max_transfer_blocks = max(1, _MAX_TRANSFER_BYTES // block_bytes)
         self._ids = _BlockIds(device)
         self._copied_ids = _BlockIds(device)
-        self._pending: deque[tuple[int, Event]] = deque()  # step, when its moves are done
+        self._pending: deque[tuple[int, DeviceEvent]] = deque()  # step, when its moves are done
 
     def start(self, plan: StepPlan) -> None:
         """Put the plan's moves on their stream. No block is named by moves of both directions."""

@@ -24,17 +24,17 @@ from worker_service.device.inputs import DeviceBatch, StepInputs
 from worker_service.device.sampler import Sampler
 from worker_service.device.sampling import PackedSampling
 from worker_service.device.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing
-from worker_service.device.streams import Device, Event
+from worker_service.device.streams import Device, DeviceEvent
 from worker_service.device.table import DeviceTable, Edit
 from worker_service.engine import FinishedStep, LaunchedStep
 from worker_service.models.model import Model
 from worker_service.rows import (
     BegunStep,
     PromptChunk,
-    Reading,
     Samples,
     SequenceTable,
     StepSampling,
+    ValueReader,
     WorkingRows,
     flatten_to_int32,
     prompt_chunks,
@@ -69,7 +69,7 @@ class DeviceComputation:
         is_capturable = backend.is_capturable and sampler.is_capturable
         self.graph_sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
         self._graphs = DecodeGraphs(self.graph_sizes, limits, device)
-        self._clock = StepClock()
+        self._clock = StepTimer()
         device.synchronize()  # what was made on another stream is there for all
 
     def capture_graphs(self) -> None:
@@ -234,9 +234,9 @@ class _StepUnderWay:
     step: BegunStep
     work: _Work
     buffer: PinnedBuffer
-    done: Event
+    done: DeviceEvent
     buffers: ResultBuffers
-    clock: "StepClock"
+    clock: "StepTimer"
 
     def is_done(self) -> bool:
         return self.done.is_done()
@@ -244,14 +244,14 @@ class _StepUnderWay:
     def result(self) -> StepResult:
         self.done.wait()
         duration_us = self.clock.duration_us(self.step.watch.began_ns)
-        reading = Reading(self.buffer.array)
+        reading = ValueReader(self.buffer.array)
         samples = self.work.sampling.read(reading)
         prompt_logprobs = tuple(chunk.read(reading) for chunk in self.work.chunks)
         self.buffers.give_back(self.buffer)
         return self.step.result(samples, prompt_logprobs, duration_us, StepParts(model_us=duration_us))
 
 
-class StepClock:
+class StepTimer:
     """Tells how long steps took that follow each other on a device."""
 
     def __init__(self) -> None:

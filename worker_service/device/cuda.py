@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from worker_service.device.streams import Event, Operation, Stream
+from worker_service.device.streams import DeviceEvent, Operation, Stream
 
 
 class CudaEvent:
-    """See `Event`. Who waits sleeps, and leaves the core to others."""
+    """See `DeviceEvent`. Who waits sleeps, and leaves the core to others."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -34,7 +34,7 @@ class CudaStream:
         event.record(self.stream)
         return CudaEvent(event)
 
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from worker_service.device.streams import Device, Event
+from worker_service.device.streams import Device, DeviceEvent
 
 _MIN_BUFFER_SIZE = 1 << 12  # in int32
 # Columns begin at whole 16 bytes, in int32: Triton compiles a kernel again for a pointer that does not.
@@ -80,7 +80,7 @@ class UploadRing:
 
     def __init__(self, device: Device, num_buffers: int = 2) -> None:
         self._device = device
-        self._ring: deque[tuple[PinnedBuffer, Event | None]] = deque(
+        self._ring: deque[tuple[PinnedBuffer, DeviceEvent | None]] = deque(
             (PinnedBuffer.allocate(device, 1), None) for _ in range(num_buffers)
         )
 

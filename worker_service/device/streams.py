@@ -14,7 +14,7 @@ from torch import Tensor
 Operation = Callable[[], object]
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A place in a stream."""
 
     def is_done(self) -> bool:
@@ -30,10 +30,10 @@ class Stream(Protocol):
     def run(self, operation: Operation) -> None:
         """Put an operation on the stream."""
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """The place behind all that was put on the stream so far."""
 
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: DeviceEvent) -> None:
         """Whatever is put on this stream from now on is carried out after the event is done."""
 
 

@@ -10,7 +10,7 @@ from worker_service.rows import SequenceTable, WorkingRows
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class HostBatch:
     """T new tokens of S rows, R of which sample."""
 
     token_ids: torch.Tensor  # [T] int64
@@ -19,14 +19,14 @@ class Batch:
     sampling_indices: torch.Tensor  # [R] int64: where in the flat batch the sampling rows' last tokens are
 
 
-def build_batch(table: SequenceTable, rows: WorkingRows) -> Batch:
+def build_batch(table: SequenceTable, rows: WorkingRows) -> HostBatch:
     """Flatten the working rows. There must be at least one."""
     block_size = table.limits.block_size
     slots, positions, query_start_loc = rows.flatten()
     block_ids = table.block_tables[slots, positions // block_size].astype(np.int64)
     ends = rows.ends
     num_blocks = -(-int(ends.max()) // block_size)
-    return Batch(
+    return HostBatch(
         token_ids=torch.from_numpy(table.token_ids[slots, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
         attention=AttentionBatch(

@@ -14,11 +14,11 @@ from worker_service.host.batch import build_batch
 from worker_service.host.model import HostModel
 from worker_service.rows import (
     BegunStep,
-    Reading,
     Samples,
     SequenceTable,
     StepSampling,
     StepWatch,
+    ValueReader,
     WorkingRows,
     prompt_chunks,
     row_statuses,
@@ -93,7 +93,7 @@ class HostComputation:
         for chunk in chunks:
             tokens = torch.from_numpy(table.token_ids[chunk.tokens])
             results += chunk.compute(hidden, tokens, self._model.compute_logits)
-        reading = Reading.of(results)
+        reading = ValueReader.of(results)
         samples = sampling.read(reading)
         table.put_tokens(rows, sampled.token_ids.numpy())
         return samples, tuple(chunk.read(reading) for chunk in chunks)

@@ -5,7 +5,7 @@ Nothing here knows where rows are computed.
 
 from worker_service.rows.parts import StepPart, run_in_parts
 from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
-from worker_service.rows.reading import Reading, flatten_to_int32
+from worker_service.rows.reading import ValueReader, flatten_to_int32
 from worker_service.rows.results import BegunStep, StepOutline, join_results
 from worker_service.rows.sampling import Samples, StepSampling, has_penalties, row_statuses
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
@@ -14,7 +14,6 @@ from worker_service.rows.watch import StepWatch
 __all__ = [
     "BegunStep",
     "PromptChunk",
-    "Reading",
     "Samples",
     "SequenceTable",
     "StepOutline",
@@ -22,6 +21,7 @@ __all__ = [
     "StepSampling",
     "StepWatch",
     "TableLimits",
+    "ValueReader",
     "WorkingRows",
     "flatten_to_int32",
     "has_penalties",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.kernels.sampling import logprob_columns
-from worker_service.rows.reading import Reading
+from worker_service.rows.reading import ValueReader
 from worker_service.rows.table import SequenceTable, WorkingRows
 from worker_service.step import Logprobs, PromptLogprobs
 
@@ -46,7 +46,7 @@ class PromptChunk:
         ]
         return [torch.cat(parts) for parts in zip(*columns, strict=True)]
 
-    def read(self, reading: Reading) -> PromptLogprobs:
+    def read(self, reading: ValueReader) -> PromptLogprobs:
         num, num_tops = self.num, self.num * self.num_top
         logprobs = Logprobs(
             chosen=tuple(reading.floats(num).tolist()),

@@ -14,7 +14,7 @@ def flatten_to_int32(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.view(torch.int32) if part.dtype == torch.float32 else part.int() for part in flat])
 
 
-class Reading:
+class ValueReader:
     """Reads what was flattened, one tensor after the other."""
 
     def __init__(self, values: NDArray[np.int32]) -> None:
@@ -22,11 +22,11 @@ class Reading:
         self._num_read = 0
 
     @staticmethod
-    def of(tensors: Sequence[Tensor]) -> "Reading":
+    def of(tensors: Sequence[Tensor]) -> "ValueReader":
         """What `flatten_to_int32` would make of tensors on the host, in fewer operations of torch."""
         flat = [tensor.numpy().ravel() for tensor in tensors]
         bits = [part.view(np.int32) if part.dtype == np.float32 else part for part in flat]
-        return Reading(np.concatenate(bits, dtype=np.int32, casting="unsafe"))
+        return ValueReader(np.concatenate(bits, dtype=np.int32, casting="unsafe"))
 
     def integers(self, num: int) -> NDArray[np.int32]:
         start = self._num_read

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns
-from worker_service.rows.reading import Reading
+from worker_service.rows.reading import ValueReader
 from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
 
 IntArray = NDArray[np.int64]
@@ -182,7 +182,7 @@ class StepSampling:
         """How many values `read` reads."""
         return self.num_rows * (2 if self.max_reported is None else 4 + 2 * self.max_reported)
 
-    def read(self, reading: Reading) -> Samples:
+    def read(self, reading: ValueReader) -> Samples:
         num = self.num_rows
         token_ids, is_nan = reading.integers(num), reading.integers(num) != 0
         chooses = ~self.reports_candidates
