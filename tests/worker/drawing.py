@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.kernels.cpu.sampling import SeenTokens, sample
-from worker_service.rows.reading import Reading
+from worker_service.rows.reading import ValueReader
 from worker_service.rows.sampling import SamplingTable
 from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
 
@@ -58,6 +58,6 @@ def draw(logits: torch.Tensor, special: Sequence[SamplingRow]) -> Draws:
     penalized = [row for row in rows if step.is_penalized[row.index]]
     seen = SeenTokens.of((row.index, row.token_ids, row.num_prompt_tokens) for row in penalized) if penalized else None
     sampled = sample(logits.clone(), table.columns(step), seen, step.max_reported)
-    samples = step.read(Reading.of(step.results(sampled)))
+    samples = step.read(ValueReader.of(step.results(sampled)))
     is_nan = [status is RowStatus.NAN_LOGITS for status in samples.statuses] or [False] * num_rows
     return Draws(sampled.token_ids.tolist(), is_nan, samples.logprobs, samples.candidates)

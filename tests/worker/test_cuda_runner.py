@@ -50,13 +50,12 @@ def sample(
     logits: torch.Tensor, columns: SamplingColumns, token_counts: torch.Tensor | None, max_logprobs: int | None
 ) -> SampledTokens:
     """The reference, which sees that its columns are as a kernel wants them."""
-    for column in fields(columns):
-        tensor = getattr(columns, column.name)
+    for name, tensor in columns._asdict().items():
         if tensor is not None:
-            assert tensor.is_contiguous(), column.name
-            assert len(tensor) == len(logits), column.name
-            assert tensor.data_ptr() % 16 == 0, f"a kernel would be compiled again for {column.name}"
-            assert tensor.dtype in (torch.float32, torch.int32) or column.name == "seeds"
+            assert tensor.is_contiguous(), name
+            assert len(tensor) == len(logits), name
+            assert tensor.data_ptr() % 16 == 0, f"a kernel would be compiled again for {name}"
+            assert tensor.dtype in (torch.float32, torch.int32) or name == "seeds"
     return REFERENCE.sample(logits, columns, token_counts, max_logprobs)
 
 
