@@ -1,4 +1,4 @@
-"""What a request yields: deltas as they come, and the whole of them."""
+"""The output of a request: deltas as they come, and the whole of them."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from pagewire.errors import InternalError, PagewireError
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request. `cached_tokens` are prompt tokens that needed no computing."""
+    """The numbers of a request's tokens. `cached_tokens` are prompt tokens that needed no computing."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -18,9 +18,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms after penalties and bias, before temperature and filters. `rank` counts from 1.
+    """The log-probability of a token: natural, after penalties and bias, before temperature and filters.
 
-    `top` holds the most likely tokens as (token id, logprob), best first.
+    `rank` counts from 1. `top` holds the most likely tokens as (token id, logprob), best first.
     """
 
     token_id: int
@@ -98,7 +98,7 @@ class Result:
 
 @dataclass(slots=True)
 class _Sample:
-    """What has come of one sample."""
+    """The output of one sample that has come so far."""
 
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -144,7 +144,7 @@ class CompletionBuilder:
             sample.last = output
 
     def finish(self, now: float) -> Completion:
-        """The whole request. Raises InternalError if a sample has not ended."""
+        """Returns the whole output. Raises InternalError if a sample has not ended."""
         outputs = tuple(self._output(index) for index in range(self._num_samples))
         usage = Usage(
             prompt_tokens=outputs[0].usage.prompt_tokens,

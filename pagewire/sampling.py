@@ -1,4 +1,4 @@
-"""How tokens are chosen: vLLM's names and defaults."""
+"""The parameters by which tokens are chosen, with vLLM's names and defaults."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +102,7 @@ class SamplingParams:
         self._require("early_stopping", is_known, f"one of {', '.join(map(repr, EARLY_STOPPING))}")
 
     def updated(self, **changes: Unpack["SamplingFields"]) -> "SamplingParams":
-        """The same with other values of some fields. TypeError for a name that is none."""
+        """Returns parameters with other values of some fields. Raises TypeError for an unknown name."""
         for name in changes:
             if name not in SamplingFields.__annotations__:
                 near = difflib.get_close_matches(name, SamplingFields.__annotations__, n=1)

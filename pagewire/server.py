@@ -1,4 +1,4 @@
-"""What a server says of itself. The fields are those of the public proto; its comments give units."""
+"""The state and the limits of a server. The fields are those of the public proto; its comments give units."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,10 +23,11 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What is served, and its limits. `worker` is None while none is connected.
+    """The model that a server has, and the server's limits. `worker` is None while none is connected.
 
-    `model_digest` is hexadecimal, `max_sequence_tokens` what a request may have now, `unavailable_reason` why requests
-    are refused now, or nothing. `special_tokens` holds texts by the names that a chat template uses, such as eos_token.
+    `model_digest` is hexadecimal, `max_sequence_tokens` the most that a request may have now, `unavailable_reason` why
+    requests are refused now, or nothing. `special_tokens` holds texts by the names that a chat template uses, such as
+    eos_token.
     """
 
     version: str
@@ -50,7 +51,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What the server is doing now: sequences, prompt tokens, blocks, and counts since its start."""
+    """The load of a server now: sequences, prompt tokens, blocks, and counts since its start."""
 
     num_running: int
     num_waiting: int
@@ -77,7 +78,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
-    """Who holds device blocks. `request_id` is None for a request of another tenant."""
+    """A request that holds device blocks. `request_id` is None for a request of another tenant."""
 
     request_id: str | None
     num_blocks: int
@@ -85,7 +86,7 @@ class BlockHolder:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """What a request is doing ("waiting", "running", "swapping out", "swapped", "swapping in") and why it waits."""
+    """The state of a request ("waiting", "running", "swapping out", "swapped", "swapping in") and why it waits."""
 
     request_id: str
     tenant: str
@@ -112,7 +113,7 @@ FREE, CACHED, MOVING, SHARED, HELD = range(5)
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Every block of both pools. Entry i is about block i + 1."""
+    """The use of every block of both pools. Entry i is about block i + 1."""
 
     owners: tuple[str, ...]
     device_blocks: tuple[int, ...]

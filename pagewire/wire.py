@@ -1,4 +1,4 @@
-"""The client's data to and from `pagewire.scheduler.v1`. Pure translation."""
+"""Translates the client's data to and from `pagewire.scheduler.v1`. It is pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -62,7 +62,8 @@ def encode_request(
     cache_salt: str,
     tenant: str,
 ) -> pb.GenerateRequest:
-    """Raises InvalidRequest for a number that the wire cannot hold, TypeError unless there is exactly one prompt."""
+    """Makes the message of a request. Raises InvalidRequest for a number that the wire cannot hold, and TypeError
+    unless there is exactly one prompt."""
     if (prompt is None) == (prompt_token_ids is None):
         raise TypeError("give either prompt or prompt_token_ids")
     if prompt is not None and not isinstance(prompt, str):
@@ -87,7 +88,7 @@ def encode_request(
 
 
 def split_prompt(prompt: object, index: int) -> tuple[str | None, Sequence[int] | None]:
-    """The text or the token ids of a list's prompt at some place. Raises TypeError."""
+    """Returns the text or the token ids of the prompt at a place of a list. Raises TypeError."""
     if isinstance(prompt, str):
         return prompt, None
     if are_token_ids(prompt):
@@ -97,7 +98,7 @@ def split_prompt(prompt: object, index: int) -> tuple[str | None, Sequence[int] 
 
 
 def as_prompts(token_ids: Iterable[Any]) -> tuple[list[Sequence[int]], bool]:
-    """Lists of token ids, and whether there was only one, not in a list. Raises TypeError."""
+    """Returns lists of token ids, and whether there was only one that was not in a list. Raises TypeError."""
     given = list(token_ids)
     if all(map(is_integer, given)):
         return [given], True
@@ -107,7 +108,7 @@ def as_prompts(token_ids: Iterable[Any]) -> tuple[list[Sequence[int]], bool]:
 
 
 def encode_detokenize(prompts: Iterable[Sequence[int]], skip_special_tokens: bool) -> pb.DetokenizeRequest:
-    """Raises InvalidRequest for an id that the wire cannot hold."""
+    """Makes the message of lists of token ids. Raises InvalidRequest for an id that the wire cannot hold."""
     request = pb.DetokenizeRequest(skip_special_tokens=skip_special_tokens)
     for prompt in prompts:
         _assign("prompts.ids", partial(request.prompts.add().ids.extend, prompt))
@@ -141,7 +142,7 @@ def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> No
 
 
 def _assign(field: str, assign: Callable[[], object]) -> None:
-    """Protobuf refuses an integer outside the field's type: the server could say nothing else of it."""
+    """Assigns a field. Protobuf refuses an integer outside its type; the server could say nothing else of it."""
     try:
         assign()
     except ValueError as error:
@@ -200,7 +201,7 @@ def decode_result(response: pb.GetResultResponse) -> Result:
 
 
 def decode_error(error: Any, url: str) -> PagewireError:
-    """The typed error of a failed grpc call (`grpc.RpcError` of either API), with google.rpc details."""
+    """Returns the typed error of a failed grpc call (`grpc.RpcError` of either API), with google.rpc details."""
     code = error.code()
     message = error.details() or code.name
     if code is grpc.StatusCode.UNAVAILABLE and message.startswith("failed to connect"):
@@ -213,7 +214,7 @@ def decode_error(error: Any, url: str) -> PagewireError:
 
 
 def decode_failure(failure: pb.StreamFailure) -> PagewireError:
-    """The typed error of a request that shares a call: what `decode_error` makes of one that does not."""
+    """Returns the typed error of a request that shares a call: the one that `decode_error` makes of its own call."""
     code = STATUS_CODES[failure.code]
     return ERRORS.get(code, PagewireError)(
         failure.message,
@@ -224,7 +225,7 @@ def decode_failure(failure: pb.StreamFailure) -> PagewireError:
 
 
 def _decode_details(metadata: Iterable[tuple[str, Any]]) -> tuple[tuple[FieldViolation, ...], float | None]:
-    """The field violations and the retry delay in seconds of a status."""
+    """Returns the field violations and the retry delay in seconds of a status."""
     field_violations: list[FieldViolation] = []
     retry_delay = None
     packed = dict(metadata).get("grpc-status-details-bin")

@@ -1,4 +1,6 @@
-"""What the flags of the bench verbs may be, and the ones that several verbs have. Names are those of `vllm bench`."""
+"""Parses the values of the bench verbs' flags, and adds those that several verbs have. Names are those of `vllm
+bench`.
+"""
 
 import argparse
 import json
@@ -15,17 +17,17 @@ from pagewire.sampling import BENCH_FIELDS, BOOLEAN_FIELDS, FLAGS, SamplingParam
 
 
 def count(text: str) -> int:
-    """An integer of at least 1."""
+    """Parses an integer of at least 1."""
     return _integer(text, 1)
 
 
 def count_or_zero(text: str) -> int:
-    """An integer of at least 0."""
+    """Parses an integer of at least 0."""
     return _integer(text, 0)
 
 
 def positive(text: str) -> float:
-    """A number above 0; "inf" too."""
+    """Parses a number above 0; "inf" is one too."""
     value = _number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -42,7 +44,7 @@ def percents(text: str) -> list[float]:
 
 
 def latencies(text: str) -> list[str]:
-    """Parses "ttft,itl"."""
+    """Parses "ttft,itl", the names of latencies."""
     names = text.split(",")
     for name in names:
         if name not in LATENCIES:
@@ -74,7 +76,7 @@ def range_ratio(text: str) -> RangeRatio:
 
 
 def objectives(parser: Parser, pairs: Sequence[str]) -> dict[str, float]:
-    """Parses "ttft:200 tpot:50", milliseconds, to seconds by name; ends the command for what cannot be."""
+    """Parses "ttft:200 tpot:50", milliseconds, to seconds by name. Ends the command for a text that is none."""
     limits: dict[str, float] = {}
     for pair in pairs:
         name, colon, value = pair.partition(":")
@@ -134,13 +136,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser, temperature: float | Non
 
 
 def sampling(parsed: argparse.Namespace) -> SamplingParams:
-    """Without an end but the length; what is not given is left to the server."""
+    """Returns the parameters that the flags give, without an end but the length. The server chooses all others."""
     left = {field.name: None for field in FLAGS if field.name not in (*BOOLEAN_FIELDS, "max_tokens")}
     return SamplingParams(**left | {name: getattr(parsed, name) for name in BENCH_FIELDS}, ignore_eos=True)
 
 
 def length_ranges(parsed: argparse.Namespace) -> tuple[LengthRange, LengthRange]:
-    """Of prompts and outputs."""
+    """Returns the ranges of the lengths of prompts and of outputs."""
     ratio: RangeRatio = parsed.random_range_ratio
     return LengthRange.around(parsed.input_len, ratio.input), LengthRange.around(parsed.output_len, ratio.output)
 

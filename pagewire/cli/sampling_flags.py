@@ -58,7 +58,7 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling(arguments: argparse.Namespace) -> SamplingParams:
-    """The parameters that the flags give; None for all others."""
+    """Returns the parameters that the flags give, and None for all others."""
     given = {field.name: getattr(arguments, field.name, None) for field in fields(SamplingParams)}
     if given["logit_bias"] is not None:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -70,7 +70,7 @@ def flag(name: str) -> str:
 
 
 def token_ids(text: str) -> Sequence[int]:
-    """Parses "1,2,3"."""
+    """Parses "1,2,3", a list of token ids."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:

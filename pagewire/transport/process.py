@@ -1,4 +1,4 @@
-"""What a service's process and the process that started it say to each other, by lines, exit codes and a variable."""
+"""Tells a service's process and the one that started it of each other, by lines, exit codes and a variable."""
 
 import ctypes
 import logging
