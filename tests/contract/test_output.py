@@ -1,0 +1,85 @@
+"""What one sample has got: a reader that empties the buffer, however slowly, gets what a buffer that is kept has."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.core.request import EndReason, SequenceEnd, TokenLogprobs
+from scheduler_service.rpc.public.output import OutputBuffer, OutputReader
+from scheduler_service.serving.token_stream import Delta
+from scheduler_service.serving.tokenizer import Tokenizer
+from tests.contract.scheduler_stack import VOCAB_SIZE
+
+
+def entries(rng: random.Random, token_ids: list[int]) -> list[TokenLogprobs]:
+    # Numbers that have the same value in 32 bits, and whose sums are exact.
+    return [TokenLogprobs(id, -rng.randrange(64) / 8, 1, ((id, -0.5), (3, -1.0))) for id in token_ids]
+
+
+def deltas(rng: random.Random, reason: EndReason) -> list[Delta]:
+    """The prompt's log-probabilities, tokens a few at a time, and an end that comes with the last or alone."""
+    token_ids = [rng.randrange(VOCAB_SIZE - 1) for _ in range(rng.randrange(60))]
+    end = SequenceEnd(0, reason, 5, 0, len(token_ids), None, "", 0.0, None, None)
+    found = [Delta(0, 0, [], [], entries(rng, [5] * rng.randrange(9)), None)]
+    first = 0
+    while first < len(token_ids):
+        some = token_ids[first : first + rng.randrange(1, 9)]
+        found.append(Delta(0, first, some, entries(rng, some), [], None))
+        first += len(some)
+    if rng.random() < 0.5:
+        return [*found[:-1], found[-1]._replace(end=end)]
+    return [*found, Delta(0, first, [], [], [], end)]
+
+
+def read_some(reader: OutputReader, rng: random.Random, received: list[pb.GenerateResponse]) -> None:
+    """Read what is due, or leave some of it for the next time."""
+    for response in reader.take():
+        received.append(response)
+        if rng.random() < 0.3:
+            return
+
+
+def joined(responses: list[pb.GenerateResponse]) -> tuple[object, ...]:
+    whole = pb.GenerateResponse()
+    for response in responses:
+        if response.token_ids:
+            assert response.first_token == len(whole.token_ids)
+        whole.MergeFrom(response)
+    text = "".join(response.text for response in responses)
+    return list(whole.token_ids), text, list(whole.logprobs), list(whole.prompt_logprobs), whole.cumulative_logprob
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("reason", [EndReason.LENGTH, EndReason.NAN_LOGITS])
+def test_a_reader_gets_everything_once_and_in_order(checkpoint: Path, seed: int, reason: EndReason) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    tokenizer = Tokenizer(checkpoint / "tokenizer.json")
+    buffers = [
+        OutputBuffer(
+            "id",
+            0,
+            tokenizer.text_decoder((5, 6), stop=[], min_tokens=0, include_stop_text=False, skip_special_tokens=True),
+            with_logprobs=True,
+            is_kept=is_kept,
+        )
+        for is_kept in (False, True)
+    ]
+    reader = OutputReader(buffers[0], max_tokens=rng.randrange(1, 9))
+    received: list[pb.GenerateResponse] = []
+    for delta in deltas(rng, reason):
+        for buffer in buffers:
+            buffer.add(delta)
+        if rng.random() < 0.6:
+            read_some(reader, rng, received)
+    received += reader.take()
+    whole = asyncio.run(buffers[1].whole())
+    assert joined(received) == joined([whole])
+    assert list(reader.take()) == []
+    ends = [response.HasField("usage") for response in received]
+    assert ends == [False] * (len(ends) - 1) + [True] if reason is EndReason.LENGTH else not any(ends)
+    # A second reader of what is kept gets the same.
+    assert joined(list(OutputReader(buffers[1], max_tokens=3).take())) == joined([whole])
