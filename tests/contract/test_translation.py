@@ -102,7 +102,9 @@ ANSWERS: list[tuple[Any, type[Any], type[Message], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("decode", "data_type", "message_type", "others"), ANSWERS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("decode", "data_type", "message_type", "others"), ANSWERS, ids=[answer[1].__name__ for answer in ANSWERS]
+)
 def test_a_client_is_told_every_field(
     decode: Any, data_type: type[Any], message_type: type[Message], others: dict[str, Any], seed: int
 ) -> None:
