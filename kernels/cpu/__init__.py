@@ -27,23 +27,12 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def load_kernels(build: Build, *, is_required: bool = False) -> CpuKernels | None:
-    """The kernels, or None where they cannot be built, of which a warning is logged. The first call may take seconds.
-
-    Raises:
-        BuildError: they are required and cannot be built.
-    """
-    kernels = _load(build)
-    if not isinstance(kernels, BuildError):
-        return kernels
-    if is_required:
-        raise kernels
-    return None
-
-
 @functools.cache
-def _load(build: Build) -> CpuKernels | BuildError:
-    """Tries each once in a process."""
+def load_kernels(build: Build) -> CpuKernels | BuildError:
+    """The kernels, or why they cannot be built, of which a warning is logged: each build is tried once in a process.
+
+    The first call may take seconds.
+    """
     try:
         kernels = CpuKernels(load_library(build))
     except BuildError as error:

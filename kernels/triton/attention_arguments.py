@@ -1,7 +1,6 @@
 """What the attention kernels are launched with, how it follows from what their callers pass, and what is refused."""
 
 from collections import namedtuple
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,77 +27,54 @@ Weighing = namedtuple("Weighing", "factor cap slopes")
 AttentionShape = namedtuple("AttentionShape", "num_groups head_dim padded_dim block_size block_m block_n operand")
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """A checked call of an attention kernel."""
+# What an attention kernel is launched with: the output; the arguments that all of them have, in their order, which are
+# output, query, (keys, values), block_tables, the stride of these, seq_lens, window, (selected blocks, how many) and
+# weighing, None where something is not there; the tile of the table; and what is passed by name, SHAPE among it. What
+# lies by row stands alone: of what is in a tuple, Triton compiles a kernel again for other alignments.
+AttentionLaunch = namedtuple("AttentionLaunch", "output arguments tile options")
 
-    output: Tensor
-    query: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    scoring: Scoring
-    selection: Selection | None
 
-    @staticmethod
-    def of(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        scoring: Scoring,
-        selection: Selection | None,
-        output: Tensor | None,
-    ) -> "AttentionCall":
-        """Makes memory for the output where there is none. Raises ValueError unless tensors and scoring fit."""
-        if output is None:
-            output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        check_tensors(query, key_cache, value_cache, output)
-        check_scoring(scoring, query.shape[1])
-        return AttentionCall(output, query, key_cache, value_cache, block_tables, seq_lens, scoring, selection)
+def prepare_launch(
+    kernel: str,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scoring: Scoring,
+    selection: Selection | None,
+    output: Tensor | None,
+    window: int | None,
+) -> AttentionLaunch:
+    """Makes memory for the output where there is none. Raises ValueError unless all of it fits together.
 
-    def check_rows(self, num_rows: int) -> None:
-        """Raises ValueError unless what lies by row is for so many rows; block tables may lie apart."""
-        check_integers("block_tables", self.block_tables, (num_rows, self.block_tables.shape[-1]))
-        check_integers("seq_lens", self.seq_lens, (num_rows,))
-        if self.selection is not None:
-            shape = (num_rows, self.key_cache.shape[2])
-            check_integers("selected_blocks", self.selection.blocks, (*shape, self.selection.blocks.shape[-1]))
-            check_integers("num_selected", self.selection.num_blocks, shape)
-
-    @property
-    def num_groups(self) -> int:
-        """How many query heads share a KV head."""
-        return self.query.shape[1] // self.key_cache.shape[2]
-
-    def tile(self, kernel: str) -> tiles.Tile:
-        """The table's tile of a kernel for this call."""
-        return tiles.lookup(
-            kernel, head_dim=self.query.shape[2], num_groups=self.num_groups, dtype=self.key_cache.dtype
-        )
-
-    def arguments(self, window: int | None) -> tuple[object, ...]:
-        """The arguments of all kernels, in their order.
-
-        output, query, (keys, values), block_tables, the stride of these, seq_lens, window, (selected blocks, how many),
-        weighing. What is None is not there. Those by row stand alone: of what is in a tuple, Triton compiles a kernel
-        again for other alignments.
-        """
-        scoring, selection = self.scoring, self.selection
-        output, query, keys, values = map(Strided.of, (self.output, self.query, self.key_cache, self.value_cache))
-        rows = (self.block_tables, self.block_tables.stride(0), self.seq_lens, window)
-        selected = None if selection is None else (Strided.of(selection.blocks), selection.num_blocks)
-        cap = scoring.softcap * LOG2_E if scoring.softcap else None
-        weighing = Weighing(score_factor(scoring), cap, scoring.alibi_slopes)
-        return output, query, (keys, values), *rows, selected, weighing
-
-    def shape(self, tile: tiles.Tile) -> AttentionShape:
-        """What a kernel is compiled for that takes such a tile."""
-        head_dim, block_size = self.query.shape[2], self.key_cache.shape[1]
-        sizes = (self.num_groups, head_dim, triton.next_power_of_2(head_dim), block_size)
-        return AttentionShape(*sizes, tile.block_m, tile.block_n, operand(self.query.dtype, self.key_cache.dtype))
+    `kernel`: as `tiles.lookup` names it. `window`: as the kernel takes it.
+    """
+    if output is None:
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    check_tensors(query, key_cache, value_cache, output)
+    (num_heads, head_dim), (block_size, num_kv_heads) = query.shape[1:], key_cache.shape[1:3]
+    num_rows = seq_lens.numel() if kernel == "paged_prefill" else query.shape[0]
+    check_integers("block_tables", block_tables, (num_rows, block_tables.shape[-1]))
+    check_integers("seq_lens", seq_lens, (num_rows,))
+    selected = None
+    if selection is not None:
+        check_integers("selected_blocks", selection.blocks, (num_rows, num_kv_heads, selection.blocks.shape[-1]))
+        check_integers("num_selected", selection.num_blocks, (num_rows, num_kv_heads))
+        selected = (Strided.of(selection.blocks), selection.num_blocks)
+    check_scoring(scoring, num_heads)
+    num_groups, padded_dim = num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+    tile = tiles.lookup(kernel, head_dim=head_dim, num_groups=num_groups, dtype=key_cache.dtype)
+    operands = operand(query.dtype, key_cache.dtype)
+    shape = AttentionShape(num_groups, head_dim, padded_dim, block_size, tile.block_m, tile.block_n, operands)
+    cap = scoring.softcap * LOG2_E if scoring.softcap else None
+    arguments = (
+        *(Strided.of(output), Strided.of(query), (Strided.of(key_cache), Strided.of(value_cache))),
+        *(block_tables, block_tables.stride(0), seq_lens, window),
+        *(selected, Weighing(score_factor(scoring), cap, scoring.alibi_slopes)),
+    )
+    options = {"SHAPE": shape, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return AttentionLaunch(output, arguments, tile, options)
 
 
 def score_factor(scoring: Scoring) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
-from pagewire.kernels.triton.attention_arguments import AttentionCall, load_slopes, prepare_queries
+from pagewire.kernels.triton.attention_arguments import load_slopes, prepare_launch, prepare_queries
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.strided import Strided
 
@@ -57,17 +57,11 @@ def paged_attention_v1(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    call = AttentionCall.of(query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output)
-    call.check_rows(query.shape[0])
-    tile = call.tile("paged_attention_v1")
+    tensors = (query, key_cache, value_cache, block_tables, seq_lens)
+    launch = prepare_launch("paged_attention_v1", *tensors, scoring, selection, output, scoring.window or ANY_LEN)
     if query.shape[0]:
-        _paged_attention_v1_kernel[(key_cache.shape[2], query.shape[0])](
-            *call.arguments(scoring.window or ANY_LEN),
-            call.shape(tile),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-    return call.output
+        _paged_attention_v1_kernel[(key_cache.shape[2], query.shape[0])](*launch.arguments, **launch.options)
+    return launch.output
 
 
 def paged_attention_v2(
@@ -94,37 +88,30 @@ def paged_attention_v2(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    call = AttentionCall.of(query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output)
-    call.check_rows(query.shape[0])
-    tile = call.tile("paged_attention_v2")
+    tensors = (query, key_cache, value_cache, block_tables, seq_lens)
+    launch = prepare_launch("paged_attention_v2", *tensors, scoring, selection, output, scoring.window or ANY_LEN)
     plan.check(query)
-    num_rows, num_heads, _ = query.shape
+    num_rows, num_heads, head_dim = query.shape
     if num_rows == 0:
-        return call.output
+        return launch.output
     splits = _Splits(plan.split_rows, plan.split_starts, plan.sums, plan.highest, plan.totals)
-    shape = call.shape(tile)
-    _paged_attention_v2_kernel[(key_cache.shape[2], plan.split_rows.shape[0])](
-        splits,
-        *call.arguments(scoring.window or ANY_LEN),
-        shape,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    programs = (key_cache.shape[2], plan.split_rows.shape[0])
+    _paged_attention_v2_kernel[programs](splits, *launch.arguments, **launch.options)
     _reduction_kernel[(num_heads, num_rows)](
-        *(splits, Strided.of(call.output)),
+        *(splits, Strided.of(launch.output)),
         NUM_HEADS=num_heads,
-        HEAD_DIM=shape.head_dim,
-        PADDED_DIM=shape.padded_dim,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
         TILE=REDUCTION_TILE,
         num_warps=4,
     )
-    return call.output
+    return launch.output
 
 
 # The tensors of a `SplitPlan`.
 _Splits = namedtuple("_Splits", "rows starts sums highest totals")
 
-# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `AttentionCall`
+# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `prepare_launch`
 # makes them; SHAPE is an `AttentionShape`.
 
 # How long rows are, and where in a step's tensors they lie, is no reason to compile again.

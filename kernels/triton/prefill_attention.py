@@ -14,7 +14,12 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
-from pagewire.kernels.triton.attention_arguments import AttentionCall, check_integers, load_slopes, prepare_queries
+from pagewire.kernels.triton.attention_arguments import (
+    check_integers,
+    load_slopes,
+    prepare_launch,
+    prepare_queries,
+)
 
 # Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
 _LOWEST = tl.constexpr(-3.0e38)
@@ -55,23 +60,18 @@ def paged_prefill(
     Raises:
         ValueError: a shape, dtype, stride or number is not one of these.
     """
-    call = AttentionCall.of(query, key_cache, value_cache, block_tables, seq_lens, scoring, selection, output)
-    num_rows = seq_lens.numel()
-    call.check_rows(num_rows)
+    tensors = (query, key_cache, value_cache, block_tables, seq_lens)
+    launch = prepare_launch("paged_prefill", *tensors, scoring, selection, output, scoring.window or None)
+    num_rows, num_kv_heads = seq_lens.numel(), key_cache.shape[2]
     check_integers("query_start_loc", query_start_loc, (num_rows + 1,))
     if num_rows:
-        tile = call.tile("paged_prefill")
-        max_tiles = query.shape[0] // (tile.block_m // call.num_groups) + num_rows  # see `_find_tile`
-        _paged_prefill_kernel[(max_tiles, key_cache.shape[2])](
-            *call.arguments(scoring.window or None),
-            *(query_start_loc, num_rows, call.shape(tile)),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-    return call.output
+        tile_queries = launch.tile.block_m // (query.shape[1] // num_kv_heads)
+        max_tiles = query.shape[0] // tile_queries + num_rows  # see `_find_tile`
+        _paged_prefill_kernel[(max_tiles, num_kv_heads)](*launch.arguments, query_start_loc, num_rows, **launch.options)
+    return launch.output
 
 
-# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `AttentionCall`
+# Device code. Scores are in units of log 2, so that weights are powers of two. Arguments are what `prepare_launch`
 # makes them; SHAPE is an `AttentionShape`.
 
 # Where the rows that do not decode begin in the step's tensors is no reason to compile again.

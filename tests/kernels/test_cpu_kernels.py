@@ -389,9 +389,9 @@ def test_library_is_built_once_and_again_for_other_flags(cpu_kernels, tmp_path, 
 @pytest.fixture
 def fresh_switch():
     """As in a process that has not tried to load the kernels yet."""
-    pagewire.kernels.cpu._load.cache_clear()
+    pagewire.kernels.cpu.load_kernels.cache_clear()
     yield
-    pagewire.kernels.cpu._load.cache_clear()
+    pagewire.kernels.cpu.load_kernels.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """What a decoder computes with on a GPU: Triton kernels between matrix products, which are cuBLAS's."""
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
@@ -10,7 +7,7 @@ from pagewire.kernels.triton import fused
 from worker_service.attention.cached_attend import CachedAttend
 from worker_service.models.config import ModelConfig
 from worker_service.models.model import Attend
-from worker_service.models.operations import Product, TorchOperations
+from worker_service.models.operations import TorchOperations
 
 
 class TritonOperations:
@@ -20,7 +17,9 @@ class TritonOperations:
         self.rms_norm = fused.rms_norm
         self.add_rms_norm = fused.add_rms_norm
         self.silu_mul = fused.silu_mul
-        self._products = TorchOperations()
+        products = TorchOperations()
+        self.can_hold, self.packs, self.prepare_product = products.can_hold, products.packs, products.prepare_product
+        self.takes_rows, self.embedding_of = products.takes_rows, products.embedding_of
 
     @staticmethod
     def refusal(config: ModelConfig) -> str | None:
@@ -35,24 +34,9 @@ class TritonOperations:
             return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {config.hidden_size}"
         return None
 
-    def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
-        return held == computed
-
-    def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
-        return self._products.prepare_product(weight, bias, computed)
-
-    def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        return self._products.packs(computed, device)
-
-    def takes_rows(self, computed: torch.dtype) -> bool:
-        return False
-
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
         """Where attention lets it, one launch turns the heads and writes keys and values to the cache."""
         if not isinstance(attend, CachedAttend):
             return attend(layer, *fused.norm_rope(heads, preparation))
         query = fused.norm_rope_and_cache(heads, preparation, *attend.kv_cache[layer], attend.slot_mapping)
         return attend.attend_cached(layer, query)
-
-    def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
-        return None

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagewire.kernels.cpu import NATIVE, VARIANTS, Build, CpuKernels, load_kernels
+from pagewire.kernels.cpu import NATIVE, VARIANTS, Build, BuildError, CpuKernels, load_kernels
 
 _SWITCH = "PAGEWIRE_CPU_KERNELS"
 _MODES = ("auto", "off", "require")
@@ -25,7 +25,12 @@ def load_cpu_kernels() -> CpuKernels | None:
         BuildError: they are required and cannot be built.
     """
     mode, build = _choice(_SWITCH, _MODES), environment_build()
-    return None if mode == "off" else load_kernels(build, is_required=mode == "require")
+    kernels = None if mode == "off" else load_kernels(build)
+    if not isinstance(kernels, BuildError):
+        return kernels
+    if mode == "require":
+        raise kernels
+    return None
 
 
 def environment_build() -> Build:
