@@ -29,9 +29,9 @@ def decoder(
 ) -> Callable[..., Data]:
     """Returns what makes an instance of the dataclass from a message, and from the fields that stand apart, by keyword.
 
-    What is not set in the message takes the dataclass's default, or is None. Members of an enum
-    have the message's numbers as their values; another number is a ValueError. `converted` has functions for values
-    whose type does not say how they are translated.
+    What is not set in the message takes the dataclass's default, or is None. Members of an enum have the message's
+    numbers as their values; another number is a ValueError. `converted` has functions for values whose type does not
+    say how they are translated.
     """
     always: list[tuple[str, Convert]] = []
     absent: dict[str, Any] = {}
