@@ -26,6 +26,7 @@ from pagewire.kernels.triton.strided import Strided
 MAX_VOCAB_SIZE = 2**20  # one program holds the highest logit of every group
 GROUP_SIZE = 64  # tokens; a power of two
 TILE_GROUPS = 32  # that a program of the scan reads at a time
+TILE_TOKENS = 2048  # that a program of the choice reads at a time
 MIN_PROGRAMS = 1024  # of the scan, where there are tokens enough: about eight for each multiprocessor of a large GPU
 _SCAN_WARPS = 8
 _SCAN_REGISTERS = (
@@ -35,7 +36,7 @@ _ROW_WARPS = 8
 
 _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
 _TILE_GROUPS = tl.constexpr(TILE_GROUPS)
-_TILE_TOKENS = tl.constexpr(2048)  # that a program of the choice reads at a time
+_TILE_TOKENS = tl.constexpr(TILE_TOKENS)
 _NUM_EDGES = tl.constexpr(8)  # between which a pass over the candidates weighs them
 _LARGEST = tl.constexpr(sampling.LARGEST)
 _GOLDEN = tl.constexpr(noise.GOLDEN)

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
 from pagewire.kernels import sampling
 from pagewire.kernels.triton import sampler
@@ -30,9 +31,9 @@ FILTERED = (Row(top_k=7, seed=1), Row(top_p=0.9, seed=2), Row(top_k=40, top_p=0.
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several tiles to a chunk, chunks to a row and tiles of candidates, in a vocabulary of a thousand."""
-    monkeypatch.setattr(sampler, "GROUP_SIZE", 16)
-    monkeypatch.setattr(sampler, "TILE_GROUPS", 8)
-    monkeypatch.setattr(sampler, "TILE_TOKENS", 256)
+    for name, size in {"GROUP_SIZE": 16, "TILE_GROUPS": 8, "TILE_TOKENS": 256}.items():
+        monkeypatch.setattr(sampler, name, size)  # for the launchers
+        monkeypatch.setattr(sampler, f"_{name}", tl.constexpr(size))  # for the kernels
     monkeypatch.setattr(sampler, "MIN_PROGRAMS", 8)
 
 
