@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import grpc
 
-from pagewire.completion import Output
+from pagewire.completion import Output, broken_stream
 from pagewire.errors import InternalError
 
 
@@ -33,11 +33,11 @@ class Attachment:
             return self._take_prompt_logprobs(output)
         if output.index in self._ended:
             if output.token_ids:
-                raise _broken(output, "tokens after its end")
+                raise broken_stream(output, "tokens after its end")
             return None
         next_token = self._next_tokens[output.index]
         if output.first_token != next_token:
-            raise _broken(output, f"token {output.first_token} where {next_token} is next")
+            raise broken_stream(output, f"token {output.first_token} where {next_token} is next")
         self._next_tokens[output.index] += len(output.token_ids)
         if output.finish_reason is not None:
             self._ended.add(output.index)
@@ -54,8 +54,3 @@ class Attachment:
         self._num_prompt_logprobs_sent += len(output.prompt_logprobs)
         self._num_prompt_logprobs += len(new)
         return replace(output, prompt_logprobs=new) if new else None
-
-
-def _broken(output: Output, what: str) -> InternalError:
-    message = f"the stream of request {output.request_id!r} broke: sample {output.index} brought {what}"
-    return InternalError(message, code=grpc.StatusCode.INTERNAL)

@@ -155,10 +155,10 @@ class _Call:
             raise wire.decode_error(error, self._url) from None
 
     def has_room_for(self, request: pb.GenerateRequest) -> bool:
-        return self._num_samples == 0 or self._num_samples + _num_samples(request) <= self._max_samples
+        return self._num_samples == 0 or self._num_samples + wire.num_samples(request) <= self._max_samples
 
     def submit(self, index: int, request: pb.GenerateRequest) -> None:
-        running = _Running(index, self._next_stream_id, _num_samples(request), time.monotonic())
+        running = _Running(index, self._next_stream_id, wire.num_samples(request), time.monotonic())
         self._running[running.stream_id] = running
         self._next_stream_id += running.num_samples
         self._num_samples += running.num_samples
@@ -185,7 +185,3 @@ class _Call:
         """Ends the call, which aborts every request in flight."""
         self._outbox.put(None)
         self._call.cancel()
-
-
-def _num_samples(request: pb.GenerateRequest) -> int:
-    return max(1, request.sampling.n)

@@ -584,7 +584,7 @@ class Client:
     ) -> Completion | list[Completion]:
         if isinstance(requests, list):
             return RequestBatch(requests, self._channels.stub, self.url, attempts).run()
-        builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
+        builder = CompletionBuilder(wire.num_samples(requests), attempts.started_at)
         for output in self._stream(requests, attempts):
             builder.add(output, time.monotonic())
         return builder.finish(time.monotonic())
@@ -594,14 +594,14 @@ class Client:
     ) -> Completion | list[Completion]:
         if isinstance(requests, list):
             return await self._run_in_thread(RequestBatch(requests, self._channels.stub, self.url, attempts))
-        builder = CompletionBuilder(_num_samples(requests), attempts.started_at)
+        builder = CompletionBuilder(wire.num_samples(requests), attempts.started_at)
         async with contextlib.aclosing(self._generate(requests, attempts)) as outputs:
             async for output in outputs:
                 builder.add(output, time.monotonic())
         return builder.finish(time.monotonic())
 
     def _stream(self, request: pb.GenerateRequest, attempts: Attempts) -> Generator[Output, None, None]:
-        builder = CompletionBuilder(_num_samples(request), attempts.started_at)
+        builder = CompletionBuilder(wire.num_samples(request), attempts.started_at)
         while True:
             call = self._channels.stub.Generate(request, timeout=attempts.timeout_s)
             try:
@@ -619,7 +619,7 @@ class Client:
             time.sleep(attempts.next_delay(failure))
 
     async def _generate(self, request: pb.GenerateRequest, attempts: Attempts) -> AsyncGenerator[Output, None]:
-        builder = CompletionBuilder(_num_samples(request), attempts.started_at)
+        builder = CompletionBuilder(wire.num_samples(request), attempts.started_at)
         while True:
             try:
                 async with contextlib.aclosing(self._responses(request, attempts.timeout_s)) as responses:
@@ -705,10 +705,6 @@ def one_each(
     if len(sampling) != num_prompts:
         raise ValueError(f"there are {num_prompts} prompts and {len(sampling)} sampling parameters; give one for each")
     return sampling
-
-
-def _num_samples(request: pb.GenerateRequest) -> int:
-    return max(1, request.sampling.n)
 
 
 def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:

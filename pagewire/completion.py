@@ -125,12 +125,12 @@ class CompletionBuilder:
     def add(self, output: Output, now: float) -> None:
         """Takes the next delta. Raises InternalError for one that is out of order."""
         if output.index >= self._num_samples:
-            raise _broken(output, f"tokens that nobody asked for: the request has {self._num_samples} samples")
+            raise broken_stream(output, f"tokens that nobody asked for: the request has {self._num_samples} samples")
         sample = self._samples.setdefault(output.index, _Sample())
         if sample.last is not None:
-            raise _broken(output, "a delta after its last one")
+            raise broken_stream(output, "a delta after its last one")
         if output.first_token != len(sample.token_ids):
-            raise _broken(output, f"token {output.first_token} where {len(sample.token_ids)} is next")
+            raise broken_stream(output, f"token {output.first_token} where {len(sample.token_ids)} is next")
         if output.token_ids and self._first_token_at is None:
             self._first_token_at = now
         self._request_id = output.request_id
@@ -172,6 +172,7 @@ class CompletionBuilder:
         )
 
 
-def _broken(output: Output, what: str) -> InternalError:
+def broken_stream(output: Output, what: str) -> InternalError:
+    """Makes the error of a stream that brought a delta which cannot follow those before it."""
     message = f"the stream of request {output.request_id!r} broke: sample {output.index} brought {what}"
     return InternalError(message, code=grpc.StatusCode.INTERNAL)

@@ -110,7 +110,7 @@ class _Connection:
         self._receiving = asyncio.create_task(self._receive())
 
     def submit(self, request: pb.GenerateRequest, timeout: float | None) -> _Reader:
-        num_samples = max(1, request.sampling.n)
+        num_samples = wire.num_samples(request)
         reader = _Reader(self._next_stream_id, num_samples, timeout)
         self._next_stream_id += min(num_samples, MAX_SAMPLES)
         self._readers[reader.stream_id] = reader

@@ -87,6 +87,11 @@ def encode_request(
     return request
 
 
+def num_samples(request: pb.GenerateRequest) -> int:
+    """Returns how many samples a request asks for; where it does not say, the server makes one."""
+    return max(1, request.sampling.n)
+
+
 def split_prompt(prompt: object, index: int) -> tuple[str | None, Sequence[int] | None]:
     """Returns the text or the token ids of the prompt at a place of a list. Raises TypeError."""
     if isinstance(prompt, str):

@@ -31,27 +31,22 @@ class ProfiledRunner:
         self._runner = runner
         self._directory = directory
         self._num_steps = num_steps
-        self._num_steps_left = NUM_STEPS_BEFORE + num_steps
+        self.num_steps_left = NUM_STEPS_BEFORE + num_steps  # to be launched before the trace is written
         self._profile: profile | None = None
-
-    @property
-    def num_steps_left(self) -> int:
-        """That are still to be launched before the trace is written."""
-        return self._num_steps_left
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See `Runner.launch`."""
-        if not self._num_steps_left:
+        if not self.num_steps_left:
             return self._runner.launch(plan)
         if self._profile is None:
             self._profile = self._start()
         with record_function(f"{STEP_PREFIX}{plan.step}"):
             launched = self._runner.launch(plan)
-        self._num_steps_left -= 1
-        if not self._num_steps_left and torch.cuda.is_available():
+        self.num_steps_left -= 1
+        if not self.num_steps_left and torch.cuda.is_available():
             torch.cuda.synchronize()  # what is still to run is to be in the trace
         self._profile.step()
-        if not self._num_steps_left:
+        if not self.num_steps_left:
             self._profile.stop()
             self._profile = None
         return launched

@@ -60,7 +60,7 @@ def serve(config: WorkerConfig, refuse: Callable[[str], int]) -> int:
     except ValueError as error:
         return refuse(str(error))
     status = asyncio.run(server.run())
-    if server.is_computing:
+    if server.engine.is_running:
         # It was told to stop while it loaded. A thread in the middle of that would crash as the interpreter ends.
         logging.shutdown()
         os._exit(status)
@@ -84,13 +84,8 @@ class _WorkerProcess:
         self._refuse = refuse
         self._link_secret = None if config.link_secret_file is None else LinkSecret(config.link_secret_file)
         self._tracing = _tracing(config)
-        self._engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
+        self.engine = Engine(self._load, self._tracing.step_done) if self._tracing else Engine(self._load)
         self._profile: ProfiledRunner | None = None
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the engine's thread still runs."""
-        return self._engine.is_running
 
     async def run(self) -> int:
         """Serve until told to stop, and return the exit status. Raises OSError for what a person can put right, such as
@@ -98,7 +93,7 @@ class _WorkerProcess:
         stop = stop_at_signals(lambda number: os._exit(128 + number))
         server = grpc.aio.server(options=(*_SERVER_OPTIONS, connections_option()))
         servicer = WorkerServicer(
-            self._engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
+            self.engine, client_names=_names(self._config.tls_client_names), link_secret=self._link_secret
         )
         servicer.add_to(server)
         health = Health(server, [SERVICE_NAME])
@@ -118,7 +113,7 @@ class _WorkerProcess:
                 await self._stop_engine()
         except ValueError as error:
             status = self._refuse(str(error))  # before the connections are closed, which takes seconds
-            self._engine.stop(_STOP_GRACE_S)  # its thread has just told, and ends
+            self.engine.stop(_STOP_GRACE_S)  # its thread has just told, and ends
             return status
         finally:
             await servicer.close()
@@ -138,8 +133,10 @@ class _WorkerProcess:
         from worker_service.models.checkpoint_files import CheckpointError
         from worker_service.startup.loader import load_worker
 
+        # For people: HOST:PID:RANDOM. Process ids come back, so something in it is random.
+        worker_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         try:
-            loaded = load_worker(self._config, worker_id=_worker_id(), report=LoadProgress(self._tell_percent))
+            loaded = load_worker(self._config, worker_id, report=LoadProgress(self._tell_percent))
         except CheckpointError as error:
             raise ValueError(f"--model {self._config.model}: {error}") from error
         return self._profiled(loaded) if self._config.profile else loaded
@@ -151,13 +148,13 @@ class _WorkerProcess:
         return replace(loaded, runner=self._profile)
 
     def _tell_percent(self, percent: int) -> None:
-        self._engine.load_percent = percent
+        self.engine.load_percent = percent
 
     async def _until_loaded(self, stop: asyncio.Event) -> bool:
         """Wait for the worker to load. False if it was told to stop before; an error of loading is raised."""
         loop = asyncio.get_running_loop()
         loaded: asyncio.Future[Exception | None] = loop.create_future()
-        self._engine.start(lambda error: loop.call_soon_threadsafe(loaded.set_result, error))
+        self.engine.start(lambda error: loop.call_soon_threadsafe(loaded.set_result, error))
         stopped = asyncio.ensure_future(stop.wait())
         waited: list[asyncio.Future[Any]] = [loaded, stopped]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +169,7 @@ class _WorkerProcess:
     async def _stop_engine(self) -> None:
         """Let the running step finish, so that the device is left idle."""
         loop = asyncio.get_running_loop()
-        if not await loop.run_in_executor(None, self._engine.stop, _LAST_STEP_TIMEOUT_S):
+        if not await loop.run_in_executor(None, self.engine.stop, _LAST_STEP_TIMEOUT_S):
             exit_process(f"the running step has not finished in {_LAST_STEP_TIMEOUT_S:.0f} s")
         if self._profile is not None and self._profile.num_steps_left:
             logger.warning("--profile: no trace was written, %d steps too few have run", self._profile.num_steps_left)
@@ -198,11 +195,6 @@ def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
         return listen_on_socket(server, config.socket, credentials, "--socket")
     port = listen(server, config.host, config.port, credentials, "--port")
     return f"grpc://{join(config.host, port)}"
-
-
-def _worker_id() -> str:
-    """Name this process for people: HOST:PID:RANDOM. Process ids come back, so something in it is random."""
-    return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
 
 
 def _names(text: str | None) -> frozenset[str] | None:

@@ -16,8 +16,9 @@ DPI = 120
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
-    text = "draw the figures to this PNG file; needs the extra `bench`"
-    parser.add_argument("--chart", metavar="FILE", type=Path, help=text)
+    parser.add_argument(
+        "--chart", metavar="FILE", type=Path, help="draw the figures to this PNG file; needs the extra `bench`"
+    )
 
 
 def check(parser: Parser, path: Path | None) -> None:

@@ -112,8 +112,13 @@ def add_length_flags(parser: argparse.ArgumentParser, input_len: int, output_len
 
 
 def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
-    text = f"number of requests (default: {num_prompts})"
-    parser.add_argument("--num-prompts", type=count, default=num_prompts, metavar="INT", help=text)
+    parser.add_argument(
+        "--num-prompts",
+        type=count,
+        default=num_prompts,
+        metavar="INT",
+        help=f"number of requests (default: {num_prompts})",
+    )
     parser.add_argument(
         "--random-range-ratio",
         type=range_ratio,
@@ -122,8 +127,13 @@ def add_range_flags(parser: argparse.ArgumentParser, num_prompts: int) -> None:
         help='draw lengths from LEN * (1 - RATIO) to LEN * (1 + RATIO); {"input": RATIO, "output": RATIO} for separate '
         "ratios (default: 0)",
     )
-    text = "number of tokens that all prompts share at their beginning (default: 0)"
-    parser.add_argument("--random-prefix-len", type=count_or_zero, default=0, metavar="INT", help=text)
+    parser.add_argument(
+        "--random-prefix-len",
+        type=count_or_zero,
+        default=0,
+        metavar="INT",
+        help="number of tokens that all prompts share at their beginning (default: 0)",
+    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, temperature: float | None) -> None:

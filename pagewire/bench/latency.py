@@ -151,21 +151,41 @@ def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
 
 
 def _parser() -> Parser:
-    description = "Measure how long a batch of requests takes on an otherwise idle server."
-    parser = Parser(prog="pagewire bench latency", usage="pagewire bench latency [flags]", description=description)
+    parser = Parser(
+        prog="pagewire bench latency",
+        usage="pagewire bench latency [flags]",
+        description="Measure how long a batch of requests takes on an otherwise idle server.",
+    )
     target.add_flags(parser)
     flags.add_length_flags(parser, input_len=32, output_len=128)
     flags.add_sampling_flags(parser, temperature=1.0)
-    text = "number of requests at the same time (default: 1)"
-    parser.add_argument("--batch-size", type=flags.count, default=1, metavar="INT", help=text)
-    text = "number of unmeasured iterations to run first (default: 10)"
-    parser.add_argument("--num-iters-warmup", type=flags.count_or_zero, default=10, metavar="INT", help=text)
-    text = "number of iterations to measure (default: 30)"
-    parser.add_argument("--num-iters", type=flags.count, default=30, metavar="INT", help=text)
-    text = "show where the time of a token goes: in the worker, between steps, and on the way to the client"
-    parser.add_argument("--profile", action="store_true", help=text)
-    text = "address of the server's metrics, http://HOST:9090/metrics; needed for --profile with --url"
-    parser.add_argument("--metrics-url", metavar="URL", help=text)
+    parser.add_argument(
+        "--batch-size",
+        type=flags.count,
+        default=1,
+        metavar="INT",
+        help="number of requests at the same time (default: 1)",
+    )
+    parser.add_argument(
+        "--num-iters-warmup",
+        type=flags.count_or_zero,
+        default=10,
+        metavar="INT",
+        help="number of unmeasured iterations to run first (default: 10)",
+    )
+    parser.add_argument(
+        "--num-iters", type=flags.count, default=30, metavar="INT", help="number of iterations to measure (default: 30)"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="show where the time of a token goes: in the worker, between steps, and on the way to the client",
+    )
+    parser.add_argument(
+        "--metrics-url",
+        metavar="URL",
+        help="address of the server's metrics, http://HOST:9090/metrics; needed for --profile with --url",
+    )
     parser.add_argument("--disable-tqdm", action="store_true", help="show no progress")
     chart.add_flag(parser)
     result.add_flags(parser, with_output_json=True)

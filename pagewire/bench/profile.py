@@ -131,7 +131,10 @@ def _named(parts: Mapping[str, float], told: Set[str]) -> list[tuple[str, float]
 
 
 def _part(title: str, rows: Sequence[tuple[str, float]], total: float, place: str = "at the client") -> list[str]:
-    lines = [f"{title:<{COLUMN}} {'ms':>9} {'%':>7}"]
-    for name, seconds in [*rows, (place, total)]:
-        lines.append(f"  {name:<{COLUMN - 2}} {seconds * 1e3:9.3f} {100 * seconds / total:7.1f}")
-    return lines
+    return [
+        f"{title:<{COLUMN}} {'ms':>9} {'%':>7}",
+        *(
+            f"  {name:<{COLUMN - 2}} {seconds * 1e3:9.3f} {100 * seconds / total:7.1f}"
+            for name, seconds in [*rows, (place, total)]
+        ),
+    ]

@@ -27,8 +27,9 @@ def add_flags(parser: argparse.ArgumentParser, *, with_output_json: bool) -> Non
         "--result-filename", metavar="NAME", help="name of that file (default: made of the load and the time)"
     )
     group.add_argument("--save-detailed", action="store_true", help="include the times of every request")
-    text = "include this in the file"
-    group.add_argument("--metadata", metavar="KEY=VALUE", nargs="+", default=[], type=_pair, help=text)
+    group.add_argument(
+        "--metadata", metavar="KEY=VALUE", nargs="+", default=[], type=_pair, help="include this in the file"
+    )
     if with_output_json:
         group.add_argument("--output-json", metavar="FILE", help="write the figures to this file")
 

@@ -47,39 +47,79 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    description = "Send requests to a running server as they would arrive in practice, and measure what clients see."
-    parser = Parser(prog="pagewire bench serve", usage="pagewire bench serve [flags]", description=description)
+    parser = Parser(
+        prog="pagewire bench serve",
+        usage="pagewire bench serve [flags]",
+        description="Send requests to a running server as they would arrive in practice, and measure what clients see.",
+    )
     serving_target.add_flags(parser)
     connection.add_flags(parser, without_url=f"${connection.URL_VARIABLE}, or {connection.DEFAULT_URL}")
     serving_target.add_dataset_flags(parser)
     flags.add_range_flags(parser, num_prompts=1000)
     flags.add_length_flags(parser, input_len=1024, output_len=128)
     flags.add_sampling_flags(parser, temperature=None)
-    group = parser.add_argument_group("arrival")
-    text = "requests per second; inf sends all at once (default: inf)"
-    group.add_argument("--request-rate", type=flags.positive, default=math.inf, metavar="RATE", help=text)
-    text = "how evenly requests arrive: 1 is a Poisson process, below 1 is burstier, inf is a fixed rate (default: 1)"
-    group.add_argument("--burstiness", type=flags.positive, default=1.0, metavar="FLOAT", help=text)
-    text = "most requests at the same time; others wait on the client (default: no limit)"
-    group.add_argument("--max-concurrency", type=flags.count, metavar="INT", help=text)
-    text = "number of unmeasured requests to send first (default: 0)"
-    group.add_argument("--num-warmups", type=flags.count_or_zero, default=0, metavar="INT", help=text)
-    group.add_argument(
-        "--request-id-prefix", metavar="TEXT", help="begin request ids with this (default: the server chooses ids)"
-    )
+    _add_arrival_flags(parser)
     group = parser.add_argument_group("figures")
-    text = "count requests that keep to these times in milliseconds: ttft, tpot, e2el"
-    group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help=text)
-    text = "latencies to show: ttft, tpot, itl, e2el (default: ttft,tpot,itl)"
     group.add_argument(
-        "--percentile-metrics", type=flags.latencies, default=DEFAULT_LATENCIES, metavar="NAMES", help=text
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="count requests that keep to these times in milliseconds: ttft, tpot, e2el",
     )
-    text = "percentiles to show (default: 99)"
-    group.add_argument("--metric-percentiles", type=flags.percents, default=[99.0], metavar="LIST", help=text)
+    group.add_argument(
+        "--percentile-metrics",
+        type=flags.latencies,
+        default=DEFAULT_LATENCIES,
+        metavar="NAMES",
+        help="latencies to show: ttft, tpot, itl, e2el (default: ttft,tpot,itl)",
+    )
+    group.add_argument(
+        "--metric-percentiles",
+        type=flags.percents,
+        default=[99.0],
+        metavar="LIST",
+        help="percentiles to show (default: 99)",
+    )
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
     chart.add_flag(parser)
     result.add_flags(parser, with_output_json=False)
     return parser
+
+
+def _add_arrival_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("arrival")
+    group.add_argument(
+        "--request-rate",
+        type=flags.positive,
+        default=math.inf,
+        metavar="RATE",
+        help="requests per second; inf sends all at once (default: inf)",
+    )
+    group.add_argument(
+        "--burstiness",
+        type=flags.positive,
+        default=1.0,
+        metavar="FLOAT",
+        help="how evenly requests arrive: 1 is a Poisson process, below 1 is burstier, inf is a fixed rate (default: "
+        "1)",
+    )
+    group.add_argument(
+        "--max-concurrency",
+        type=flags.count,
+        metavar="INT",
+        help="most requests at the same time; others wait on the client (default: no limit)",
+    )
+    group.add_argument(
+        "--num-warmups",
+        type=flags.count_or_zero,
+        default=0,
+        metavar="INT",
+        help="number of unmeasured requests to send first (default: 0)",
+    )
+    group.add_argument(
+        "--request-id-prefix", metavar="TEXT", help="begin request ids with this (default: the server chooses ids)"
+    )
 
 
 def _load(parsed: argparse.Namespace) -> LoadTest:

@@ -33,26 +33,49 @@ _GRPC_FLAGS = ("url", "tls_ca", "tls_cert", "tls_key")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    text = "how to send requests: grpc to a Pagewire scheduler, or openai or openai-chat to any server (default: grpc)"
-    group.add_argument("--backend", choices=BACKENDS, default="grpc", help=text)
-    text = f"with openai: address of the server (default: http://{DEFAULT_HOST}:{DEFAULT_PORT})"
-    group.add_argument("--base-url", metavar="URL", help=text)
+    group.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="grpc",
+        help="how to send requests: grpc to a Pagewire scheduler, or openai or openai-chat to any server "
+        "(default: grpc)",
+    )
+    group.add_argument(
+        "--base-url",
+        metavar="URL",
+        help=f"with openai: address of the server (default: http://{DEFAULT_HOST}:{DEFAULT_PORT})",
+    )
     group.add_argument("--host", metavar="HOST", help=f"in place of --base-url or --url (default: {DEFAULT_HOST})")
     group.add_argument("--port", type=count, metavar="INT", help="in place of --base-url or --url")
     group.add_argument("--endpoint", metavar="PATH", help=f"with openai: path of the API (default: {COMPLETIONS})")
-    text = "the model: its name for requests, its tokenizer if --tokenizer is not given (default: the server's first)"
-    group.add_argument("--model", metavar="MODEL", help=text)
+    group.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="the model: its name for requests, its tokenizer if --tokenizer is not given "
+        "(default: the server's first)",
+    )
     group.add_argument("--served-model-name", metavar="NAME", help="name for requests, if it differs from --model")
-    text = "checkpoint directory or Hugging Face id with the model's tokenizer (default: --model)"
-    group.add_argument("--tokenizer", metavar="MODEL", help=text)
-    text = "with openai: a JSON object of further fields for every request"
-    group.add_argument("--extra-body", type=_json_object, metavar="JSON", help=text)
+    group.add_argument(
+        "--tokenizer",
+        metavar="MODEL",
+        help="checkpoint directory or Hugging Face id with the model's tokenizer (default: --model)",
+    )
+    group.add_argument(
+        "--extra-body",
+        type=_json_object,
+        metavar="JSON",
+        help="with openai: a JSON object of further fields for every request",
+    )
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("dataset")
-    text = "where prompts come from: random tokens, lines of a poem, or a file of your own (default: random)"
-    group.add_argument("--dataset-name", choices=DATASETS, default="random", help=text)
+    group.add_argument(
+        "--dataset-name",
+        choices=DATASETS,
+        default="random",
+        help="where prompts come from: random tokens, lines of a poem, or a file of your own (default: random)",
+    )
     text = 'sonnet: the poem, a text file; custom: a file with {"prompt": TEXT} on each line (.jsonl)'
     group.add_argument("--dataset-path", metavar="FILE", help=text)
     for name, default, text in (
@@ -60,17 +83,30 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         ("output", 150, "output tokens"),
         ("prefix", 200, "tokens that all prompts share at their beginning"),
     ):
-        text = f"sonnet: {text} (default: {default})"
-        group.add_argument(f"--sonnet-{name}-len", type=count_or_zero, default=default, metavar="INT", help=text)
-    text = "custom: output tokens (default: 256)"
-    group.add_argument("--custom-output-len", type=count, default=256, metavar="INT", help=text)
-    text = "custom and sonnet: send prompts as they are, without the model's chat template"
-    group.add_argument("--skip-chat-template", action="store_true", help=text)
+        group.add_argument(
+            f"--sonnet-{name}-len",
+            type=count_or_zero,
+            default=default,
+            metavar="INT",
+            help=f"sonnet: {text} (default: {default})",
+        )
+    group.add_argument(
+        "--custom-output-len", type=count, default=256, metavar="INT", help="custom: output tokens (default: 256)"
+    )
+    group.add_argument(
+        "--skip-chat-template",
+        action="store_true",
+        help="custom and sonnet: send prompts as they are, without the model's chat template",
+    )
     group.add_argument("--disable-shuffle", action="store_true", help="custom: keep the order of the file")
-    text = "custom: fail if the file has too few prompts, instead of using them again"
-    group.add_argument("--no-oversample", action="store_true", help=text)
-    text = "custom and sonnet: make outputs of the full length, as random does"
-    group.add_argument("--ignore-eos", action="store_true", help=text)
+    group.add_argument(
+        "--no-oversample",
+        action="store_true",
+        help="custom: fail if the file has too few prompts, instead of using them again",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="custom and sonnet: make outputs of the full length, as random does"
+    )
 
 
 def check(parser: Parser, parsed: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pagewire.bench.run import RequestRecord, Run
 
@@ -102,12 +103,10 @@ def measure(run: Run, percents: Sequence[float], objectives: Mapping[str, float]
 def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
     """Returns whether a finished request met every objective. One of a single token has no time per token, which meets
     any."""
-    times = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
-    for name, limit in objectives.items():
-        value = times[name]
-        if value is None or value > limit:
-            return False
-    return True
+    # A request without a token meets no objective for its first one: nothing is below NaN.
+    ttft = math.nan if record.ttft is None else record.ttft
+    times = {"ttft": ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
+    return all(times[name] <= limit for name, limit in objectives.items())
 
 
 def tokens_by_second(records: Sequence[RequestRecord]) -> list[int]:
@@ -126,11 +125,7 @@ def peak_concurrency(records: Sequence[RequestRecord]) -> int:
     """Returns the most requests that were under way at the same time. One that begins when another ends is not beside
     it."""
     events = sorted([(r.sent_at, 1) for r in records] + [(r.ended_at, -1) for r in records])
-    running = peak = 0
-    for _, change in events:
-        running += change
-        peak = max(peak, running)
-    return peak
+    return max(accumulate(change for _, change in events), default=0)
 
 
 def _rate(count: int, duration: float) -> float:

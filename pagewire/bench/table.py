@@ -25,24 +25,24 @@ def serving_table(
     once.
     """
     title = " Serving Benchmark Result (interrupted) " if was_interrupted else " Serving Benchmark Result "
-    lines = [title.center(WIDTH, "="), row("Successful requests:", metrics.completed)]
-    lines.append(row("Failed requests:", metrics.failed))
-    if was_interrupted:
-        lines.append(row("Requests cut off:", metrics.num_cut_off))
-    if max_concurrency is not None:
-        lines.append(row("Maximum request concurrency:", max_concurrency))
-    if request_rate is not None:
-        lines.append(row("Request rate configured (RPS):", request_rate))
-    lines.append(row("Benchmark duration (s):", metrics.duration))
-    lines.append(row("Total input tokens:", metrics.total_input_tokens))
-    lines.append(row("Total generated tokens:", metrics.total_output_tokens))
-    lines.append(row("Request throughput (req/s):", metrics.request_throughput))
-    if metrics.request_goodput is not None:
-        lines.append(row("Request goodput (req/s):", metrics.request_goodput))
-    lines.append(row("Output token throughput (tok/s):", metrics.output_throughput))
-    lines.append(row("Peak output token throughput (tok/s):", metrics.max_output_tokens_per_s))
-    lines.append(row("Peak concurrent requests:", metrics.max_concurrent_requests))
-    lines.append(row("Total token throughput (tok/s):", metrics.total_token_throughput))
+    # Those that are None have no row.
+    figures: dict[str, float | None] = {
+        "Successful requests:": metrics.completed,
+        "Failed requests:": metrics.failed,
+        "Requests cut off:": metrics.num_cut_off if was_interrupted else None,
+        "Maximum request concurrency:": max_concurrency,
+        "Request rate configured (RPS):": request_rate,
+        "Benchmark duration (s):": metrics.duration,
+        "Total input tokens:": metrics.total_input_tokens,
+        "Total generated tokens:": metrics.total_output_tokens,
+        "Request throughput (req/s):": metrics.request_throughput,
+        "Request goodput (req/s):": metrics.request_goodput,
+        "Output token throughput (tok/s):": metrics.output_throughput,
+        "Peak output token throughput (tok/s):": metrics.max_output_tokens_per_s,
+        "Peak concurrent requests:": metrics.max_concurrent_requests,
+        "Total token throughput (tok/s):": metrics.total_token_throughput,
+    }
+    lines = [title.center(WIDTH, "="), *(row(name, value) for name, value in figures.items() if value is not None)]
     for name in latencies:
         lines += _latency_rows(*LATENCIES[name], getattr(metrics, name))
     return "\n".join([*lines, "=" * WIDTH])

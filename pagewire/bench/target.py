@@ -15,8 +15,11 @@ from pagewire.server import ServerInfo
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    text = "checkpoint directory or Hugging Face id to start `pagewire serve` for; flags for it can follow after --"
-    parser.add_argument("--model", metavar="MODEL", help=text)
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="checkpoint directory or Hugging Face id to start `pagewire serve` for; flags for it can follow after --",
+    )
     connection.add_flags(parser, without_url="a server is started for --model")
 
 

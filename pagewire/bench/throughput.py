@@ -47,18 +47,29 @@ def report(metrics: ServingMetrics) -> str:
 
 
 def _parser() -> Parser:
-    description = "Measure the throughput for many requests that are sent at once."
     parser = Parser(
-        prog="pagewire bench throughput", usage="pagewire bench throughput [flags]", description=description
+        prog="pagewire bench throughput",
+        usage="pagewire bench throughput [flags]",
+        description="Measure the throughput for many requests that are sent at once.",
     )
     target.add_flags(parser)
     flags.add_range_flags(parser, num_prompts=1000)
     flags.add_length_flags(parser, input_len=1024, output_len=128)
     flags.add_sampling_flags(parser, temperature=1.0)
-    text = f"most requests at the same time (default: {MAX_CONCURRENCY})"
-    parser.add_argument("--max-concurrency", type=flags.count, default=MAX_CONCURRENCY, metavar="INT", help=text)
-    text = "number of unmeasured requests to send first (default: 0)"
-    parser.add_argument("--num-warmups", type=flags.count_or_zero, default=0, metavar="INT", help=text)
+    parser.add_argument(
+        "--max-concurrency",
+        type=flags.count,
+        default=MAX_CONCURRENCY,
+        metavar="INT",
+        help=f"most requests at the same time (default: {MAX_CONCURRENCY})",
+    )
+    parser.add_argument(
+        "--num-warmups",
+        type=flags.count_or_zero,
+        default=0,
+        metavar="INT",
+        help="number of unmeasured requests to send first (default: 0)",
+    )
     parser.add_argument("--disable-tqdm", action="store_true", help="show no progress")
     chart.add_flag(parser)
     result.add_flags(parser, with_output_json=True)

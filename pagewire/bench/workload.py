@@ -2,8 +2,8 @@
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def arrival_times(num_requests: int, request_rate: float, burstiness: float, rng
     """
     if math.isinf(request_rate):
         return [0.0] * num_requests
-    times = list(_cumulated(_gap(request_rate, burstiness, rng) for _ in range(num_requests)))
+    times = list(accumulate(_gap(request_rate, burstiness, rng) for _ in range(num_requests)))
     scale = num_requests / request_rate / times[-1]
     return [time * scale for time in times]
 
@@ -106,10 +106,3 @@ def _gap(request_rate: float, burstiness: float, rng: random.Random) -> float:
     if math.isinf(burstiness):
         return 1 / request_rate
     return rng.gammavariate(burstiness, 1 / (request_rate * burstiness))
-
-
-def _cumulated(gaps: Iterator[float]) -> Iterator[float]:
-    total = 0.0
-    for gap in gaps:
-        total += gap
-        yield total

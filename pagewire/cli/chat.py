@@ -63,8 +63,12 @@ class Conversation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    description = "Chat with the model. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists what else there is."
-    parser = Parser(prog="pagewire chat", usage="pagewire chat [flags]", description=description)
+    parser = Parser(
+        prog="pagewire chat",
+        usage="pagewire chat [flags]",
+        description="Chat with the model. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists what else "
+        "there is.",
+    )
     parser.add_argument("-q", "--quick", metavar="TEXT", help="send this message, print the answer, and end")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--stats", action="store_true", help="print statistics of each answer on standard error")

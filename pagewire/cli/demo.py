@@ -17,16 +17,22 @@ BUNDLED_MODEL = Path(__file__).parents[1] / "storyteller"
 
 def main(arguments: Sequence[str]) -> int:
     own, serve_flags = local_server.split_serve_flags(arguments)
-    description = (
-        "Serve a model on this machine, stream one completion of it, and end. Flags for `pagewire serve` can follow "
-        "after --."
+    parser = Parser(
+        prog="pagewire demo",
+        description="Serve a model on this machine, stream one completion of it, and end. Flags for `pagewire serve` "
+        "can follow after --.",
     )
-    parser = Parser(prog="pagewire demo", description=description)
-    text = "checkpoint directory or Hugging Face id (default: the bundled model, which tells short stories)"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=str(BUNDLED_MODEL), help=text)
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=str(BUNDLED_MODEL),
+        help="checkpoint directory or Hugging Face id (default: the bundled model, which tells short stories)",
+    )
     parser.add_argument("--prompt", default=PROMPT, help=f"the prompt (default: {PROMPT!r})")
-    text = "how many tokens to generate at most (default: 200)"
-    parser.add_argument("--max-tokens", type=int, default=200, metavar="INT", help=text)
+    parser.add_argument(
+        "--max-tokens", type=int, default=200, metavar="INT", help="how many tokens to generate at most (default: 200)"
+    )
     parsed = parser.parse_args(own)
     sampling = SamplingParams(temperature=0.0, max_tokens=parsed.max_tokens)
     with local_server.serving(parsed.model, serve_flags) as url:

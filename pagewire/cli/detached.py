@@ -9,13 +9,16 @@ from typing import Any
 
 from pagewire.cli import complete, connection
 from pagewire.client import Client
-from pagewire.completion import Output, Result
+from pagewire.completion import Result
 from pagewire.options import Parser
 
 
 def submit(arguments: Sequence[str]) -> int:
-    description = "Queue a request that runs without a connection, and print its id (see attach and result)."
-    parser = Parser(prog="pagewire submit", usage="pagewire submit TEXT [flags]", description=description)
+    parser = Parser(
+        prog="pagewire submit",
+        usage="pagewire submit TEXT [flags]",
+        description="Queue a request that runs without a connection, and print its id (see attach and result).",
+    )
     complete.add_request_flags(parser)
     parsed = parser.parse_args(arguments)
     request = complete.request_arguments(parser, parsed)
@@ -55,14 +58,12 @@ def result(arguments: Sequence[str]) -> int:
 
 def describe(found: Result) -> dict[str, Any]:
     """Returns the object that `--json` prints."""
-    described = asdict(found) | {"outputs": [_describe_output(output) for output in found.outputs]}
+    described = asdict(found)
+    for output in described["outputs"]:
+        del output["request_id"], output["first_token"]
     if found.error is not None:
         described["error"] = {"code": found.error.code.name, "message": str(found.error)}
     return described
-
-
-def _describe_output(output: Output) -> dict[str, Any]:
-    return {name: value for name, value in asdict(output).items() if name not in ("request_id", "first_token")}
 
 
 def _parser(verb: str, description: str) -> Parser:

@@ -25,10 +25,11 @@ SUCCESS, DIFFERENT, UNREADABLE = 0, 1, 2
 
 def main(arguments: Sequence[str]) -> int:
     """Returns 0 if all is the same, 1 if something differs or the recording is cut short, 2 if it cannot be read."""
-    description = (
-        "Run a scheduler's recording (--record FILE) again without a worker, and check that all plans are the same."
+    parser = Parser(
+        prog="pagewire replay",
+        description="Run a scheduler's recording (--record FILE) again without a worker, and check that all plans are "
+        "the same.",
     )
-    parser = Parser(prog="pagewire replay", description=description)
     parser.add_argument("file", metavar="FILE", help="the file that --record wrote")
     parser.add_argument("--plans", action="store_true", help="print every plan, as one JSON object per line")
     parsed = parser.parse_args(arguments)

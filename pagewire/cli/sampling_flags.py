@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from pagewire.sampling import BOOLEAN_FIELDS, EARLY_STOPPING, FLAGS, INTEGER_FIELDS, SamplingParams
+from pagewire.transport.option_limits import flag
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +52,12 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same for the prompt")
     group = parser.add_argument_group("beam search", "Find the --n most likely outputs instead of sampling them.")
     group.add_argument("--beam-width", type=int, metavar="INT", help="number of beams; turns beam search on")
-    text = "scores are log-probability / length ** this; above 1 favours longer outputs (default: 1)"
-    group.add_argument("--length-penalty", type=float, metavar="FLOAT", help=text)
+    group.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="FLOAT",
+        help="scores are log-probability / length ** this; above 1 favours longer outputs (default: 1)",
+    )
     choices = [name for name in EARLY_STOPPING if isinstance(name, str)]
     group.add_argument("--early-stopping", choices=choices, help="when the search ends (default: heuristic)")
 
@@ -63,10 +68,6 @@ def sampling(arguments: argparse.Namespace) -> SamplingParams:
     if given["logit_bias"] is not None:
         given["logit_bias"] = dict(given["logit_bias"])
     return SamplingParams(**given)
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def token_ids(text: str) -> Sequence[int]:

@@ -183,13 +183,6 @@ def worker(arguments: Sequence[str]) -> int:
         return 1
 
 
-def _check_installed() -> None:
-    """Raises ValueError if this Python cannot run a worker."""
-    line = installation.shortage(installation.WORKER)
-    if line:
-        raise ValueError(f"a worker cannot run here: {line}")
-
-
 def _refuse(reason: str) -> int:
     """Says why this process will never be able to start, once: to whoever watches it, else in the log."""
     reason = " ".join(reason.split())
@@ -198,13 +191,6 @@ def _refuse(reason: str) -> int:
     else:
         log.critical("%s", reason)
     return EXIT_REFUSED
-
-
-def _tell_end(given_up: GivenUp) -> None:
-    if given_up.code == EXIT_REFUSED:
-        _refuse(given_up.reason)
-    else:
-        log.critical("%s", given_up.reason)
 
 
 def _service_config(
@@ -225,8 +211,8 @@ def _locate(resolved: options.Resolved, *, with_weights: bool) -> LocatedModel:
     """
     reads_weights = with_weights and resolved.values["load_format"] != "dummy"
     try:
-        if with_weights:
-            _check_installed()
+        if with_weights and (missing := installation.shortage(installation.WORKER)):
+            raise ValueError(f"a worker cannot run here: {missing}")
         return locate(resolved.values["model"], resolved.values["revision"], with_weights=reads_weights)
     except DownloadError:
         raise
@@ -344,7 +330,10 @@ async def _run_services(
         if serving.done():
             return serving.result()
         given_up = next(task.result() for task in supervising if task.done())
-        _tell_end(given_up)
+        if given_up.code == EXIT_REFUSED:
+            _refuse(given_up.reason)
+        else:
+            log.critical("%s", given_up.reason)
         stop.set()
         stop_now.set()
         await serving

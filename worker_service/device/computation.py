@@ -132,7 +132,7 @@ class DeviceComputation:
 
     def _plan_decode(self, work: "_Work", size: int) -> Callable[[], None]:
         """Of rows that decode one token each, by the graphs of that size."""
-        rows, sampling, buffers = work.rows, work.sampling, self._graphs.buffers(size)
+        rows, sampling, buffers = work.rows, work.sampling, self._graphs.buffers[size]
         padded = work.upload.add(self._graphs.padded(rows.slots, rows.ends, size))
         packing = None
         if not sampling.takes_tokens_only:

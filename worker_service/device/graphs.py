@@ -63,7 +63,7 @@ class DecodeGraphs:
         self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=torch_device)
         self._logits = torch.empty((largest, limits.vocab_size), dtype=torch.float32, device=torch_device)
         self._sampled = torch.zeros(2 * largest, dtype=torch.int32, device=torch_device)
-        self._buffers = {size: self._parts_of(size) for size in self._sizes}
+        self.buffers = {size: self._parts_of(size) for size in self._sizes}
         self._graphs: dict[int, tuple[Graph, Graph]] = {}
 
     def capture(self, forward: Callable[[DecodeBuffers], None], sample: Callable[[DecodeBuffers], None]) -> None:
@@ -91,7 +91,7 @@ class DecodeGraphs:
         """Buffers over rows of padding."""
         padding = torch.from_numpy(self.padded(np.empty(0, np.int64), np.empty(0, np.int64), size))
         self._device.compute.run(partial(self.set_rows, padding))
-        return self.buffers(size)
+        return self.buffers[size]
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest size that holds so many rows; None: there is no graph for them."""
@@ -105,9 +105,6 @@ class DecodeGraphs:
         rows[0, : len(slots)] = slots
         rows[1, : len(slots)] = seq_lens
         return rows.ravel()
-
-    def buffers(self, size: int) -> DecodeBuffers:
-        return self._buffers[size]
 
     def set_rows(self, rows: Tensor) -> None:
         """Put a step's `padded` rows where its graphs read them. To be carried out on the compute stream."""

@@ -94,7 +94,7 @@ class UploadRing:
         upload.write(buffer.array[: upload.size])
         packed = OnDevice()
         source = buffer.tensor[: upload.size]
-        self._device.compute.run(lambda: packed.put(_copied_to(source, self._device.torch_device)))
+        self._device.compute.run(lambda: packed.put(source.to(self._device.torch_device, non_blocking=True, copy=True)))
         self._ring.append((buffer, self._device.compute.record()))
         return packed
 
@@ -116,7 +116,3 @@ class ResultBuffers:
     def give_back(self, buffer: PinnedBuffer) -> None:
         """It has been read, and no operation writes it any more."""
         self._free.append(buffer)
-
-
-def _copied_to(source: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source, non_blocking=True)
