@@ -89,7 +89,7 @@ class RequestBatch:
             call.submit(index, self._requests[index])
 
     def _take(self, call: "_Call", entry: pb.StreamDelta) -> None:
-        running = call.running(entry.stream_id - entry.delta.index)
+        running = call.running[entry.stream_id - entry.delta.index]
         running.builder.add(wire.decode_output(entry.delta), time.monotonic())
         running.num_open -= entry.delta.HasField("usage")
         if running.num_open == 0:
@@ -135,7 +135,7 @@ class _Call:
 
     def __init__(self, stub: pb_grpc.SchedulerServiceStub, url: str, attempts: Attempts) -> None:
         self._url = url
-        self._running: dict[int, _Running] = {}
+        self.running: dict[int, _Running] = {}  # by their first streams
         self._next_stream_id = 0
         self._num_samples = 0  # in flight
         self._max_samples = MAX_IN_FLIGHT
@@ -145,7 +145,7 @@ class _Call:
     @property
     def indices(self) -> list[int]:
         """The places in the list of all requests in flight."""
-        return [running.index for running in self._running.values()]
+        return [running.index for running in self.running.values()]
 
     def messages(self) -> Iterator[pb.GenerateManyResponse]:
         """Yields the server's messages. Raises PagewireError."""
@@ -159,18 +159,15 @@ class _Call:
 
     def submit(self, index: int, request: pb.GenerateRequest) -> None:
         running = _Running(index, self._next_stream_id, wire.num_samples(request), time.monotonic())
-        self._running[running.stream_id] = running
+        self.running[running.stream_id] = running
         self._next_stream_id += running.num_samples
         self._num_samples += running.num_samples
         submission = pb.Submission(stream_id=running.stream_id, request=request)
         self._outbox.put(pb.GenerateManyRequest(submit=submission))
 
-    def running(self, stream_id: int) -> _Running:
-        return self._running[stream_id]
-
     def drop(self, stream_id: int) -> int:
         """Forgets a request that has ended, and returns its place in the list."""
-        running = self._running.pop(stream_id)
+        running = self.running.pop(stream_id)
         self._num_samples -= running.num_samples
         return running.index
 

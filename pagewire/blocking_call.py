@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 Response = TypeVar("Response")
@@ -11,11 +12,11 @@ Response = TypeVar("Response")
 _MAX_READ_AHEAD = 16
 
 
+@dataclass(frozen=True, slots=True)
 class _End:
     """The mark behind the last response. It holds the exception that ended the responses, if one did."""
 
-    def __init__(self, failure: Exception | None) -> None:
-        self.failure = failure
+    failure: Exception | None
 
 
 def responses(call: Iterator[Response]) -> Iterator[Response]:

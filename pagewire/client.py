@@ -385,10 +385,11 @@ class Client:
 
         Without `add_special_tokens`, the only special tokens are those that the text itself names.
         """
-        token_ids: list[list[int]] = []
-        for part in _parts([text] if isinstance(text, str) else text, MAX_TOKENIZED_CHARS):
-            request = pb.TokenizeRequest(texts=part, add_special_tokens=add_special_tokens)
-            token_ids += wire.decode_prompts(self._call_synchronously(self._channels.stub.Tokenize, request))
+        token_ids = [
+            ids
+            for request in _tokenize_requests(text, add_special_tokens)
+            for ids in wire.decode_prompts(self._call_synchronously(self._channels.stub.Tokenize, request))
+        ]
         return token_ids[0] if isinstance(text, str) else token_ids
 
     @overload
@@ -402,10 +403,13 @@ class Client:
     ) -> str | list[str]:
         """Returns the text of a list of token ids, or the text of each list in a list of such lists."""
         prompts, is_one = wire.as_prompts(token_ids)
-        texts: list[str] = []
-        for part in _parts(prompts, MAX_DETOKENIZED_TOKENS):
-            request = wire.encode_detokenize(part, skip_special_tokens)
-            texts += (self._call_synchronously(self._channels.stub.Detokenize, request)).texts
+        texts = [
+            text
+            for part in _parts(prompts, MAX_DETOKENIZED_TOKENS)
+            for text in self._call_synchronously(
+                self._channels.stub.Detokenize, wire.encode_detokenize(part, skip_special_tokens)
+            ).texts
+        ]
         return texts[0] if is_one else texts
 
     @overload
@@ -418,10 +422,11 @@ class Client:
         self, text: str | Sequence[str], *, add_special_tokens: bool = True
     ) -> list[int] | list[list[int]]:
         """The asynchronous twin of `tokenize`."""
-        token_ids: list[list[int]] = []
-        for part in _parts([text] if isinstance(text, str) else text, MAX_TOKENIZED_CHARS):
-            request = pb.TokenizeRequest(texts=part, add_special_tokens=add_special_tokens)
-            token_ids += wire.decode_prompts(await self._call(self._channels.of_loop.stub.Tokenize, request))
+        token_ids = [
+            ids
+            for request in _tokenize_requests(text, add_special_tokens)
+            for ids in wire.decode_prompts(await self._call(self._channels.of_loop.stub.Tokenize, request))
+        ]
         return token_ids[0] if isinstance(text, str) else token_ids
 
     @overload
@@ -437,10 +442,12 @@ class Client:
     ) -> str | list[str]:
         """The asynchronous twin of `detokenize`."""
         prompts, is_one = wire.as_prompts(token_ids)
-        texts: list[str] = []
-        for part in _parts(prompts, MAX_DETOKENIZED_TOKENS):
-            request = wire.encode_detokenize(part, skip_special_tokens)
-            texts += (await self._call(self._channels.of_loop.stub.Detokenize, request)).texts
+        detokenize = self._channels.of_loop.stub.Detokenize
+        texts = [
+            text
+            for part in _parts(prompts, MAX_DETOKENIZED_TOKENS)
+            for text in (await self._call(detokenize, wire.encode_detokenize(part, skip_special_tokens))).texts
+        ]
         return texts[0] if is_one else texts
 
     async def submit(
@@ -705,6 +712,12 @@ def one_each(
     if len(sampling) != num_prompts:
         raise ValueError(f"there are {num_prompts} prompts and {len(sampling)} sampling parameters; give one for each")
     return sampling
+
+
+def _tokenize_requests(text: str | Sequence[str], add_special_tokens: bool) -> Iterator[pb.TokenizeRequest]:
+    """Yields the messages that have a text, or the texts of a list, tokenized."""
+    for part in _parts([text] if isinstance(text, str) else text, MAX_TOKENIZED_CHARS):
+        yield pb.TokenizeRequest(texts=part, add_special_tokens=add_special_tokens)
 
 
 def _parts(items: Sequence[Any], max_size: int) -> Iterator[list[Any]]:

@@ -2,6 +2,7 @@
 broke."""
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
@@ -133,11 +134,9 @@ class _Connection:
     async def _send(self) -> None:
         # A server that knows the method answers at once. Of one that does not, a failed write would hide the status.
         await self._has_begun.wait()
-        try:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # what was wrong is what reading ends with
             while True:
                 await self._call.write(await self._outbox.get())
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # what was wrong is what reading ends with
 
     async def _receive(self) -> None:
         failure: Exception = Unavailable("the connection was closed", code=grpc.StatusCode.UNAVAILABLE)

@@ -35,6 +35,11 @@ class Iterations:
     was_interrupted: bool
     profile: Profile | None = None
 
+    @property
+    def run(self) -> Run:
+        """All requests of the iterations, as of one run."""
+        return Run(self.records, sum(self.latencies), self.was_interrupted)
+
 
 def main(arguments: Sequence[str]) -> int:
     own, serve_flags = local_server.split_serve_flags(arguments)
@@ -59,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.chart is not None and measured.latencies:
         text = f"{parsed.batch_size} at a time, {parsed.input_len} tokens in, {parsed.output_len} out"
         chart.draw_latencies(parsed.chart, f"{measured.info.served_model_name}, {text}", measured.latencies)
-    return exit_code(Run(measured.records, sum(measured.latencies), measured.was_interrupted))
+    return exit_code(measured.run)
 
 
 def latency_table(summary: Summary) -> str:
@@ -207,10 +212,7 @@ def _check(parser: Parser, parsed: argparse.Namespace) -> None:
 
 
 def _figures(parsed: argparse.Namespace, measured: Iterations, summary: Summary | None) -> dict[str, Any]:
-    figures = result.header(
-        "latency", result.Measured.pagewire(measured.info), parsed.metadata, measured.was_interrupted
-    )
-    figures |= {
+    own = {
         "batch_size": parsed.batch_size,
         "input_len": parsed.input_len,
         "output_len": parsed.output_len,
@@ -221,7 +223,5 @@ def _figures(parsed: argparse.Namespace, measured: Iterations, summary: Summary 
         "percentiles": {} if summary is None else {f"{p:g}": value for p, value in summary.percentiles},
     }
     if measured.profile is not None:
-        figures["profile"] = asdict(measured.profile)
-    if parsed.save_detailed:
-        figures |= result.request_details(Run(measured.records, 0.0))
-    return figures
+        own["profile"] = asdict(measured.profile)
+    return result.figures("latency", result.Measured.pagewire(measured.info), parsed, measured.run, own)

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -77,8 +77,11 @@ class Measured:
         return cls("pagewire", info.served_model_name, info.version, info.worker)
 
 
-def header(verb: str, of: Measured, metadata: Sequence[tuple[str, str]], was_interrupted: bool) -> dict[str, Any]:
-    """Returns the fields that every result begins with: when it was measured, of which model, and by which server."""
+def figures(
+    verb: str, of: Measured, parsed: argparse.Namespace, measured: Run, own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the fields of a result: when it was measured, of which model and by which server, then those that the
+    verb has as its `own`, and the times of every request if the flags ask for them."""
     return {
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",
         "backend": of.backend,
@@ -86,8 +89,10 @@ def header(verb: str, of: Measured, metadata: Sequence[tuple[str, str]], was_int
         "model_id": of.model,
         "server_version": of.server_version,
         "worker": None if of.worker is None else asdict(of.worker),
-        "was_interrupted": was_interrupted,
-        **dict(metadata),
+        "was_interrupted": measured.was_interrupted,
+        **dict(parsed.metadata),
+        **own,
+        **(_request_details(measured) if parsed.save_detailed else {}),
     }
 
 
@@ -114,7 +119,7 @@ def serving_figures(metrics: ServingMetrics) -> dict[str, Any]:
     return figures
 
 
-def request_details(run: Run) -> dict[str, Any]:
+def _request_details(run: Run) -> dict[str, Any]:
     """Returns columns with an entry for each request, also for those that failed. Times are in seconds."""
     records = run.records
     return {

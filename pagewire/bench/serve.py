@@ -145,8 +145,7 @@ def _load(parsed: argparse.Namespace) -> LoadTest:
 
 
 def _figures(parsed: argparse.Namespace, of: Measured, measured: Run, metrics: ServingMetrics) -> dict[str, Any]:
-    figures = result.header("serve", of, parsed.metadata, measured.was_interrupted)
-    figures |= {
+    own = {
         "tokenizer_id": parsed.tokenizer or parsed.model,
         "dataset_name": parsed.dataset_name,
         "dataset_path": parsed.dataset_path,
@@ -162,7 +161,7 @@ def _figures(parsed: argparse.Namespace, of: Measured, measured: Run, metrics: S
         "goodput": parsed.goodput,
         **result.serving_figures(metrics),
     }
-    return figures | result.request_details(measured) if parsed.save_detailed else figures
+    return result.figures("serve", of, parsed, measured, own)
 
 
 def _stem(parsed: argparse.Namespace) -> str:

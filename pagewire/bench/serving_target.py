@@ -20,6 +20,7 @@ from pagewire.bench.workload import PlannedRequest
 from pagewire.cli import connection
 from pagewire.errors import CommandError
 from pagewire.options import Parser
+from pagewire.transport.option_limits import flag
 
 # vllm is OpenAI's completions under the name that vLLM gives them.
 BACKENDS = ("grpc", "openai", "openai-chat", "vllm")
@@ -114,9 +115,8 @@ def check(parser: Parser, parsed: argparse.Namespace) -> None:
     unfit = _OPENAI_FLAGS if parsed.backend == "grpc" else _GRPC_FLAGS
     for name in unfit:
         if getattr(parsed, name) is not None:
-            flag = "--" + name.replace("_", "-")
             hint = "--url or --host and --port" if parsed.backend == "grpc" else "--base-url"
-            parser.error(f"{flag} means nothing to --backend {parsed.backend}, whose server is given by {hint}")
+            parser.error(f"{flag(name)} means nothing to --backend {parsed.backend}, whose server is given by {hint}")
     address = parsed.url or parsed.base_url
     if address is not None and (parsed.host is not None or parsed.port is not None):
         parser.error(f"{address} is given as well as --host or --port: give only one")

@@ -89,8 +89,7 @@ def _load(parsed: argparse.Namespace) -> LoadTest:
 
 
 def _figures(parsed: argparse.Namespace, info: ServerInfo, measured: Run, metrics: ServingMetrics) -> dict[str, Any]:
-    figures = result.header("throughput", result.Measured.pagewire(info), parsed.metadata, measured.was_interrupted)
-    figures |= {
+    own = {
         "num_prompts": parsed.num_prompts,
         "input_len": parsed.input_len,
         "output_len": parsed.output_len,
@@ -104,4 +103,4 @@ def _figures(parsed: argparse.Namespace, info: ServerInfo, measured: Run, metric
         "tokens_per_second": metrics.total_token_throughput,
         **result.serving_figures(metrics),
     }
-    return figures | result.request_details(measured) if parsed.save_detailed else figures
+    return result.figures("throughput", result.Measured.pagewire(info), parsed, measured, own)

@@ -71,7 +71,7 @@ def _replay(reader: RecordingReader, *, prints_plans: bool) -> int:
             if prints_plans and isinstance(told, list) and event.name == "schedule":
                 print(encode(told[1]))
             if encode(told) != encode(event.outcome):
-                print(f"{_describe(event)} differs")
+                print(f"event {event.number} ({event.name} at {event.now:.6f} s) differs")
                 print(f"expected: {encode(event.outcome)}")
                 print(f"actual:   {encode(told)}")
                 if isinstance(value, TokenOutputs):
@@ -94,7 +94,3 @@ def _perform(scheduler: Scheduler, event: Event) -> tuple[Any, Any]:
         return None, failure(error)
     scheduler.take_kv_events()  # nobody else does
     return value, outcome(value)
-
-
-def _describe(event: Event) -> str:
-    return f"event {event.number} ({event.name} at {event.now:.6f} s)"

@@ -42,9 +42,7 @@ class GatewayConfig:
     def validate(self) -> None:
         """Raises ValueError that names the flag at fault."""
         check_options(self)
-        if not self.gateway:
-            return
-        if importlib.util.find_spec("smg") is None:
+        if self.gateway and importlib.util.find_spec("smg") is None:
             raise ValueError(f"--gateway needs smg, which is not installed: pip install '{REQUIREMENT}'")
 
     def check_ports(self) -> None:

@@ -127,7 +127,11 @@ def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         intermediate_size=_positive(config, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=_positive(config, "num_key_value_heads", num_heads),
-        head_dim=_head_dim(config, hidden_size, num_heads),
+        head_dim=(
+            _split_evenly("hidden_size", hidden_size, num_heads)
+            if config.get("head_dim") is None
+            else _positive(config, "head_dim")
+        ),
         vocab_size=_positive(config, "vocab_size"),
         max_position_embeddings=max_position_embeddings,
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
@@ -347,12 +351,6 @@ def _dtype(config: Mapping[str, Any]) -> str:
     if value not in DTYPES:
         raise _error("dtype", value, f"one of {', '.join(DTYPES)}")
     return value
-
-
-def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
-    if config.get("head_dim") is not None:
-        return _positive(config, "head_dim")
-    return _split_evenly("hidden_size", hidden_size, num_heads)
 
 
 def _split_evenly(key: str, hidden_size: int, num_heads: int) -> int:

@@ -243,11 +243,9 @@ class _Assembly:
         num_host_blocks = sizes.num_host_blocks(
             available, default_swap_bytes(self.device.type, available, num_local_ranks)
         )
-        return sizes.num_gpu_blocks(self._measure_memory(num_host_blocks), self._largest_step), num_host_blocks
-
-    @property
-    def _largest_step(self) -> StepSize:
-        return largest_step_size(self.config)
+        return sizes.num_gpu_blocks(
+            self._measure_memory(num_host_blocks), largest_step_size(self.config)
+        ), num_host_blocks
 
     def _measure_memory(self, num_host_blocks: int) -> DeviceMemory:
         """Runs the largest steps on a runner of their own."""
@@ -255,7 +253,7 @@ class _Assembly:
         memory = measure_memory(
             CudaMeter(self.device),
             lambda num_blocks: self.runner(num_blocks, splits_steps=False)[0],
-            step=self._largest_step,
+            step=largest_step_size(self.config),
             max_model_len=self.max_model_len,
             block_size=self.config.block_size,
             block_bytes=block_bytes,

@@ -3,11 +3,10 @@
 What only torch knows (whether there is a GPU, which dtype a CPU computes in) is checked by `loader.py`.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from worker_service.config import WorkerConfig
-from worker_service.models.checkpoint_files import CheckpointError, TensorHeader, read_headers
+from worker_service.models.checkpoint_files import CheckpointError, read_headers
 from worker_service.models.config import ModelConfig
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size
@@ -32,9 +31,18 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
         raise ValueError(f"--model {config.model}: {error}") from error
     shard = Shard.of(model, config.tensor_parallel_rank, config.tensor_parallel_size)
     if config.device == "cpu" or (config.device == "auto" and not any(Path(file).exists() for file in _GPU_FILES)):
-        element_bytes = least_element_bytes(config, model, headers.values())
+        # Of a weight on any CPU: kernels may hold the checkpoint's dtype, or the model may compute in a smaller one.
+        computed = model.dtype if config.dtype == "auto" else config.dtype
+        dtypes = {computed, *(header.dtype for header in headers.values())}
+        element_bytes = 4 if dtypes.isdisjoint(_16_BITS) else 2
         weights = num_local_ranks * model_size(shard).num_bytes(element_bytes, is_tied=model.tie_word_embeddings)
-        check_least_memory(config, weights, available_bytes())
+        available = available_bytes()
+        if weights > available:
+            raise ValueError(
+                f"--model {config.model}: its weights take at least {weights / GIB:.2f} GiB, and "
+                f"{available / GIB:.2f} GiB of memory are available: take a smaller model or a machine with more "
+                "memory, or end what else uses it"
+            )
 
 
 def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int:
@@ -44,18 +52,3 @@ def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int
             f"--max-model-len is {asked}; the checkpoint has {max_position_embeddings} positions at most: lower it"
         )
     return asked or max_position_embeddings
-
-
-def least_element_bytes(config: WorkerConfig, model: ModelConfig, headers: Iterable[TensorHeader]) -> int:
-    """Of a weight on any CPU: kernels may hold the checkpoint's dtype, or the model may compute in a smaller one."""
-    computed = model.dtype if config.dtype == "auto" else config.dtype
-    return 2 if any(dtype in _16_BITS for dtype in (computed, *(header.dtype for header in headers))) else 4
-
-
-def check_least_memory(config: WorkerConfig, weights: int, available: int) -> None:
-    """Raises ValueError if the memory, in bytes, does not hold the weights alone."""
-    if weights > available:
-        raise ValueError(
-            f"--model {config.model}: its weights take at least {weights / GIB:.2f} GiB, and {available / GIB:.2f} GiB "
-            "of memory are available: take a smaller model or a machine with more memory, or end what else uses it"
-        )
