@@ -77,9 +77,8 @@ class Client:
             raise ValueError(f"retry is {retry}, but must be a number of seconds from 0")
         self.url = url
         self._retry_s = retry
-        credentials: grpc.ChannelCredentials | None = None
-        if url.startswith("grpcs://") or tls_ca or tls_cert:
-            credentials = channel_credentials(tls_ca, tls_cert, tls_key)
+        uses_tls = url.startswith("grpcs://") or tls_ca or tls_cert
+        credentials = channel_credentials(tls_ca, tls_cert, tls_key) if uses_tls else None
         self._channels = Channels(url, credentials, api_key)
 
     async def __aenter__(self) -> "Client":

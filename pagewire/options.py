@@ -191,11 +191,8 @@ def _add_flag(parser: argparse._ActionsContainer, option: Option, *, is_position
     elif option.value_type is bool:
         parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=_help(option), **settings)
     else:
-        parser.add_argument(option.flag, metavar=_metavar(option), help=_help(option), **settings)
-
-
-def _metavar(option: Option) -> str:
-    return "|".join(map(str, option.choices)) if option.choices else option.value_type.__name__.upper()
+        metavar = "|".join(map(str, option.choices or ())) or option.value_type.__name__.upper()
+        parser.add_argument(option.flag, metavar=metavar, help=_help(option), **settings)
 
 
 def _help(option: Option) -> str:

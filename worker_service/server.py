@@ -11,6 +11,7 @@ import socket
 import uuid
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +137,9 @@ class _WorkerProcess:
         # For people: HOST:PID:RANDOM. Process ids come back, so something in it is random.
         worker_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         try:
-            loaded = load_worker(self._config, worker_id, report=LoadProgress(self._tell_percent))
+            loaded = load_worker(
+                self._config, worker_id, report=LoadProgress(partial(setattr, self.engine, "load_percent"))
+            )
         except CheckpointError as error:
             raise ValueError(f"--model {self._config.model}: {error}") from error
         return self._profiled(loaded) if self._config.profile else loaded
@@ -146,9 +149,6 @@ class _WorkerProcess:
 
         self._profile = ProfiledRunner(loaded.runner, self._config.profile, Path(self._config.profile_dir))
         return replace(loaded, runner=self._profile)
-
-    def _tell_percent(self, percent: int) -> None:
-        self.engine.load_percent = percent
 
     async def _until_loaded(self, stop: asyncio.Event) -> bool:
         """Wait for the worker to load. False if it was told to stop before; an error of loading is raised."""

@@ -11,7 +11,7 @@ from pagewire.bench import chart, flags, result, server_times, target
 from pagewire.bench.load import exit_code
 from pagewire.bench.profile import Profile, profile, report
 from pagewire.bench.progress import ProgressLine
-from pagewire.bench.run import RequestRecord, Run, run
+from pagewire.bench.run import Run, run
 from pagewire.bench.server_times import ServerTimes
 from pagewire.bench.statistics import Summary, summarize
 from pagewire.bench.workload import LengthRange, Workload
@@ -26,19 +26,13 @@ PERCENTS = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """The seconds of each iteration that ended and the records of all its requests. `profile` says where the time went,
-    if that was asked."""
+    """The seconds of each iteration that ended, and all requests as those of one run. `profile` says where the time
+    went, if that was asked."""
 
     info: ServerInfo
     latencies: tuple[float, ...]
-    records: tuple[RequestRecord, ...]
-    was_interrupted: bool
+    run: Run
     profile: Profile | None = None
-
-    @property
-    def run(self) -> Run:
-        """All requests of the iterations, as of one run."""
-        return Run(self.records, sum(self.latencies), self.was_interrupted)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,8 +82,8 @@ class _Bench:
             info = await self._client.server_info()
             target.check_fits(self._workload, info)
             warmed = await self._batches("latency (warming up)", info, parsed.num_iters_warmup)
-            if warmed.was_interrupted:
-                return replace(warmed, latencies=(), records=())
+            if warmed.run.was_interrupted:
+                return Iterations(info, (), Run((), 0.0, was_interrupted=True))
             if parsed.profile:
                 return await self._profiled(info)
             return await self._batches("latency", info, parsed.num_iters)
@@ -127,9 +121,9 @@ class _Bench:
             before = after
         line.close()
         measured = _iterations(info, runs)
-        if measured.was_interrupted or len(measured.latencies) < num_iters:
+        if measured.run.was_interrupted or len(measured.latencies) < num_iters:
             return measured
-        return replace(measured, profile=profile(*times, measured.records))
+        return replace(measured, profile=profile(*times, measured.run.records))
 
     def _progress(self, name: str, num_requests: int) -> ProgressLine:
         return ProgressLine(name, num_requests, None if self._parsed.disable_tqdm else sys.stderr)
@@ -149,10 +143,10 @@ class _Bench:
 
 def _iterations(info: ServerInfo, runs: Sequence[Run]) -> Iterations:
     """Sums up some runs. A batch that was interrupted, or of which a request failed, has no latency."""
-    finished = [ran for ran in runs if all(record.is_finished for record in ran.records) and not ran.was_interrupted]
-    was_interrupted = any(ran.was_interrupted for ran in runs)
-    records = tuple(record for ran in runs if not ran.was_interrupted for record in ran.records)
-    return Iterations(info, tuple(ran.duration for ran in finished), records, was_interrupted)
+    complete = [ran for ran in runs if not ran.was_interrupted]
+    latencies = tuple(ran.duration for ran in complete if all(record.is_finished for record in ran.records))
+    records = tuple(record for ran in complete for record in ran.records)
+    return Iterations(info, latencies, Run(records, sum(latencies), was_interrupted=len(complete) < len(runs)))
 
 
 def _parser() -> Parser:

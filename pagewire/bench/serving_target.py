@@ -77,8 +77,11 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         default="random",
         help="where prompts come from: random tokens, lines of a poem, or a file of your own (default: random)",
     )
-    text = 'sonnet: the poem, a text file; custom: a file with {"prompt": TEXT} on each line (.jsonl)'
-    group.add_argument("--dataset-path", metavar="FILE", help=text)
+    group.add_argument(
+        "--dataset-path",
+        metavar="FILE",
+        help='sonnet: the poem, a text file; custom: a file with {"prompt": TEXT} on each line (.jsonl)',
+    )
     for name, default, text in (
         ("input", 550, "most tokens of a prompt"),
         ("output", 150, "output tokens"),

@@ -40,8 +40,8 @@ class BlockView:
             scale = f", a cell is {num_blocks_per_cell} blocks" if num_blocks_per_cell > 1 else ""
             lines.append(f"{len(uses)} {name}{scale}")
             cells = [_summary(uses[i : i + num_blocks_per_cell]) for i in range(0, len(uses), num_blocks_per_cell)]
-            for start in range(0, len(cells), num_columns):
-                lines.append(self._line(cells[start : start + num_columns], block_map.owners))
+            starts = range(0, len(cells), num_columns)
+            lines += [self._line(cells[start : start + num_columns], block_map.owners) for start in starts]
         return "\n".join([*lines, *self._legend(block_map, num_columns)])
 
     def _place(self, owners: Sequence[str]) -> None:

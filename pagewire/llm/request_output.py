@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from pagewire.completion import Completion, CompletionOutput, TokenLogprobs
 
@@ -68,9 +69,7 @@ class RequestOutput:
 
 def token_ids_of(completion: Completion) -> set[int]:
     """Returns all tokens that the log-probabilities of a result name."""
-    entries = list(completion.prompt_logprobs or ())
-    for output in completion.outputs:
-        entries += output.logprobs or ()
+    entries = chain(completion.prompt_logprobs or (), *(output.logprobs or () for output in completion.outputs))
     return {token_id for entry in entries for token_id in (entry.token_id, *(top[0] for top in entry.top))}
 
 

@@ -73,11 +73,9 @@ class CacheEngine:
         ]
         blocks = self.storage.view(torch.uint8).flatten(1)  # [num_device_blocks + 1, block_bytes]
         blocks[0] = 0
-        self._moves: HostMoves | StreamMoves
-        if streams is None:
-            self._moves = HostMoves(blocks, num_host_blocks)
-        else:
-            self._moves = StreamMoves(streams, blocks, num_host_blocks)
+        self._moves: HostMoves | StreamMoves = (
+            HostMoves(blocks, num_host_blocks) if streams is None else StreamMoves(streams, blocks, num_host_blocks)
+        )
         self._last_planned_step = 0
 
     def reset(self) -> None:

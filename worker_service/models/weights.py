@@ -95,12 +95,8 @@ def hold_dtypes(
 def fill_layers(table: Iterable[Weight], num_layers: int) -> Iterator[Weight]:
     """Repeats the entries that name `{layer}` for every layer."""
     for weight in table:
-        if "{layer}" not in weight.source:
-            yield weight
-            continue
-        for layer in range(num_layers):
-            source, target = weight.source.format(layer=layer), weight.target.format(layer=layer)
-            yield replace(weight, source=source, target=target)
+        for layer in range(num_layers if "{layer}" in weight.source else 1):
+            yield replace(weight, source=weight.source.format(layer=layer), target=weight.target.format(layer=layer))
 
 
 def _targets(model: nn.Module, weight: Weight, shard: Shard) -> Iterator[tuple[str, list[Piece]]]:

@@ -84,6 +84,15 @@ class SequenceTable:
         self.num_blocks = np.zeros(size, np.int64)
         self.work = np.zeros(size, np.int64)  # tokens to compute each step; 0 is paused
         self.has_failed = np.zeros(size, np.bool_)  # was given up: computes nothing until it is released
+        # Every column that holds one value of a row, `work` apart.
+        self._row_columns: tuple[NDArray, ...] = (
+            self.occupied,
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.num_computed_tokens,
+            self.num_blocks,
+            self.has_failed,
+        )
         self.sampling = SamplingTable(size, limits.vocab_size)
 
     def clear(self) -> None:
@@ -251,18 +260,6 @@ class SequenceTable:
             lambda i: f"slot {slots[i]} is to compute {num_tokens[i]} tokens; a step computes at most {most}",
         )
         self.work[slots] = num_tokens
-
-    @property
-    def _row_columns(self) -> tuple[NDArray, ...]:
-        """Every column that holds one value of a row, `work` apart."""
-        return (
-            self.occupied,
-            self.num_tokens,
-            self.num_prompt_tokens,
-            self.num_computed_tokens,
-            self.num_blocks,
-            self.has_failed,
-        )
 
     def _working_rows(self) -> WorkingRows:
         limits = self.limits
