@@ -27,6 +27,7 @@ from scheduler_service.core.request import (
     SchedulerStats,
     SequenceEnd,
 )
+from scheduler_service.serving.activity import share
 from scheduler_service.serving.observer import Observer
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip  # noqa: E501
@@ -72,6 +73,12 @@ _COUNTERS = {
     "vllm:prompt_tokens": ("Prompt tokens of sequences that ran.", "num_prompt_tokens"),
     "vllm:generation_tokens": ("Output tokens.", "num_generation_tokens"),
     "vllm:num_preemptions": ("Requests preempted.", "num_preemptions"),
+}
+# Counters that are told as they are: their texts, and their names in Metrics.
+_METRICS_COUNTERS = {
+    "pagewire:invariant_failures": ("Invariants of the scheduler found broken.", "num_invariant_failures"),
+    "pagewire:worker_losses": ("Workers lost.", "num_worker_losses"),
+    "pagewire:epochs": ("Epochs begun.", "num_epochs"),
 }
 # Gauges that are told as they are: their texts, and their names in ServiceStats.
 _SERVICE_GAUGES = {
@@ -223,13 +230,10 @@ class MetricsCollector(Collector):
         for name, (text, field) in _COUNTERS.items():
             yield self._counter(name, text, getattr(stats, field))
         yield from self._shares(stats)
-        num_stored, num_removed, num_cleared = metrics.num_kv_events
-        kv_events = {"stored": num_stored, "removed": num_removed, "cleared": num_cleared}
+        kv_events = dict(zip(("stored", "removed", "cleared"), metrics.num_kv_events, strict=True))
         yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
-        text = "Invariants of the scheduler found broken."
-        yield self._counter("pagewire:invariant_failures", text, metrics.num_invariant_failures)
-        yield self._counter("pagewire:worker_losses", "Workers lost.", metrics.num_worker_losses)
-        yield self._counter("pagewire:epochs", "Epochs begun.", metrics.num_epochs)
+        for name, (text, field) in _METRICS_COUNTERS.items():
+            yield self._counter(name, text, getattr(metrics, field))
         text = "Lines of the log that were dropped since nobody read standard error."
         yield self._counter("pagewire:log_lines_dropped", text, service.num_log_lines_dropped)
         text = "Seconds of all steps on the worker, by part of the step."
@@ -242,9 +246,9 @@ class MetricsCollector(Collector):
     def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
         for name, (text, field) in _GAUGES.items():
             yield self._gauge(name, text, getattr(stats, field))
-        usage = stats.num_held_blocks / stats.num_device_blocks if stats.num_device_blocks else 0.0
+        usage = share(stats.num_held_blocks, stats.num_device_blocks)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the device blocks that sequences hold, 0 to 1.", usage)
-        usage = stats.num_held_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0
+        usage = share(stats.num_held_host_blocks, stats.num_host_blocks)
         yield self._gauge("vllm:cpu_cache_usage_perc", "Share of the host blocks that sequences hold, 0 to 1.", usage)
         capacity = self._metrics.capacity
         if capacity is not None:

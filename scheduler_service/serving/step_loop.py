@@ -35,7 +35,8 @@ _CHECK_INTERVAL = 256
 class EpochLink(Protocol):
     """The way to the worker for one epoch."""
 
-    def send(self, plan: StepPlan) -> None: ...
+    def send(self, plan: StepPlan) -> None:
+        """Send a plan on its way, without waiting."""
 
     def close(self, reason: str) -> None:
         """End the epoch: the worker broke the protocol."""

@@ -9,6 +9,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
 from scheduler_service.core.request import SchedulerStats
+from scheduler_service.serving.activity import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,11 @@ class Load:
 
     @property
     def token_usage(self) -> float:
-        return _share(self.stats.num_held_blocks, self.stats.num_device_blocks)
+        return share(self.stats.num_held_blocks, self.stats.num_device_blocks)
 
     @property
     def cache_hit_rate(self) -> float:
-        return _share(self.stats.num_cached_prompt_tokens, self.stats.num_prompt_tokens)
+        return share(self.stats.num_cached_prompt_tokens, self.stats.num_prompt_tokens)
 
 
 def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
@@ -55,7 +56,7 @@ def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
         token_usage=load.token_usage,
         gen_throughput=load.generation_throughput,
         cache_hit_rate=load.cache_hit_rate,
-        utilization=_share(load.num_running, load.max_num_seqs),
+        utilization=share(load.num_running, load.max_num_seqs),
         max_running_requests=load.max_num_seqs,
         num_waiting_uncached_tokens=load.stats.num_waiting_tokens,
     )
@@ -80,7 +81,3 @@ def engine_load_in_full(load: Load) -> common_pb2.EngineLoad:
     record.num_used_tokens = load.num_used_tokens
     record.max_total_num_tokens = load.max_total_tokens
     return record
-
-
-def _share(count: float, total: float) -> float:
-    return count / total if total > 0 else 0.0
