@@ -102,7 +102,7 @@ class SharedCall:
             while True:
                 if reading.done():
                     reading.result()
-                if self._has_something():
+                if self._outlet.streams or self._ready or self._announces or self._tells_loads:
                     message = self._take()
                     if message.ByteSize():
                         await context.write(message)
@@ -253,9 +253,6 @@ class SharedCall:
         if request.stream_id in self._requests:
             self._ready[request] = None
             self._news.tell()
-
-    def _has_something(self) -> bool:
-        return bool(self._outlet.streams or self._ready or self._announces or self._tells_loads)
 
     def _take(self) -> scheduler_pb2.GenerateManyResponse:
         """Make a message of what is new, as much of it as one holds."""

@@ -49,7 +49,7 @@ class KvEventFeed:
         self._read_load = read_load
         self._tenant = tenant
         self._sees_all = sees_all
-        self._number = _now_us()  # of the last batch that was told
+        self._number = time.time_ns() // 1000  # of the last batch that was told
         self._num_records = 0
         self._num_events = 0
         self._last_load: Load | None = None
@@ -68,7 +68,8 @@ class KvEventFeed:
         self, request: common_pb2.SubscribeKvEventsRequest
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         last = request.start_sequence_number - self._first_number  # as the log counts
-        is_known = self._sees_all and self._is_held(last)
+        first_start, last_start = self._kv_events.starts
+        is_known = self._sees_all and first_start <= last <= last_start
         if is_known:
             self._number = request.start_sequence_number
         while True:
@@ -91,10 +92,6 @@ class KvEventFeed:
                     yield self._load_only()
             except LookupError:
                 is_known = False
-
-    def _is_held(self, number: int) -> bool:
-        first_start, last_start = self._kv_events.starts
-        return first_start <= number <= last_start
 
     def _is_theirs(self, event: KvEvent) -> bool:
         return isinstance(event, CacheCleared) or (event.tenant == self._tenant and not event.cache_salt)
@@ -150,10 +147,6 @@ class KvEventFeed:
         self._num_records += 1
         batch.load.sample = self._num_records
         self._sent_at = time.monotonic()
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000
 
 
 def _encode(events: Sequence[KvEvent]) -> Iterator[common_pb2.KvCacheEvent]:
