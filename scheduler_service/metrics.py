@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from operator import add
 from typing import Any
 
@@ -128,11 +129,8 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """The pairs (upper bound, number of observations up to it), as Prometheus wants them."""
-        total, buckets = 0, []
-        for bound, count in zip([*(str(float(bound)) for bound in self.bounds), "+Inf"], self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return buckets
+        bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
 
 class Metrics(Observer):

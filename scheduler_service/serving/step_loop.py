@@ -188,8 +188,7 @@ class StepLoop:
 
     def worker_lost(self, reason: str) -> None:
         """Nothing happens if no worker is there."""
-        if self._link is not None:
-            self._empty_inbox()
+        self._empty_inbox()
         if self._link is not None:
             self._end_epoch(reason)
 

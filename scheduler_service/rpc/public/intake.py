@@ -120,15 +120,16 @@ class Intake:
                     include_stop_text=options.include_stop_text,
                     skip_special_tokens=options.skip_special_tokens,
                 )
-            output = OutputBuffer(
-                request.request_id,
-                index,
-                decoder,
-                with_logprobs=request.sampling.num_logprobs is not None,
-                keep_stop_token_text=options.include_stop_text,
-                is_kept=request.output_mode is OutputMode.DETACHED,
+            outputs.append(
+                OutputBuffer(
+                    request.request_id,
+                    index,
+                    decoder,
+                    with_logprobs=request.sampling.num_logprobs is not None,
+                    keep_stop_token_text=options.include_stop_text,
+                    is_kept=request.output_mode is OutputMode.DETACHED,
+                )
             )
-            outputs.append(output)
         return outputs
 
     def _submit(self, generation: Generation) -> None:

@@ -22,10 +22,6 @@ class Load:
     generation_throughput: float
 
     @property
-    def num_running(self) -> int:
-        return self.stats.num_running
-
-    @property
     def num_waiting(self) -> int:
         return self.stats.num_waiting + self.stats.num_swapped
 
@@ -48,15 +44,15 @@ class Load:
 
 def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
     return vllm_engine_pb2.SchedulerLoad(
-        num_running_reqs=load.num_running,
+        num_running_reqs=load.stats.num_running,
         num_waiting_reqs=load.num_waiting,
-        num_total_reqs=load.num_running + load.num_waiting,
+        num_total_reqs=load.stats.num_running + load.num_waiting,
         num_used_tokens=load.num_used_tokens,
         max_total_num_tokens=load.max_total_tokens,
         token_usage=load.token_usage,
         gen_throughput=load.generation_throughput,
         cache_hit_rate=load.cache_hit_rate,
-        utilization=share(load.num_running, load.max_num_seqs),
+        utilization=share(load.stats.num_running, load.max_num_seqs),
         max_running_requests=load.max_num_seqs,
         num_waiting_uncached_tokens=load.stats.num_waiting_tokens,
     )
@@ -65,7 +61,7 @@ def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
 def engine_load(load: Load) -> common_pb2.EngineLoad:
     """Encode what routing needs of the load."""
     return common_pb2.EngineLoad(
-        running_requests=load.num_running,
+        running_requests=load.stats.num_running,
         waiting_requests=load.num_waiting,
         waiting_uncached_tokens=load.stats.num_waiting_tokens,
         token_usage=load.token_usage,
@@ -76,8 +72,10 @@ def engine_load(load: Load) -> common_pb2.EngineLoad:
 
 
 def engine_load_in_full(load: Load) -> common_pb2.EngineLoad:
-    record = engine_load(load)
-    record.cache_hit_rate = load.cache_hit_rate
-    record.num_used_tokens = load.num_used_tokens
-    record.max_total_num_tokens = load.max_total_tokens
+    record = common_pb2.EngineLoad(
+        cache_hit_rate=load.cache_hit_rate,
+        num_used_tokens=load.num_used_tokens,
+        max_total_num_tokens=load.max_total_tokens,
+    )
+    record.MergeFrom(engine_load(load))
     return record

@@ -123,7 +123,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         info = server_info(self._engine.availability.capacity, self._info().max_num_seqs)
         if is_operator():
             load = await self._read_load()
-            info.active_requests = load.num_running + load.num_waiting
+            info.active_requests = load.stats.num_running + load.num_waiting
             info.last_receive_timestamp = self._last_request_at
         info.uptime_seconds = time.monotonic() - self._started_at
         return info
@@ -179,7 +179,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if await cache.flush_cache(request.timeout_s):
             return common_pb2.FlushCacheResponse(success=True, message="the prefix cache is empty")
         load = read_load()
-        message = f"{load.num_running} sequences run and {load.num_waiting} wait; try again, or with a longer timeout_s"
+        message = (
+            f"{load.stats.num_running} sequences run and {load.num_waiting} wait; try again, or with a longer timeout_s"
+        )
         return common_pb2.FlushCacheResponse(success=False, message=message)
 
     # The profiler
