@@ -271,15 +271,18 @@ class MetricsCollector(Collector):
         """Make the counters that are told apart by one more label."""
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
         tiers = {"device": num_from_device, "host": stats.num_host_cached_prompt_tokens}
-        text = "Prompt tokens found in the cache, by tier."
-        yield self._counters("pagewire:cached_prompt_tokens", text, "tier", tiers)
+        yield self._counters(
+            "pagewire:cached_prompt_tokens", "Prompt tokens found in the cache, by tier.", "tier", tiers
+        )
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
         kinds = {"swap": stats.num_swap_preemptions, "recompute": num_recomputed}
-        text = "Requests preempted, by how their KV cache was handled."
-        yield self._counters("pagewire:preemptions", text, "kind", kinds)
+        yield self._counters(
+            "pagewire:preemptions", "Requests preempted, by how their KV cache was handled.", "kind", kinds
+        )
         directions = {"out": stats.num_moved_blocks_out, "in": stats.num_moved_blocks_in}
-        text = "Blocks moved from device to host (out) and back (in)."
-        yield self._counters("pagewire:moved_blocks", text, "direction", directions)
+        yield self._counters(
+            "pagewire:moved_blocks", "Blocks moved from device to host (out) and back (in).", "direction", directions
+        )
         num_ended = {reason.value: self._metrics.num_ended[reason] for reason in ENDED_WELL}
         num_ended["error"] = sum(self._metrics.num_ended.values()) - sum(num_ended.values())
         yield self._counters("vllm:request_success", "Sequences that ended, by reason.", "finished_reason", num_ended)

@@ -52,8 +52,7 @@ class Tokenizer:
         Long texts have a thread of their own, so that no other waits for one.
         """
         threads, encode = (self._long_text_thread, self._encode_long) if is_long else (self._threads, self._encode)
-        encode_this = partial(encode, text, max_tokens, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(threads, encode_this)
+        return await asyncio.get_running_loop().run_in_executor(threads, encode, text, max_tokens, add_special_tokens)
 
     async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Decode token ids to text, off the event loop."""

@@ -179,10 +179,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if await cache.flush_cache(request.timeout_s):
             return common_pb2.FlushCacheResponse(success=True, message="the prefix cache is empty")
         load = read_load()
-        message = (
-            f"{load.stats.num_running} sequences run and {load.num_waiting} wait; try again, or with a longer timeout_s"
+        return common_pb2.FlushCacheResponse(
+            success=False,
+            message=f"{load.stats.num_running} sequences run and {load.num_waiting} wait; try again, or with a longer "
+            "timeout_s",
         )
-        return common_pb2.FlushCacheResponse(success=False, message=message)
 
     # The profiler
 
