@@ -153,8 +153,10 @@ class SchedulerConfig:
         _check_model(self.model)
         check_options(self)
         if self.worker_grace is not None and self.worker_grace > self.worker_timeout:
-            limit = f"at most --worker-timeout, which is {self.worker_timeout}"
-            raise ValueError(f"--worker-grace is {self.worker_grace}, but must be {limit}")
+            raise ValueError(
+                f"--worker-grace is {self.worker_grace}, but must be at most --worker-timeout, which is "
+                f"{self.worker_timeout}"
+            )
         for address in self.worker_addresses:
             _check_worker_address(address)
 

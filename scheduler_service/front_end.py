@@ -42,7 +42,14 @@ async def run(
     try:
         config.validate()
         service = RequestService(config, "front end")
-        channel = _scheduler_channel(config)
+        channel = dial(
+            config.scheduler,
+            CHANNEL_OPTIONS,
+            ca=config.scheduler_tls_ca,
+            cert=config.scheduler_tls_cert,
+            key=config.scheduler_tls_key,
+            name=config.scheduler_tls_name,
+        )
         link = _scheduler_link(config, channel, service)
         servicer = FrontEndServicer(
             link,
@@ -92,14 +99,3 @@ def _credentials(api_key_file: str | None) -> list[tuple[str, str]]:
     if api_key_file is None:
         return []
     return [("authorization", f"Bearer {Path(api_key_file).read_text(encoding='utf-8').strip()}")]
-
-
-def _scheduler_channel(config: FrontEndConfig) -> grpc.aio.Channel:
-    return dial(
-        config.scheduler,
-        CHANNEL_OPTIONS,
-        ca=config.scheduler_tls_ca,
-        cert=config.scheduler_tls_cert,
-        key=config.scheduler_tls_key,
-        name=config.scheduler_tls_name,
-    )

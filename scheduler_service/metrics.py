@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from operator import add
 from typing import Any
 
@@ -27,7 +28,8 @@ from scheduler_service.core.request import (
     SchedulerStats,
     SequenceEnd,
 )
-from scheduler_service.serving.observer import Observer
+from scheduler_service.serving.activity import share
+from scheduler_service.serving.observer import ENDED_WELL, Observer
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip  # noqa: E501
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -66,12 +68,31 @@ _GAUGES = {
     "pagewire:held_host_blocks": ("Blocks that sequences hold.", "num_held_host_blocks"),
     "pagewire:cached_host_blocks": ("Blocks whose content can be matched.", "num_cached_host_blocks"),
 }
+# Shares of the blocks of a pool: their texts, and the names of both numbers in SchedulerStats.
+_USAGES = {
+    "vllm:kv_cache_usage_perc": (
+        "Share of the device blocks that sequences hold, 0 to 1.",
+        "num_held_blocks",
+        "num_device_blocks",
+    ),
+    "vllm:cpu_cache_usage_perc": (
+        "Share of the host blocks that sequences hold, 0 to 1.",
+        "num_held_host_blocks",
+        "num_host_blocks",
+    ),
+}
 _COUNTERS = {
     "vllm:prefix_cache_queries": ("Prompt tokens looked up in the cache.", "num_prompt_tokens"),
     "vllm:prefix_cache_hits": ("Prompt tokens found in the cache.", "num_cached_prompt_tokens"),
     "vllm:prompt_tokens": ("Prompt tokens of sequences that ran.", "num_prompt_tokens"),
     "vllm:generation_tokens": ("Output tokens.", "num_generation_tokens"),
     "vllm:num_preemptions": ("Requests preempted.", "num_preemptions"),
+}
+# Counters that are told as they are: their texts, and their names in Metrics.
+_METRICS_COUNTERS = {
+    "pagewire:invariant_failures": ("Invariants of the scheduler found broken.", "num_invariant_failures"),
+    "pagewire:worker_losses": ("Workers lost.", "num_worker_losses"),
+    "pagewire:epochs": ("Epochs begun.", "num_epochs"),
 }
 # Gauges that are told as they are: their texts, and their names in ServiceStats.
 _SERVICE_GAUGES = {
@@ -83,7 +104,6 @@ _SERVICE_GAUGES = {
         "num_unread_failures",
     ),
 }
-_FINISHED_REASONS = {EndReason.STOP: "stop", EndReason.LENGTH: "length", EndReason.ABORT: "abort"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +129,8 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """The pairs (upper bound, number of observations up to it), as Prometheus wants them."""
-        total, buckets = 0, []
-        for bound, count in zip([*(str(float(bound)) for bound in self.bounds), "+Inf"], self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return buckets
+        bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
 
 class Metrics(Observer):
@@ -127,11 +144,6 @@ class Metrics(Observer):
         self.num_kv_events = KvEventCounts()
         self.num_invariant_failures = 0
         self.capacity: WorkerCapacity | None = None
-        self._time_to_first_token = self.histograms["vllm:time_to_first_token_seconds"]
-        self._inter_token_latency = self.histograms["vllm:inter_token_latency_seconds"]
-        self._step_tokens = self.histograms["vllm:iteration_tokens_total"]
-        self._step_seconds = self.histograms["pagewire:step_duration_seconds"]
-        self._plan_bytes = self.histograms["pagewire:plan_bytes"]
         self._num_computed_prompt_tokens = 0
         self._parts_us = dict.fromkeys((field.name for field in fields(StepParts)), 0)
         self._collection_began_at = 0.0
@@ -146,9 +158,10 @@ class Metrics(Observer):
     def step_finished(self, result: StepResult, stats: SchedulerStats) -> None:
         # A prompt counts in the step in which its sequence first runs, all chunks of it together.
         num_computed = stats.num_prompt_tokens - stats.num_cached_prompt_tokens
-        self._step_tokens.observe(len(result.token_ids) + num_computed - self._num_computed_prompt_tokens)
+        num_tokens = len(result.token_ids) + num_computed - self._num_computed_prompt_tokens
+        self._observe("vllm:iteration_tokens_total", num_tokens)
         self._num_computed_prompt_tokens = num_computed
-        self._step_seconds.observe(result.duration_us / 1e6)
+        self._observe("pagewire:step_duration_seconds", result.duration_us / 1e6)
         for name in self._parts_us:
             self._parts_us[name] += getattr(result.parts, name)
 
@@ -157,13 +170,13 @@ class Metrics(Observer):
         return {name.removesuffix("_us"): us / 1e6 for name, us in self._parts_us.items()}
 
     def first_token_after(self, seconds: float) -> None:
-        self._time_to_first_token.observe(seconds)
+        self._observe("vllm:time_to_first_token_seconds", seconds)
 
     def tokens_after(self, seconds: float, num_tokens: int) -> None:
-        self._inter_token_latency.observe(seconds, num_tokens)
+        self._observe("vllm:inter_token_latency_seconds", seconds, num_tokens)
 
     def plan_sent(self, num_bytes: int) -> None:
-        self._plan_bytes.observe(num_bytes)
+        self._observe("pagewire:plan_bytes", num_bytes)
 
     def worker_changed(self, capacity: WorkerCapacity | None) -> None:
         if capacity is None:
@@ -180,7 +193,7 @@ class Metrics(Observer):
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
         self.num_ended[end.reason] += 1
-        if end.reason not in _FINISHED_REASONS:
+        if end.reason not in ENDED_WELL:
             return
         self._observe("vllm:e2e_request_latency_seconds", now - end.arrived_at)
         self._observe("vllm:request_prompt_tokens", end.num_prompt_tokens)
@@ -195,8 +208,8 @@ class Metrics(Observer):
             seconds = (now - end.first_token_at) / (end.num_output_tokens - 1)
             self._observe("vllm:request_time_per_output_token_seconds", seconds)
 
-    def _observe(self, name: str, value: float) -> None:
-        self.histograms[name].observe(value)
+    def _observe(self, name: str, value: float, count: int = 1) -> None:
+        self.histograms[name].observe(value, count)
 
 
 class MetricsCollector(Collector):
@@ -219,21 +232,22 @@ class MetricsCollector(Collector):
         stats, metrics, service = self._read_stats(), self._metrics, self._read_service_stats()
         yield from self._gauges(stats)
         for name, (text, field) in _SERVICE_GAUGES.items():
-            yield self._gauge(name, text, getattr(service, field))
+            yield self._number(GaugeMetricFamily, name, text, getattr(service, field))
         for name, (text, field) in _COUNTERS.items():
-            yield self._counter(name, text, getattr(stats, field))
+            yield self._number(CounterMetricFamily, name, text, getattr(stats, field))
         yield from self._shares(stats)
-        num_stored, num_removed, num_cleared = metrics.num_kv_events
-        kv_events = {"stored": num_stored, "removed": num_removed, "cleared": num_cleared}
+        kv_events = dict(zip(("stored", "removed", "cleared"), metrics.num_kv_events, strict=True))
         yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
-        text = "Invariants of the scheduler found broken."
-        yield self._counter("pagewire:invariant_failures", text, metrics.num_invariant_failures)
-        yield self._counter("pagewire:worker_losses", "Workers lost.", metrics.num_worker_losses)
-        yield self._counter("pagewire:epochs", "Epochs begun.", metrics.num_epochs)
+        for name, (text, field) in _METRICS_COUNTERS.items():
+            yield self._number(CounterMetricFamily, name, text, getattr(metrics, field))
         text = "Lines of the log that were dropped since nobody read standard error."
-        yield self._counter("pagewire:log_lines_dropped", text, service.num_log_lines_dropped)
-        text = "Seconds of all steps on the worker, by part of the step."
-        yield self._counters("pagewire:step_part_seconds", text, "part", metrics.part_seconds())
+        yield self._number(CounterMetricFamily, "pagewire:log_lines_dropped", text, service.num_log_lines_dropped)
+        yield self._counters(
+            "pagewire:step_part_seconds",
+            "Seconds of all steps on the worker, by part of the step.",
+            "part",
+            metrics.part_seconds(),
+        )
         for name, histogram in metrics.histograms.items():
             family = HistogramMetricFamily(name, _HISTOGRAMS[name][0], labels=list(self._labels))
             family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
@@ -241,11 +255,9 @@ class MetricsCollector(Collector):
 
     def _gauges(self, stats: SchedulerStats) -> Iterator[Metric]:
         for name, (text, field) in _GAUGES.items():
-            yield self._gauge(name, text, getattr(stats, field))
-        usage = stats.num_held_blocks / stats.num_device_blocks if stats.num_device_blocks else 0.0
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the device blocks that sequences hold, 0 to 1.", usage)
-        usage = stats.num_held_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0
-        yield self._gauge("vllm:cpu_cache_usage_perc", "Share of the host blocks that sequences hold, 0 to 1.", usage)
+            yield self._number(GaugeMetricFamily, name, text, getattr(stats, field))
+        for name, (text, held, whole) in _USAGES.items():
+            yield self._number(GaugeMetricFamily, name, text, share(getattr(stats, held), getattr(stats, whole)))
         capacity = self._metrics.capacity
         if capacity is not None:
             sizes = {
@@ -253,33 +265,33 @@ class MetricsCollector(Collector):
                 "num_gpu_blocks": str(capacity.num_device_blocks),
                 "num_cpu_blocks": str(capacity.num_host_blocks),
             }
-            yield self._gauge("vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
+            yield self._number(GaugeMetricFamily, "vllm:cache_config_info", "The KV cache's shape.", 1, **sizes)
 
     def _shares(self, stats: SchedulerStats) -> Iterator[Metric]:
         """Make the counters that are told apart by one more label."""
         num_from_device = stats.num_cached_prompt_tokens - stats.num_host_cached_prompt_tokens
         tiers = {"device": num_from_device, "host": stats.num_host_cached_prompt_tokens}
-        text = "Prompt tokens found in the cache, by tier."
-        yield self._counters("pagewire:cached_prompt_tokens", text, "tier", tiers)
+        yield self._counters(
+            "pagewire:cached_prompt_tokens", "Prompt tokens found in the cache, by tier.", "tier", tiers
+        )
         num_recomputed = stats.num_preemptions - stats.num_swap_preemptions
         kinds = {"swap": stats.num_swap_preemptions, "recompute": num_recomputed}
-        text = "Requests preempted, by how their KV cache was handled."
-        yield self._counters("pagewire:preemptions", text, "kind", kinds)
+        yield self._counters(
+            "pagewire:preemptions", "Requests preempted, by how their KV cache was handled.", "kind", kinds
+        )
         directions = {"out": stats.num_moved_blocks_out, "in": stats.num_moved_blocks_in}
-        text = "Blocks moved from device to host (out) and back (in)."
-        yield self._counters("pagewire:moved_blocks", text, "direction", directions)
-        num_ended = {text: self._metrics.num_ended[reason] for reason, text in _FINISHED_REASONS.items()}
+        yield self._counters(
+            "pagewire:moved_blocks", "Blocks moved from device to host (out) and back (in).", "direction", directions
+        )
+        num_ended = {reason.value: self._metrics.num_ended[reason] for reason in ENDED_WELL}
         num_ended["error"] = sum(self._metrics.num_ended.values()) - sum(num_ended.values())
         yield self._counters("vllm:request_success", "Sequences that ended, by reason.", "finished_reason", num_ended)
 
-    def _gauge(self, name: str, text: str, value: float, **labels: str) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
+    def _number(
+        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float, **labels: str
+    ) -> Metric:
+        family = kind(name, text, labels=[*self._labels, *labels])
         family.add_metric([*self._labels.values(), *labels.values()], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
         return family
 
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from pagewire import __version__
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.transport.dialling import dial
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
@@ -25,7 +26,7 @@ from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MetricsServer
 from scheduler_service.request_service import RequestService, refused
 from scheduler_service.rpc.public.detached import DetachedRequests
-from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer, ServerInfo
+from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer
 from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.worker.epochs import EpochsExhausted
@@ -92,7 +93,7 @@ class _Scheduler:
         arguments = _scheduler_arguments(config, service.model)
         self._recorder = Recorder(config.record, arguments) if config.record else None
         scheduler = arguments.build()
-        self._info = info = _server_info(config, service, arguments.max_model_len)
+        self._info = info = _server_info(config, service.model, arguments.max_model_len)
         self._tracing = _tracing(config, info)
         self._kv_event_log = KvEventLog(config.kv_events_buffer, config.max_kv_event_bytes)
         observers = [self._metrics, RequestLog(logs_all=config.log_requests)]
@@ -135,7 +136,9 @@ class _Scheduler:
             self._info,
             self._detached,
             lambda: self._activity.generation_throughput,
-            Quotas(service.tenants.quota, lambda: availability.capacity) if service.tenants is not None else None,
+            max_pending_calls=self._config.max_waiting_requests,
+            text_limits=service.text_limits,
+            quotas=None if service.tenants is None else Quotas(service.tenants.quota, lambda: availability.capacity),
         )
 
     def _stats(self) -> SchedulerStats:
@@ -249,7 +252,7 @@ def _policy(config: SchedulerConfig) -> str:
     return "fair" if config.tenants else "priority"
 
 
-def _tracing(config: SchedulerConfig, info: ServerInfo) -> "Tracing | None":
+def _tracing(config: SchedulerConfig, info: scheduler_pb2.GetServerInfoResponse) -> "Tracing | None":
     """Raises ValueError if it is asked for but not installed."""
     if config.otlp_traces_endpoint is None:
         return None
@@ -267,9 +270,9 @@ def _tracing(config: SchedulerConfig, info: ServerInfo) -> "Tracing | None":
     )
 
 
-def _server_info(config: SchedulerConfig, service: RequestService, max_model_len: int) -> ServerInfo:
-    model = service.model
-    return ServerInfo(
+def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> scheduler_pb2.GetServerInfoResponse:
+    """Return what clients are told of the server that does not change while it runs."""
+    return scheduler_pb2.GetServerInfoResponse(
         version=__version__,
         served_model_name=config.served_model_name or model.name,
         instance_id=secrets.token_hex(8),
@@ -278,9 +281,10 @@ def _server_info(config: SchedulerConfig, service: RequestService, max_model_len
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         pipeline_depth=config.pipeline_depth,
-        max_pending_calls=config.max_waiting_requests,
         has_tenants=config.tenants is not None,
-        text_limits=service.text_limits,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        has_tokenizer=model.has_tokenizer,
         model_digest=model.digest,
         special_tokens=model.special_tokens,
     )

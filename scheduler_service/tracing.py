@@ -17,11 +17,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from pagewire.transport.otlp import tracer_provider
-from scheduler_service.core.request import EndReason, Request, SequenceEnd
-from scheduler_service.serving.observer import Observer
+from scheduler_service.core.request import Request, SequenceEnd
+from scheduler_service.serving.observer import ENDED_WELL, Observer
 
 _OPERATION = "text_completion"
-_FINISHES = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class Tracing(Observer):
         self._add_phases(opened.span, end, now)
         opened.finish_reasons[end.sequence_id] = end.reason.value
         opened.num_output_tokens += end.num_output_tokens
-        if end.reason not in _FINISHES:
+        if end.reason not in ENDED_WELL:
             opened.span.set_attribute("error.type", end.reason.value)
             opened.span.set_status(trace.StatusCode.ERROR, end.message)
         opened.num_open -= 1

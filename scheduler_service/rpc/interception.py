@@ -8,7 +8,6 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -62,27 +61,23 @@ def _guarded(handler: grpc.RpcMethodHandler, enters: Sequence[Enter]) -> grpc.Rp
     return make(behavior, _decoder(handler.request_deserializer), handler.response_serializer)
 
 
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    """Stands for a request that is no message of its method: gRPC itself would call that UNKNOWN and log a trace."""
-
-    reason: str
-
-
 def _decoder(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Return what reads a request. The error stands for one that is no message of its method, until the call is served:
+    gRPC itself would call that UNKNOWN and log a trace."""
+
     def decode(data: bytes) -> Any:
         try:
             return deserialize(data)
         except DecodeError as error:
-            return _Malformed(str(error))
+            return error.with_traceback(None)
 
     return decode
 
 
 def _readable(request: Any) -> Any:
     """Return the request. Raises RpcError for one that could not be read, which is the client's mistake."""
-    if isinstance(request, _Malformed):
-        reason = f"the request is not a message of this method ({request.reason})"
+    if isinstance(request, DecodeError):
+        reason = f"the request is not a message of this method ({request})"
         raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, f"{reason}; compare the .proto files of both sides")
     return request
 

@@ -27,7 +27,7 @@ class Activity:
     def generation_throughput(self) -> float:
         """How many output tokens there were per second over the last ten seconds."""
         started_at, first = self._samples[0]
-        return _rate(self._read_stats().num_generation_tokens - first.num_generation_tokens, self._clock() - started_at)
+        return share(self._read_stats().num_generation_tokens - first.num_generation_tokens, self._clock() - started_at)
 
     async def run(self) -> NoReturn:
         """Sample until cancelled, and log a line every ten seconds in which something happened."""
@@ -57,13 +57,14 @@ class Activity:
             return ""
         seconds = now - started_at
         return (
-            f"Avg prompt throughput: {_rate(num_prompt_tokens, seconds):.1f} tokens/s, "
-            f"Avg generation throughput: {_rate(num_generation_tokens, seconds):.1f} tokens/s, "
+            f"Avg prompt throughput: {share(num_prompt_tokens, seconds):.1f} tokens/s, "
+            f"Avg generation throughput: {share(num_generation_tokens, seconds):.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
-            f"KV cache usage: {_rate(stats.num_held_blocks, stats.num_device_blocks):.1%}, "
-            f"Prefix cache hit rate: {_rate(stats.num_cached_prompt_tokens, stats.num_prompt_tokens):.1%}"
+            f"KV cache usage: {share(stats.num_held_blocks, stats.num_device_blocks):.1%}, "
+            f"Prefix cache hit rate: {share(stats.num_cached_prompt_tokens, stats.num_prompt_tokens):.1%}"
         )
 
 
-def _rate(count: float, total: float) -> float:
+def share(count: float, total: float) -> float:
+    """Divide, also by nothing, of which any share is 0."""
     return count / total if total > 0 else 0.0

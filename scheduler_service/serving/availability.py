@@ -138,15 +138,21 @@ class WorkerAvailability:
         self._timers.clear()
 
     def _worker_grace_ended(self) -> None:
-        text = "no worker for %g s: requests without a token fail until one joins, streams and detached ones wait"
-        logger.log(self._level_of_absence(logging.WARNING), text, self._worker_grace)
+        logger.log(
+            self._level_of_absence(logging.WARNING),
+            "no worker for %g s: requests without a token fail until one joins, streams and detached ones wait",
+            self._worker_grace,
+        )
         self._grace_has_ended = True
         self._on_grace_ended(self.unavailable_reason)
         self._tell()
 
     def _worker_timed_out(self) -> None:
-        level = self._level_of_absence(logging.ERROR)
-        logger.log(level, "no worker for %g s: requests fail until one joins", self._worker_timeout)
+        logger.log(
+            self._level_of_absence(logging.ERROR),
+            "no worker for %g s: requests fail until one joins",
+            self._worker_timeout,
+        )
         self._has_timed_out = True
         self._on_timed_out(self.unavailable_reason)
         self._tell()

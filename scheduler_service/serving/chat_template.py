@@ -37,16 +37,12 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
     path = directory / "tokenizer_config.json"
     found = tokenizer_config.get("chat_template")
     if isinstance(found, list):
-        if not all(isinstance(entry, dict) and _is_text(entry.get("name")) for entry in found):
+        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in found):
             raise ValueError(f"{path}: chat_template is a list, but not one of objects that have a name and a template")
         found = {entry["name"]: entry.get("template") for entry in found}.get("default")
-    if found is not None and not _is_text(found):
+    if found is not None and not isinstance(found, str):
         raise ValueError(f"{path}: chat_template is {type(found).__name__}, but must be a text or a list of templates")
     return None if found is None else ChatTemplate(found, path)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _read_text(path: Path) -> str:

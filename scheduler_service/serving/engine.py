@@ -11,13 +11,16 @@ class DescribedWorker(Protocol):
     """The worker that clients are told of: its own description (`WorkerCapacity`), or its scheduler's (a message)."""
 
     @property
-    def block_size(self) -> int: ...
+    def block_size(self) -> int:
+        """The tokens of one block of its KV cache."""
 
     @property
-    def attention_backend(self) -> str: ...
+    def attention_backend(self) -> str:
+        """The name of what computes its attention."""
 
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """The data type of its weights and of its KV cache."""
 
 
 class Availability(Protocol):
@@ -28,7 +31,8 @@ class Availability(Protocol):
         """For one follower, who clears it."""
 
     @property
-    def is_serving(self) -> bool: ...
+    def is_serving(self) -> bool:
+        """Whether requests are worth sending here."""
 
     @property
     def unavailable_reason(self) -> str:
@@ -57,7 +61,8 @@ class RequestEngine(Protocol):
     """Whatever carries requests out; those that take calls know nothing else of it."""
 
     @property
-    def availability(self) -> Availability: ...
+    def availability(self) -> Availability:
+        """Whether requests are taken now, and what fits."""
 
     def submit(self, request: Request, receiver: Receiver) -> list[int]:
         """Queue a request; the ids of its sequences. Raises AdmissionError or another error if it is refused at once; a

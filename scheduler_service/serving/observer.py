@@ -3,7 +3,10 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from scheduler_service.core.plan import StepResult, WorkerCapacity
-from scheduler_service.core.request import KvEventCounts, Request, SchedulerStats, SequenceEnd
+from scheduler_service.core.request import EndReason, KvEventCounts, Request, SchedulerStats, SequenceEnd
+
+# Ends that are no failure of the request: a client that left, or an operator that stops, is none.
+ENDED_WELL = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
 
 
 class Observer:

@@ -218,9 +218,7 @@ def _defaults(data_type: type) -> list[tuple[str, Any]]:
     return [(field.name, field.default) for field in fields(data_type)]  # MISSING equals nothing
 
 
-@cache
-def _hints(data_type: type) -> dict[str, Any]:
-    return typing.get_type_hints(data_type)
+_hints = cache(typing.get_type_hints)
 
 
 def _decode(hint: Any, value: Any) -> Any:

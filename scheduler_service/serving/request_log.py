@@ -2,13 +2,10 @@
 
 import logging
 
-from scheduler_service.core.request import EndReason, Request, SequenceEnd
-from scheduler_service.serving.observer import Observer
+from scheduler_service.core.request import Request, SequenceEnd
+from scheduler_service.serving.observer import ENDED_WELL, Observer
 
 logger = logging.getLogger(__name__)
-
-# A client that left, or an operator that stops, is no failure of the request.
-_QUIET = (EndReason.STOP, EndReason.LENGTH, EndReason.ABORT)
 
 
 class RequestLog(Observer):
@@ -17,7 +14,7 @@ class RequestLog(Observer):
         self._logs_all = logs_all
 
     def sequence_ended(self, request: Request, end: SequenceEnd, now: float) -> None:
-        if not self._logs_all and end.reason in _QUIET:
+        if not self._logs_all and end.reason in ENDED_WELL:
             return
         fields = {
             "request_id": request.request_id,
@@ -32,7 +29,7 @@ class RequestLog(Observer):
             "seconds": round(now - end.arrived_at, 6),
         }
         text = " ".join(f"{name}={value}" for name, value in fields.items() if name not in ("request_id", "reason"))
-        level = logging.INFO if end.reason in _QUIET else logging.WARNING
+        level = logging.INFO if end.reason in ENDED_WELL else logging.WARNING
         message = f": {end.message}" if end.message else ""
         logger.log(level, "request %s: %s%s (%s)", request.request_id, end.reason.value, message, text, extra=fields)
 

@@ -35,7 +35,8 @@ _CHECK_INTERVAL = 256
 class EpochLink(Protocol):
     """The way to the worker for one epoch."""
 
-    def send(self, plan: StepPlan) -> None: ...
+    def send(self, plan: StepPlan) -> None:
+        """Send a plan on its way, without waiting."""
 
     def close(self, reason: str) -> None:
         """End the epoch: the worker broke the protocol."""
@@ -187,8 +188,7 @@ class StepLoop:
 
     def worker_lost(self, reason: str) -> None:
         """Nothing happens if no worker is there."""
-        if self._link is not None:
-            self._empty_inbox()
+        self._empty_inbox()
         if self._link is not None:
             self._end_epoch(reason)
 

@@ -52,8 +52,7 @@ class Tokenizer:
         Long texts have a thread of their own, so that no other waits for one.
         """
         threads, encode = (self._long_text_thread, self._encode_long) if is_long else (self._threads, self._encode)
-        encode_this = partial(encode, text, max_tokens, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(threads, encode_this)
+        return await asyncio.get_running_loop().run_in_executor(threads, encode, text, max_tokens, add_special_tokens)
 
     async def text_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Decode token ids to text, off the event loop."""
@@ -94,7 +93,10 @@ class Tokenizer:
         try:
             return self._encode(text, max_tokens, add_special_tokens)
         finally:
-            _give_back_memory()
+            # The allocator of most Linux systems would keep freed memory: hundreds of megabytes after a text of one.
+            # Other threads run meanwhile.
+            if _malloc_trim is not None:
+                _malloc_trim(0)
 
     def _encode(self, text: str, max_tokens: int, add_special_tokens: bool) -> list[int] | int:
         try:
@@ -104,13 +106,6 @@ class Tokenizer:
             raise ValueError(f"{self._path} makes no tokens of this text: {error}") from None
         # No other thread runs while a list of ids is made.
         return encoding.ids if len(encoding) <= max_tokens else len(encoding)
-
-
-def _give_back_memory() -> None:
-    """Give freed memory back to the system. The allocator of most Linux systems would keep it: hundreds of megabytes
-    after a text of one. Other threads run meanwhile."""
-    if _malloc_trim is not None:
-        _malloc_trim(0)
 
 
 def _max_token_bytes(tokenizer: HuggingFaceTokenizer) -> int | None:
@@ -154,7 +149,10 @@ class IncrementalDecoder:
         text = self._decode()
         if not text.endswith(_REPLACEMENT):
             new = text[self._num_chars_out :]
-            self._slide(self._num_read)
+            # The window now begins with what was new, and everything in it is out.
+            del self._window[: self._num_read]
+            self._num_read = len(self._window)
+            self._num_chars_out = len(self._decode())
             self._is_whole = True
             return new
         self._is_whole = False
@@ -173,12 +171,6 @@ class IncrementalDecoder:
         new = self._decode()[self._num_chars_out :]
         self._num_chars_out += len(new)
         return new
-
-    def _slide(self, start: int) -> None:
-        """The window now begins at `start`, and everything in it is out."""
-        del self._window[:start]
-        self._num_read = len(self._window)
-        self._num_chars_out = len(self._decode())
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)

@@ -28,7 +28,6 @@ TWICE = {
     "BlockHolder": _PUBLIC_WIRE,
     "BlockMap": _PUBLIC_WIRE,
     "RequestReport": _PUBLIC_WIRE,
-    "ServerInfo": _PUBLIC_WIRE,
     "TokenLogprobs": _PUBLIC_WIRE,
     "Session": "an epoch, as each side of the wire between scheduler and worker sees it",
 }

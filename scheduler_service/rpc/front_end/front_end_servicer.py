@@ -47,9 +47,14 @@ class FrontEndServicer(RequestServicer):
         return info
 
     async def _refuse(self, method: str, request: Message, context: grpc.aio.ServicerContext) -> NoReturn:
-        message = f"a front end does not serve {method}; call the scheduler itself, at {self._address}"
-        raise RpcError(grpc.StatusCode.UNIMPLEMENTED, message)
+        raise RpcError(
+            grpc.StatusCode.UNIMPLEMENTED,
+            f"a front end does not serve {method}; call the scheduler itself, at {self._address}",
+        )
 
     def _unknown(self, request_id: str) -> RpcError:
-        message = f"no request {request_id!r} of this tenant runs through this front end"
-        return RpcError(grpc.StatusCode.NOT_FOUND, message, "request_id")
+        return RpcError(
+            grpc.StatusCode.NOT_FOUND,
+            f"no request {request_id!r} of this tenant runs through this front end",
+            "request_id",
+        )

@@ -102,7 +102,8 @@ class SchedulerLink:
         self._next_stream_id = 0  # never used twice, whatever the call
         self._is_draining = False
         self._server_info = scheduler_pb2.GetServerInfoResponse()  # the latest
-        self._worker: scheduler_pb2.WorkerInfo | None = None  # that is there or was there last
+        self.capacity: scheduler_pb2.WorkerInfo | None = None  # of the worker that is there or was there last
+        self.missing_reason = f"the scheduler at {address} has no worker yet"
         self._loads: asyncio.Future[scheduler_pb2.GetLoadsResponse] | None = None  # asked for
 
     # What calls need
@@ -140,16 +141,6 @@ class SchedulerLink:
     @property
     def max_sequence_tokens(self) -> int:
         return self._server_info.max_sequence_tokens
-
-    @property
-    def capacity(self) -> scheduler_pb2.WorkerInfo | None:
-        """The worker that is there or was there last."""
-        return self._worker
-
-    @property
-    def missing_reason(self) -> str:
-        """The reason why there has been no worker yet."""
-        return f"the scheduler at {self._address} has no worker yet"
 
     async def loads(self) -> scheduler_pb2.GetLoadsResponse:
         """Ask the scheduler what it has to do now. Raises RpcError."""
@@ -256,7 +247,7 @@ class SchedulerLink:
                         return _LostCall(mismatch, sending is not None)
                     self._server_info = message.server_info
                     if message.server_info.HasField("worker"):
-                        self._worker = message.server_info.worker
+                        self.capacity = message.server_info.worker
                     if sending is None:
                         self._outbox = asyncio.Queue()
                         sending = asyncio.create_task(_send(call, self._outbox))

@@ -42,8 +42,11 @@ class DetachedRequests:
         try:
             return self._generations[tenant, request_id]
         except KeyError:
-            message = f"no detached request {request_id!r} is known for this tenant; results are kept for a while only"
-            raise RpcError(grpc.StatusCode.NOT_FOUND, message, "request_id") from None
+            raise RpcError(
+                grpc.StatusCode.NOT_FOUND,
+                f"no detached request {request_id!r} is known for this tenant; results are kept for a while only",
+                "request_id",
+            ) from None
 
     def _keep(self, key: tuple[str, str]) -> None:
         """Keep a request for a while that has ended, or that has failed: then what is left of it ends now."""

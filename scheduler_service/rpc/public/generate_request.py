@@ -4,7 +4,7 @@ The legal ranges of its numbers stand in `serving/sampling_options.py`.
 """
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
@@ -28,15 +28,6 @@ SAME_NUMBERS = tuple(
     for field in scheduler_pb2.SamplingParams.DESCRIPTOR.fields
     if field.has_presence and field.name in SamplingParams.__dataclass_fields__
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """How the tokens of a request become text."""
-
-    stop: tuple[str, ...]
-    include_stop_text: bool
-    skip_special_tokens: bool
 
 
 def check_before_tokenizing(request: scheduler_pb2.GenerateRequest, model: ModelInfo) -> None:
@@ -97,15 +88,6 @@ def resolve_request(
         cache_salt=request.cache_salt,
         beam=beam,
         deadline=deadline,
-    )
-
-
-def text_options(request: scheduler_pb2.GenerateRequest) -> TextOptions:
-    sampling = request.sampling
-    return TextOptions(
-        stop=tuple(sampling.stop),
-        include_stop_text=sampling.include_stop_str_in_output,
-        skip_special_tokens=_value_or(sampling, "skip_special_tokens", True),
     )
 
 

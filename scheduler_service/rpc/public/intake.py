@@ -9,7 +9,7 @@ import grpc
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import AdmissionError, AdmissionReason, OutputMode, Request
 from scheduler_service.rpc.public.detached import DetachedRequests
-from scheduler_service.rpc.public.generate_request import check_before_tokenizing, resolve_request, text_options
+from scheduler_service.rpc.public.generate_request import check_before_tokenizing, resolve_request
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer
 from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
@@ -108,7 +108,7 @@ class Intake:
         self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool
     ) -> list[OutputBuffer]:
         """Make an output for each sample. The outputs of a detached request are kept."""
-        options = text_options(message)
+        options = message.sampling
         outputs = []
         for index in range(request.n):
             decoder = None
@@ -117,18 +117,19 @@ class Intake:
                     request.prompt_token_ids,
                     stop=options.stop,
                     min_tokens=request.sampling.min_tokens,
-                    include_stop_text=options.include_stop_text,
-                    skip_special_tokens=options.skip_special_tokens,
+                    include_stop_text=options.include_stop_str_in_output,
+                    skip_special_tokens=not options.HasField("skip_special_tokens") or options.skip_special_tokens,
                 )
-            output = OutputBuffer(
-                request.request_id,
-                index,
-                decoder,
-                with_logprobs=request.sampling.num_logprobs is not None,
-                keep_stop_token_text=options.include_stop_text,
-                is_kept=request.output_mode is OutputMode.DETACHED,
+            outputs.append(
+                OutputBuffer(
+                    request.request_id,
+                    index,
+                    decoder,
+                    with_logprobs=request.sampling.num_logprobs is not None,
+                    keep_stop_token_text=options.include_stop_str_in_output,
+                    is_kept=request.output_mode is OutputMode.DETACHED,
+                )
             )
-            outputs.append(output)
         return outputs
 
     def _submit(self, generation: Generation) -> None:

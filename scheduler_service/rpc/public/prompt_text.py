@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import grpc
@@ -45,12 +45,15 @@ class PromptTexts:
         size = len(text.encode())
         self._check_size(size, max_sequence_tokens, field)
         try:
-            async with self._counted(size, tenant), self._in_turn(size, tenant):
+            # A long text waits for the one before it of its tenant, so that nobody's many hold up another's one.
+            is_long = size > LONG_TEXT_BYTES
+            turn = self._long_texts.setdefault(tenant, asyncio.Lock()) if is_long else nullcontext()
+            async with self._counted(size, tenant), turn:
                 token_ids = await self._tokenizer.encode(
                     text,
                     max_sequence_tokens - 1,
                     add_special_tokens=add_special_tokens,
-                    is_long=size > LONG_TEXT_BYTES,
+                    is_long=is_long,
                 )
         except ValueError as error:
             raise invalid(field, str(error)) from None
@@ -102,15 +105,6 @@ class PromptTexts:
         if not self._waiting[tenant]:
             del self._waiting[tenant]
             self._long_texts.pop(tenant, None)
-
-    @asynccontextmanager
-    async def _in_turn(self, size: int, tenant: str) -> AsyncIterator[None]:
-        """Let a long text wait for the one before it of its tenant, so that nobody's many hold up another's one."""
-        if size <= LONG_TEXT_BYTES:
-            yield
-            return
-        async with self._long_texts.setdefault(tenant, asyncio.Lock()):
-            yield
 
 
 def too_many_tokens(field: str, num_tokens: int, max_sequence_tokens: int) -> RpcError:

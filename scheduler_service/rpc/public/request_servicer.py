@@ -13,7 +13,7 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_p
 from scheduler_service.rpc.public.generation import write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.shared_call import SharedCall
-from scheduler_service.rpc.public.tokenization import Tokenization
+from scheduler_service.rpc.public.tokenization import detokenize, tokenize
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.serving.engine import RequestEngine
@@ -37,7 +37,8 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         Without `loads` calls of GenerateMany are not told any."""
         self.intake = intake
         self._engine = engine
-        self._tokenization = Tokenization(tokenizer, intake.texts, model)
+        self._model = model
+        self._tokenizer = tokenizer
         self._make_shared_call = lambda: SharedCall(intake, server_info, loads)
         self._shared_calls: set[SharedCall] = set()
         self._is_closed = False
@@ -92,14 +93,15 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Tokenize(
         self, request: scheduler_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.TokenizeResponse:
-        return await self._tokenization.tokenize(request)
+        return await tokenize(request, self.intake.texts)
 
     async def Detokenize(
         self, request: scheduler_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.DetokenizeResponse:
-        return await self._tokenization.detokenize(request)
+        return await detokenize(request, self._tokenizer, self._model.vocab_size)
 
     def _unknown(self, request_id: str) -> RpcError:
         """Return the error for a request that is not there, or is another tenant's."""
-        message = f"no request {request_id!r} is running for this tenant"
-        return RpcError(grpc.StatusCode.NOT_FOUND, message, "request_id")
+        return RpcError(
+            grpc.StatusCode.NOT_FOUND, f"no request {request_id!r} is running for this tenant", "request_id"
+        )

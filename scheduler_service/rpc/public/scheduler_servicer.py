@@ -1,8 +1,7 @@
 """The public service of a scheduler. Beyond requests it serves detached ones, and tells of itself."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import grpc.aio
 
@@ -23,49 +22,33 @@ from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """All that clients are told of the server which does not change while it runs, and its limits."""
-
-    version: str
-    served_model_name: str
-    instance_id: str
-    chat_template: str | None
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    pipeline_depth: int
-    max_pending_calls: int
-    text_limits: TextLimits
-    has_tenants: bool
-    model_digest: bytes
-    special_tokens: Mapping[str, str]
-
-
 class SchedulerServicer(RequestServicer):
     def __init__(
         self,
         step_loop: StepLoop,
         model: ModelInfo,
         tokenizer: Tokenizer | None,
-        info: ServerInfo,
+        info: scheduler_pb2.GetServerInfoResponse,
         detached: DetachedRequests,
         generation_throughput: Callable[[], float],
+        *,
+        max_pending_calls: int,
+        text_limits: TextLimits,
         quotas: Quotas | None = None,
     ) -> None:
-        """`generation_throughput` is in output tokens per second. Without `quotas` nobody is held to any."""
+        """`info` has all that clients are told of the server which does not change while it runs.
+        `generation_throughput` is in output tokens per second. Without `quotas` nobody is held to any."""
         intake = Intake(
             step_loop,
             model,
             tokenizer,
-            max_pending_calls=info.max_pending_calls,
-            text_limits=info.text_limits,
+            max_pending_calls=max_pending_calls,
+            text_limits=text_limits,
             detached=detached,
             quotas=quotas,
         )
         super().__init__(step_loop, model, tokenizer, intake, self.server_info, self._loads)
         self._step_loop = step_loop
-        self._model = model
         self._info = info
         self._detached = detached
         self._generation_throughput = generation_throughput
@@ -121,26 +104,14 @@ class SchedulerServicer(RequestServicer):
         return self._loads()
 
     def server_info(self) -> scheduler_pb2.GetServerInfoResponse:
-        info, availability = self._info, self._step_loop.availability
+        availability = self._step_loop.availability
         capacity = availability.capacity
         response = scheduler_pb2.GetServerInfoResponse(
-            version=info.version,
-            served_model_name=info.served_model_name,
-            instance_id=info.instance_id,
-            max_model_len=min(info.max_model_len, capacity.max_model_len if capacity else info.max_model_len),
-            vocab_size=self._model.vocab_size,
-            eos_token_ids=self._model.eos_token_ids,
-            has_tokenizer=self._model.has_tokenizer,
-            chat_template=info.chat_template,
-            max_num_seqs=info.max_num_seqs,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            pipeline_depth=info.pipeline_depth,
-            model_digest=info.model_digest,
-            max_sequence_tokens=availability.max_sequence_tokens,
-            unavailable_reason=availability.unavailable_reason,
-            special_tokens=info.special_tokens,
-            has_tenants=info.has_tenants,
+            max_sequence_tokens=availability.max_sequence_tokens, unavailable_reason=availability.unavailable_reason
         )
+        response.MergeFrom(self._info)
+        if capacity is not None:
+            response.max_model_len = min(response.max_model_len, capacity.max_model_len)
         if capacity is not None and self._step_loop.is_connected:
             response.worker.CopyFrom(report.encode_worker(capacity, self._step_loop.epoch))
         return response

@@ -7,7 +7,8 @@ Nothing is made before the client has read what came before, so a slow one gets 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from itertools import chain
 
 import grpc
 import grpc.aio
@@ -55,11 +56,6 @@ class _Submitted:
         is_well = self.generation is not None and self.generation.error is None
         return is_well and all(reader.has_ended for reader in self.readers)
 
-    def responses(self) -> Iterator[scheduler_pb2.GenerateResponse]:
-        """Yield the responses that are due; those that are left are due the next time."""
-        for reader in self.readers:
-            yield from reader.take()
-
 
 class SharedCall:
     def __init__(
@@ -106,7 +102,7 @@ class SharedCall:
             while True:
                 if reading.done():
                     reading.result()
-                if self._has_something():
+                if self._outlet.streams or self._ready or self._announces or self._tells_loads:
                     message = self._take()
                     if message.ByteSize():
                         await context.write(message)
@@ -134,8 +130,10 @@ class SharedCall:
             elif command == "get_loads":
                 self._ask_loads()
             else:
-                known = "submit, abort, stop or get_loads"
-                raise invalid("command", f"the message has no command that this server knows; set {known}")
+                raise invalid(
+                    "command",
+                    "the message has no command that this server knows; set submit, abort, stop or get_loads",
+                )
 
     def _begin(self, submission: scheduler_pb2.Submission) -> None:
         stream_id = submission.stream_id
@@ -149,7 +147,12 @@ class SharedCall:
         request = _Submitted(stream_id)
         self._requests[stream_id] = request
         if end > _END_OF_STREAM_IDS:
-            self._fail(request, _no_such_streams(stream_id, num_samples))
+            error = invalid(
+                "submit.stream_id",
+                f"stream_id is {stream_id} and n is {num_samples}, but stream ids end at {_END_OF_STREAM_IDS - 1}, and "
+                "every sample has one; begin with a smaller one",
+            )
+            self._fail(request, error)
             return
         self._next_stream_id = end
         if submission.HasField("timeout_seconds"):
@@ -251,9 +254,6 @@ class SharedCall:
             self._ready[request] = None
             self._news.tell()
 
-    def _has_something(self) -> bool:
-        return bool(self._outlet.streams or self._ready or self._announces or self._tells_loads)
-
     def _take(self) -> scheduler_pb2.GenerateManyResponse:
         """Make a message of what is new, as much of it as one holds."""
         message = scheduler_pb2.GenerateManyResponse()
@@ -293,7 +293,8 @@ class SharedCall:
     def _take_deltas(self, message: scheduler_pb2.GenerateManyResponse, room: int) -> None:
         while self._ready and room > 0:
             request = next(iter(self._ready))
-            for response in request.responses():
+            # Those that are left are due the next time.
+            for response in chain.from_iterable(reader.take() for reader in request.readers):
                 message.deltas.add(stream_id=request.stream_id + response.index, delta=response)
                 room -= _weight(response)
                 if room <= 0:
@@ -306,14 +307,6 @@ class SharedCall:
                 elif error is not None:
                     message.failures.append(_failure(request.stream_id, error))
                     self._cancel(request)
-
-
-def _no_such_streams(stream_id: int, num_samples: int) -> RpcError:
-    return invalid(
-        "submit.stream_id",
-        f"stream_id is {stream_id} and n is {num_samples}, but stream ids end at {_END_OF_STREAM_IDS - 1}, and every "
-        "sample has one; begin with a smaller one",
-    )
 
 
 def _check_token_only(message: scheduler_pb2.GenerateRequest) -> None:

@@ -7,7 +7,6 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.public.prompt_text import PromptTexts
 from scheduler_service.rpc.status import invalid
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
-from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.tokenizer import Tokenizer
 
 Needed = TypeVar("Needed")
@@ -16,43 +15,42 @@ _PIECE_TOKENS = 16_384  # that are put into a message before others have their t
 _ANY_NUMBER = 2**31  # of tokens: a text need not fit the model to be counted
 
 
-class Tokenization:
-    def __init__(self, tokenizer: Tokenizer | None, texts: PromptTexts | None, model: ModelInfo) -> None:
-        self._tokenizer = tokenizer
-        self._texts = texts
-        self._model = model
+async def tokenize(request: scheduler_pb2.TokenizeRequest, texts: PromptTexts | None) -> scheduler_pb2.TokenizeResponse:
+    """Make tokens of texts. Raises RpcError."""
+    texts = _required(texts, "texts")
+    tenant = tenant_of_call("")
+    add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+    response = scheduler_pb2.TokenizeResponse()
+    for index, text in enumerate(request.texts):
+        token_ids = await texts.encode(
+            text, tenant, _ANY_NUMBER, field=f"texts[{index}]", add_special_tokens=add_special_tokens
+        )
+        ids = response.prompts.add().ids
+        for start in range(0, len(token_ids), _PIECE_TOKENS):
+            ids.extend(token_ids[start : start + _PIECE_TOKENS])
+            await asyncio.sleep(0)
+    return response
 
-    async def tokenize(self, request: scheduler_pb2.TokenizeRequest) -> scheduler_pb2.TokenizeResponse:
-        """Make tokens of texts. Raises RpcError."""
-        texts = self._required(self._texts, "texts")
-        tenant = tenant_of_call("")
-        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        response = scheduler_pb2.TokenizeResponse()
-        for index, text in enumerate(request.texts):
-            token_ids = await texts.encode(
-                text, tenant, _ANY_NUMBER, field=f"texts[{index}]", add_special_tokens=add_special_tokens
+
+async def detokenize(
+    request: scheduler_pb2.DetokenizeRequest, tokenizer: Tokenizer | None, vocab_size: int
+) -> scheduler_pb2.DetokenizeResponse:
+    """Make texts of tokens. Raises RpcError."""
+    tokenizer = _required(tokenizer, "prompts")
+    skip_special_tokens = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+    response = scheduler_pb2.DetokenizeResponse()
+    for index, prompt in enumerate(request.prompts):
+        highest = max(prompt.ids, default=0)
+        if highest >= vocab_size:
+            raise invalid(
+                f"prompts[{index}].ids", f"token id {highest} is not below the vocabulary's size, {vocab_size}"
             )
-            ids = response.prompts.add().ids
-            for start in range(0, len(token_ids), _PIECE_TOKENS):
-                ids.extend(token_ids[start : start + _PIECE_TOKENS])
-                await asyncio.sleep(0)
-        return response
+        response.texts.append(await tokenizer.text_of(prompt.ids, skip_special_tokens=skip_special_tokens))
+    return response
 
-    async def detokenize(self, request: scheduler_pb2.DetokenizeRequest) -> scheduler_pb2.DetokenizeResponse:
-        """Make texts of tokens. Raises RpcError."""
-        tokenizer = self._required(self._tokenizer, "prompts")
-        skip_special_tokens = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        response = scheduler_pb2.DetokenizeResponse()
-        for index, prompt in enumerate(request.prompts):
-            highest = max(prompt.ids, default=0)
-            if highest >= self._model.vocab_size:
-                message = f"token id {highest} is not below the vocabulary's size, {self._model.vocab_size}"
-                raise invalid(f"prompts[{index}].ids", message)
-            response.texts.append(await tokenizer.text_of(prompt.ids, skip_special_tokens=skip_special_tokens))
-        return response
 
-    def _required(self, needed: Needed | None, field: str) -> Needed:
-        """Raises RpcError if the checkpoint has no tokenizer, and so none of this."""
-        if needed is None:
-            raise invalid(field, "the served checkpoint has no tokenizer; send prompts as token ids")
-        return needed
+def _required(needed: Needed | None, field: str) -> Needed:
+    """Raises RpcError if the checkpoint has no tokenizer, and so none of this."""
+    if needed is None:
+        raise invalid(field, "the served checkpoint has no tokenizer; send prompts as token ids")
+    return needed

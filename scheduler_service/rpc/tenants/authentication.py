@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol
 import grpc
 import grpc.aio
 
-from scheduler_service.rpc.status import RpcError, set_status
+from scheduler_service.rpc.status import RpcError, invalid, set_status
 from scheduler_service.rpc.tenants.tenant_file import Tenant, TenantFile
 
 _BEARER = "bearer "
@@ -25,11 +25,9 @@ class Caller(Protocol):
 
     def tenant(self, named: str) -> str:
         """Return the tenant of a request that itself names `named`. Raises RpcError."""
-        ...
 
     def is_operator(self) -> bool:
         """Say whether the caller may see what belongs to all tenants. Raises RpcError for a stranger."""
-        ...
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
         """Raises RpcError unless the caller may say that it has authenticated this tenant, by a file so revised."""
@@ -50,17 +48,13 @@ def is_operator() -> bool:
 
 def check_operator(what: str) -> None:
     """Raises RpcError unless the caller may see what belongs to all tenants."""
-    _check_operator(_calling(), what)
+    if not is_operator():
+        raise RpcError(grpc.StatusCode.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
 
 
 def check_forwarded(tenant: str, revision: str) -> None:
     """Raises RpcError unless the caller may say that it has authenticated this tenant, by a file so revised."""
     _calling().check_forwarded(tenant, revision)
-
-
-def _check_operator(caller: Caller, what: str) -> None:
-    if not caller.is_operator():
-        raise RpcError(grpc.StatusCode.PERMISSION_DENIED, f"{what} is of all tenants; only operators may see it")
 
 
 def _calling() -> Caller:
@@ -78,10 +72,10 @@ class Anybody:
         """Admit a call, before it is served. Raises RpcError for a key that nobody would look at: its sender relies on
         it."""
         if "authorization" in dict(context.invocation_metadata() or ()):
-            message = (
-                "this server knows no tenants, and would ignore the API key; start it with --tenants, or send none"
+            raise RpcError(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "this server knows no tenants, and would ignore the API key; start it with --tenants, or send none",
             )
-            raise RpcError(grpc.StatusCode.UNAUTHENTICATED, message)
         _caller.set(self)
 
     def tenant(self, named: str) -> str:
@@ -91,8 +85,10 @@ class Anybody:
         return True
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
-        message = "this server knows no tenants, and the front end does; start both with the same --tenants"
-        raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, message, "submit.tenants_revision")
+        raise invalid(
+            "submit.tenants_revision",
+            "this server knows no tenants, and the front end does; start both with the same --tenants",
+        )
 
 
 class Authentication:
@@ -176,7 +172,7 @@ class _IdentifiedCaller:
 
     def check_forwarded(self, tenant: str, revision: str) -> None:
         """Refuse a tenant that only the front end's file has: it may be one that was revoked here. Raises RpcError."""
-        _check_operator(self, "what a front end forwards")
+        check_operator("what a front end forwards")
         if not self._tenants.has(tenant):
             is_same = revision == self._tenants.revision
             why = "" if is_same else "; the front end's file of tenants is another than the scheduler's"

@@ -107,6 +107,5 @@ class ResponseTranslator:
 
 
 def _add_top(entry: scheduler_pb2.TokenLogprobs, top: vllm_engine_pb2.TopLogProbs) -> None:
-    for candidate in entry.top:
-        top.token_ids.append(candidate.token_id)
-        top.values.append(candidate.logprob)
+    top.token_ids.extend(candidate.token_id for candidate in entry.top)
+    top.values.extend(candidate.logprob for candidate in entry.top)

@@ -11,7 +11,6 @@ counted by themselves, from the time of its subscription on, so that each subscr
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
 
 from smg_grpc_proto.generated import common_pb2
 
@@ -49,7 +48,7 @@ class KvEventFeed:
         self._read_load = read_load
         self._tenant = tenant
         self._sees_all = sees_all
-        self._number = _now_us()  # of the last batch that was told
+        self._number = time.time_ns() // 1000  # of the last batch that was told
         self._num_records = 0
         self._num_events = 0
         self._last_load: Load | None = None
@@ -60,41 +59,31 @@ class KvEventFeed:
     ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """Yield batches as long as the server lives."""
         with self._kv_events.following():
-            async with aclosing(self._batches(request)) as batches:
-                async for batch in batches:
-                    yield batch
-
-    async def _batches(
-        self, request: common_pb2.SubscribeKvEventsRequest
-    ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-        last = request.start_sequence_number - self._first_number  # as the log counts
-        is_known = self._sees_all and self._is_held(last)
-        if is_known:
-            self._number = request.start_sequence_number
-        while True:
-            if not is_known:
-                snapshot = self._kv_events.snapshot()
-                last, is_known = snapshot.sequence_number, True
-                for batch in self._snapshot(snapshot):
-                    yield batch
-            try:
-                async with asyncio.timeout(_LOOK_INTERVAL):
-                    happened = await self._kv_events.after(last)
-                if happened is None:
-                    return
-                last = happened.sequence_number
-                events = [event for event in happened.events if self._is_theirs(event)]
-                if events or self._sees_all:
-                    yield self._live(last, events)
-            except TimeoutError:
-                if self._is_load_due():
-                    yield self._load_only()
-            except LookupError:
-                is_known = False
-
-    def _is_held(self, number: int) -> bool:
-        first_start, last_start = self._kv_events.starts
-        return first_start <= number <= last_start
+            last = request.start_sequence_number - self._first_number  # as the log counts
+            first_start, last_start = self._kv_events.starts
+            is_known = self._sees_all and first_start <= last <= last_start
+            if is_known:
+                self._number = request.start_sequence_number
+            while True:
+                if not is_known:
+                    snapshot = self._kv_events.snapshot()
+                    last, is_known = snapshot.sequence_number, True
+                    for batch in self._snapshot(snapshot):
+                        yield batch
+                try:
+                    async with asyncio.timeout(_LOOK_INTERVAL):
+                        happened = await self._kv_events.after(last)
+                    if happened is None:
+                        return
+                    last = happened.sequence_number
+                    events = [event for event in happened.events if self._is_theirs(event)]
+                    if events or self._sees_all:
+                        yield self._live(last, events)
+                except TimeoutError:
+                    if self._is_load_due():
+                        yield self._load_only()
+                except LookupError:
+                    is_known = False
 
     def _is_theirs(self, event: KvEvent) -> bool:
         return isinstance(event, CacheCleared) or (event.tenant == self._tenant and not event.cache_salt)
@@ -150,10 +139,6 @@ class KvEventFeed:
         self._num_records += 1
         batch.load.sample = self._num_records
         self._sent_at = time.monotonic()
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000
 
 
 def _encode(events: Sequence[KvEvent]) -> Iterator[common_pb2.KvCacheEvent]:

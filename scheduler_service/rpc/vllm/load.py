@@ -9,6 +9,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
 from scheduler_service.core.request import SchedulerStats
+from scheduler_service.serving.activity import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,6 @@ class Load:
     block_size: int  # of the worker that is there or was there last; 0: there was none
     max_num_seqs: int
     generation_throughput: float
-
-    @property
-    def num_running(self) -> int:
-        return self.stats.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -38,24 +35,24 @@ class Load:
 
     @property
     def token_usage(self) -> float:
-        return _share(self.stats.num_held_blocks, self.stats.num_device_blocks)
+        return share(self.stats.num_held_blocks, self.stats.num_device_blocks)
 
     @property
     def cache_hit_rate(self) -> float:
-        return _share(self.stats.num_cached_prompt_tokens, self.stats.num_prompt_tokens)
+        return share(self.stats.num_cached_prompt_tokens, self.stats.num_prompt_tokens)
 
 
 def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
     return vllm_engine_pb2.SchedulerLoad(
-        num_running_reqs=load.num_running,
+        num_running_reqs=load.stats.num_running,
         num_waiting_reqs=load.num_waiting,
-        num_total_reqs=load.num_running + load.num_waiting,
+        num_total_reqs=load.stats.num_running + load.num_waiting,
         num_used_tokens=load.num_used_tokens,
         max_total_num_tokens=load.max_total_tokens,
         token_usage=load.token_usage,
         gen_throughput=load.generation_throughput,
         cache_hit_rate=load.cache_hit_rate,
-        utilization=_share(load.num_running, load.max_num_seqs),
+        utilization=share(load.stats.num_running, load.max_num_seqs),
         max_running_requests=load.max_num_seqs,
         num_waiting_uncached_tokens=load.stats.num_waiting_tokens,
     )
@@ -64,7 +61,7 @@ def scheduler_load(load: Load) -> vllm_engine_pb2.SchedulerLoad:
 def engine_load(load: Load) -> common_pb2.EngineLoad:
     """Encode what routing needs of the load."""
     return common_pb2.EngineLoad(
-        running_requests=load.num_running,
+        running_requests=load.stats.num_running,
         waiting_requests=load.num_waiting,
         waiting_uncached_tokens=load.stats.num_waiting_tokens,
         token_usage=load.token_usage,
@@ -75,12 +72,10 @@ def engine_load(load: Load) -> common_pb2.EngineLoad:
 
 
 def engine_load_in_full(load: Load) -> common_pb2.EngineLoad:
-    record = engine_load(load)
-    record.cache_hit_rate = load.cache_hit_rate
-    record.num_used_tokens = load.num_used_tokens
-    record.max_total_num_tokens = load.max_total_tokens
+    record = common_pb2.EngineLoad(
+        cache_hit_rate=load.cache_hit_rate,
+        num_used_tokens=load.num_used_tokens,
+        max_total_num_tokens=load.max_total_tokens,
+    )
+    record.MergeFrom(engine_load(load))
     return record
-
-
-def _share(count: float, total: float) -> float:
-    return count / total if total > 0 else 0.0

@@ -4,7 +4,6 @@ import json
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.engine import DescribedWorker
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.sampling_options import API_DEFAULTS, SAMPLING_OPTIONS
@@ -16,6 +15,12 @@ def model_info(
     model: ModelInfo, served_model_name: str, max_sequence_tokens: int
 ) -> vllm_engine_pb2.GetModelInfoResponse:
     """Paths are this machine's: a gateway that does not find them asks for the files."""
+    values = {
+        name: getattr(model.sampling_defaults, name)
+        for name, option in SAMPLING_OPTIONS.items()
+        if option.is_checkpoints
+    }
+    chosen = {name: value for name, value in values.items() if value != getattr(API_DEFAULTS, name)}
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=str(model.directory),
         tokenizer_path=str(model.directory),
@@ -29,7 +34,7 @@ def model_info(
         eos_token_ids=model.eos_token_ids,
         bos_token_id=model.bos_token_id,
         pad_token_id=model.pad_token_id,
-        default_sampling_params_json=_sampling_json(model.sampling_defaults),
+        default_sampling_params_json=json.dumps(chosen),
     )
 
 
@@ -43,9 +48,3 @@ def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engin
         info.attention_backend = worker.attention_backend
         info.model_dtype = info.kv_cache_dtype = worker.dtype
     return info
-
-
-def _sampling_json(defaults: SamplingParams) -> str:
-    """Those that are not the API's own."""
-    values = {name: getattr(defaults, name) for name, option in SAMPLING_OPTIONS.items() if option.is_checkpoints}
-    return json.dumps({name: value for name, value in values.items() if value != getattr(API_DEFAULTS, name)})

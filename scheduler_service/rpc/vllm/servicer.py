@@ -92,8 +92,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext) -> NoReturn:
         """Refuse with INVALID_ARGUMENT, since trying again never helps (see generate_request.py)."""
-        message = "this server generates text and makes no embeddings"
-        raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, message)
+        raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "this server generates text and makes no embeddings")
 
     # What is served
 
@@ -108,8 +107,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if self._engine.availability.capacity is None:
             why = self._engine.availability.missing_reason or "no worker has joined yet"
             loading = f"loading: {why}; {time.monotonic() - self._started_at:.0f} s since the start"
-            message = f"{reason} ({loading})" if reason else loading
-            raise RpcError(grpc.StatusCode.UNAVAILABLE, message)
+            raise RpcError(grpc.StatusCode.UNAVAILABLE, f"{reason} ({loading})" if reason else loading)
         message = reason or "the worker is lost again and again before it has made a token; see the server's log"
         return vllm_engine_pb2.HealthCheckResponse(healthy=False, message=message)
 
@@ -125,7 +123,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         info = server_info(self._engine.availability.capacity, self._info().max_num_seqs)
         if is_operator():
             load = await self._read_load()
-            info.active_requests = load.num_running + load.num_waiting
+            info.active_requests = load.stats.num_running + load.num_waiting
             info.last_receive_timestamp = self._last_request_at
         info.uptime_seconds = time.monotonic() - self._started_at
         return info
@@ -176,14 +174,16 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise _unserved("a front end has no cache to flush; call the scheduler itself")
         check_operator("the prefix cache")
         if not 0 <= request.timeout_s <= _MAX_FLUSH_WAIT:
-            message = f"timeout_s is {request.timeout_s:g}, but must be 0 to {_MAX_FLUSH_WAIT:g}"
-            raise invalid("timeout_s", message)
+            raise invalid("timeout_s", f"timeout_s is {request.timeout_s:g}, but must be 0 to {_MAX_FLUSH_WAIT:g}")
         cache, read_load = self._cache
         if await cache.flush_cache(request.timeout_s):
             return common_pb2.FlushCacheResponse(success=True, message="the prefix cache is empty")
         load = read_load()
-        message = f"{load.num_running} sequences run and {load.num_waiting} wait; try again, or with a longer timeout_s"
-        return common_pb2.FlushCacheResponse(success=False, message=message)
+        return common_pb2.FlushCacheResponse(
+            success=False,
+            message=f"{load.stats.num_running} sequences run and {load.num_waiting} wait; try again, or with a longer "
+            "timeout_s",
+        )
 
     # The profiler
 
@@ -198,8 +198,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def _generate(self, message: vllm_engine_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         translated = translate_request(message)
         output_mode = OutputMode.STREAMED if message.stream else OutputMode.WHOLE
-        with_text = bool(translated.sampling.stop)
-        generation = await self._intake.begin(translated, context.time_remaining(), output_mode, with_text=with_text)
+        generation = await self._intake.begin(
+            translated, context.time_remaining(), output_mode, with_text=bool(translated.sampling.stop)
+        )
         translator = ResponseTranslator(message, generation.request)
         try:
             if not message.stream:

@@ -90,7 +90,11 @@ class WorkerLink:
         """Hold epochs until cancelled. Raises FencedError, EpochsExhausted."""
         backoff = _MIN_BACKOFF
         while True:
-            sessions = self._sessions(self._epochs.next())
+            epoch = self._epochs.next()
+            if len(self._stubs) == 1:
+                sessions = [Session(self._step_loop, epoch, self._on_plan_sent)]
+            else:
+                sessions = RankedSession(self._step_loop, epoch, self._on_plan_sent, len(self._stubs)).sessions
             ended = await self._hold_all(sessions)
             if all(session.is_ready for session in sessions):
                 self._waiting.end()
@@ -101,12 +105,6 @@ class WorkerLink:
                 self._step_loop.worker_missing(ended.reason)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _MAX_BACKOFF)
-
-    def _sessions(self, epoch: int) -> Sequence[Session]:
-        """Make a session with each rank."""
-        if len(self._stubs) == 1:
-            return [Session(self._step_loop, epoch, self._on_plan_sent)]
-        return RankedSession(self._step_loop, epoch, self._on_plan_sent, len(self._stubs)).sessions
 
     async def _hold_all(self, sessions: Sequence[Session]) -> "_Ended":
         """Hold the sessions until one of them ends, which ends the others; return why it did."""
