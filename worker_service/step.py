@@ -8,7 +8,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
+
+
+class ProtocolError(Exception):
+    """The scheduler broke the protocol. The session must end; the text says what was expected and what came."""
 
 
 def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
@@ -150,6 +154,29 @@ class StepResult:
     duration_us: int = 0
     last_moved_step: int = 0  # the moves of all plans up to this step are done
     parts: StepParts = StepParts()
+
+
+class LaunchedStep(Protocol):
+    """A step under way, or done. Its methods may be called on any thread."""
+
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+
+    def result(self) -> StepResult:
+        """Wait for the step's result. To be called once, and in the order in which steps were launched."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that was done when it was launched."""
+
+    finished: StepResult
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self.finished
 
 
 @dataclass(frozen=True, slots=True)

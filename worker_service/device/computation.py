@@ -26,7 +26,6 @@ from worker_service.device.sampling import PackedSampling
 from worker_service.device.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing
 from worker_service.device.streams import Device, DeviceEvent
 from worker_service.device.table import DeviceTable, Edit
-from worker_service.engine import FinishedStep, LaunchedStep
 from worker_service.models.model import Model
 from worker_service.rows import (
     BegunStep,
@@ -39,7 +38,7 @@ from worker_service.rows import (
     flatten_to_int32,
     prompt_chunks,
 )
-from worker_service.step import StepParts, StepResult
+from worker_service.step import FinishedStep, LaunchedStep, StepParts, StepResult
 
 
 class DeviceComputation:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.sampling import SeenTokens, highest_logits, sample
 from worker_service.attention import AttentionBackend, LayerCache
-from worker_service.engine import FinishedStep
 from worker_service.host.batch import build_batch
 from worker_service.host.model import HostModel
 from worker_service.rows import (
@@ -23,7 +22,7 @@ from worker_service.rows import (
     prompt_chunks,
     row_statuses,
 )
-from worker_service.step import PromptLogprobs
+from worker_service.step import FinishedStep, PromptLogprobs
 
 
 class HostComputation:

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from worker_service.rows.sampling import SamplingTable
-from worker_service.session import ProtocolError
-from worker_service.step import RowOpening, SamplingParams, StepPlan
+from worker_service.step import ProtocolError, RowOpening, SamplingParams, StepPlan
 
 IntArray = NDArray[np.int64]
 

@@ -15,7 +15,6 @@ import torch
 
 from worker_service.cache import CacheEngine
 from worker_service.device import is_fatal, is_out_of_memory
-from worker_service.engine import LaunchedStep
 from worker_service.models.communicator import Communicator
 from worker_service.rows import (
     BegunStep,
@@ -27,8 +26,7 @@ from worker_service.rows import (
     join_results,
     run_in_parts,
 )
-from worker_service.session import ProtocolError
-from worker_service.step import StepPlan, StepResult
+from worker_service.step import LaunchedStep, ProtocolError, StepPlan, StepResult
 
 
 class Computation(Protocol):
