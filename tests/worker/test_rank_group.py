@@ -10,7 +10,7 @@ import torch
 
 from pagewire.hosting.supervisor import free_port
 from worker_service import rank_group
-from worker_service.ranks import RankGroup
+from worker_service.models.ranks import RankGroup
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")

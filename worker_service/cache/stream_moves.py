@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from worker_service.cache.block_operations import create_block_operations
-from worker_service.device import Device, DeviceEvent, Stream
 from worker_service.step import StepPlan
+from worker_service.streams import Device, DeviceEvent, Stream
 
 _MAX_STAGING_BYTES = 32 << 20
 _MAX_TRANSFER_BYTES = 8 << 20

@@ -24,7 +24,6 @@ from worker_service.device.inputs import DeviceBatch, StepInputs
 from worker_service.device.sampler import Sampler
 from worker_service.device.sampling import PackedSampling
 from worker_service.device.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing
-from worker_service.device.streams import Device, DeviceEvent
 from worker_service.device.table import DeviceTable, Edit
 from worker_service.models.model import Model
 from worker_service.rows import (
@@ -39,6 +38,7 @@ from worker_service.rows import (
     prompt_chunks,
 )
 from worker_service.step import FinishedStep, LaunchedStep, StepParts, StepResult
+from worker_service.streams import Device, DeviceEvent
 
 
 class DeviceComputation:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from worker_service.device.inputs import DecodeInputs
 from worker_service.device.staging import ALIGNMENT
-from worker_service.device.streams import Device, Graph
 from worker_service.rows import TableLimits
+from worker_service.streams import Device, Graph
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.model import Model
+from worker_service.models.ranks import RankGroup
 from worker_service.models.shard import Shard
-from worker_service.ranks import RankGroup
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels
