@@ -1,4 +1,4 @@
-"""What crosses the boundary between the worker and its scheduler, as frozen data.
+"""The messages between the worker and its scheduler, as frozen data.
 
 `rpc/wire.py` translates these to and from `pagewire.worker.v1`; the comments there give units and ranges. The scheduler
 has the same words in a file of its own: the services share nothing but the proto, and a contract test compares them.
@@ -59,11 +59,10 @@ class RowOpening:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step must do.
+    """The plan of one step.
 
-    Phases in order, all reads of a phase before its writes: released slots, moves, copies, openings, forks, appended
-    blocks, set blocks, appended tokens, work.
-    """
+    Its phases are carried out in order, all reads of a phase before its writes: released slots, moves, copies,
+    openings, forks, appended blocks, set blocks, appended tokens, work."""
 
     epoch: int
     step: int
@@ -142,7 +141,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced. Rows are the sampling rows of the plan, in slot order."""
+    """The result of a step. Its rows are the sampling rows of the plan, in slot order."""
 
     epoch: int
     step: int
@@ -191,7 +190,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """What the worker says of itself when an epoch begins."""
+    """The capacity that the worker reports when an epoch begins."""
 
     worker_id: str
     model_digest: bytes

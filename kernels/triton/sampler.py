@@ -378,7 +378,7 @@ def _scaled(values, highest, temperature):
 
 @triton.jit
 def _nearly_scaled(values, highest, temperature):
-    """The same by a product, which is cheaper and not rounded as specified."""
+    """Return (values - highest) / temperature by a product, which is cheaper and not rounded as specified."""
     factor = tl.minimum(1.0 / temperature, _LARGEST)  # 0 times infinity would be NaN
     return (values - tl.maximum(highest, -_LARGEST)) * factor
 

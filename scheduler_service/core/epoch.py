@@ -1,4 +1,4 @@
-"""What lives and dies with an epoch: one worker's blocks, rows and plans, and the mechanics of using them."""
+"""The state that lives and dies with an epoch: one worker's blocks, rows and plans, and the mechanics of using them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -103,7 +103,7 @@ class Epoch:
             sequence.forget_in_flight()
 
     def rewind(self, group: SequenceGroup) -> None:
-        """What gated rows have reported, or are about to, is lost: each computes its last token again."""
+        """Forget what gated rows have reported, or are about to: each computes its last token again."""
         for sequence in group.sequences:
             if sequence.is_gated:
                 self.drop(sequence)

@@ -27,7 +27,7 @@ _NUM_MEASUREMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one block is made of."""
+    """The dimensions and the data type of one block."""
 
     num_layers: int
     block_size: int

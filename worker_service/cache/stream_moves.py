@@ -154,7 +154,7 @@ class StreamMoves:
         self._places.clear()
 
     def host_block(self, host_block: int) -> Tensor:
-        """Where a host block lies: [block_bytes] uint8."""
+        """Return the memory of a host block: [block_bytes] uint8."""
         return self._host(self._place(host_block), 1)[0]
 
     def _host(self, place: int, num: int) -> Tensor:

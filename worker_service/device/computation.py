@@ -130,7 +130,7 @@ class DeviceComputation:
         return partial(self._device.compute.run, partial(self._compute, work, inputs, packing))
 
     def _plan_decode(self, work: "_Work", size: int) -> Callable[[], None]:
-        """Of rows that decode one token each, by the graphs of that size."""
+        """Return a function that launches rows that decode one token each, by the CUDA graphs of batch size `size`."""
         rows, sampling, buffers = work.rows, work.sampling, self._graphs.buffers(size)
         padded = work.upload.add(self._graphs.padded(rows.slots, rows.ends, size))
         packing = None
@@ -187,13 +187,14 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _decode(self, buffers: DecodeBuffers) -> None:
-        """What the first graph of a batch size holds."""
+        """Compute the logits of a batch of decoding rows. The first CUDA graph of each batch size holds this."""
         hidden = self._forward(buffers.inputs.gather(self._device_table))
         buffers.logits.copy_(self._model.compute_logits(hidden))
 
     @torch.inference_mode()
     def _sample_decoded(self, buffers: DecodeBuffers) -> None:
-        """What the second graph holds: rows that ask for a token and no more."""
+        """Sample a batch of rows that ask for a token and no more. The second CUDA graph of each batch size holds
+        this."""
         inputs, table = buffers.inputs, self._device_table
         columns = table.sampling_columns(inputs.aligned_slots, inputs.seq_lens)
         sampled = self._sampler.sample(buffers.logits, columns, None, None)
@@ -257,6 +258,7 @@ class StepTimer:
         self._last_done_ns = 0
 
     def duration_us(self, launched_ns: int) -> int:
-        """Of a step that is done now: since it was launched, or the one before was done if that was later."""
+        """Return how long a step took that is done now, in microseconds. Its time begins when it was launched, or when
+        the step before it was done if that was later."""
         began_ns, self._last_done_ns = max(launched_ns, self._last_done_ns), time.perf_counter_ns()
         return (self._last_done_ns - began_ns) // 1000

@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def ready(self) -> WorkerCapacity | None:
-        """What the worker says of itself, once it is loaded."""
+        """The capacity that the worker reports, or None until it is loaded."""
         return self._loaded.ready if self._loaded else None
 
     @property

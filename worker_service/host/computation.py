@@ -75,7 +75,8 @@ class HostComputation:
         return samples, prompt_logprobs
 
     def _take_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
-        """Of rows that are plain, without operations of torch, which would take longer than all else of it."""
+        """Sample rows that all take the token of the highest logit. This does without torch, whose operations would
+        take longer than all the rest."""
         token_ids = (highest_logits(logits) if highest is None else highest).numpy()
         is_nan = token_ids < 0
         self.table.put_tokens(rows, np.maximum(token_ids, 0))

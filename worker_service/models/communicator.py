@@ -23,7 +23,8 @@ class Communicator(Protocol):
         """The sum of what all ranks pass, of one shape; may be written to `x`."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """What all ranks pass, [R, L] each, side by side in their order: [R, size * L], the same bits on every rank."""
+        """Return what all ranks pass, [R, L] each, side by side in their order: [R, size * L], the same bits on every
+        rank."""
 
 
 class SingleRank:

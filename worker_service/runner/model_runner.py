@@ -30,7 +30,7 @@ from worker_service.step import LaunchedStep, ProtocolError, StepPlan, StepResul
 
 
 class Computation(Protocol):
-    """What computes rows of the table, and writes the tokens that they sample where their next step finds them.
+    """A computation of rows of the table, which writes the tokens that they sample where their next step finds them.
 
     Memory is taken when something is launched, and whatever raises for want of it has changed nothing.
     """

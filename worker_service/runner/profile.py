@@ -36,7 +36,7 @@ class ProfiledRunner:
 
     @property
     def num_steps_left(self) -> int:
-        """That are still to be launched before the trace is written."""
+        """The number of steps that are still to be launched before the trace is written."""
         return self._num_steps_left
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

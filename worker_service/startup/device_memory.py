@@ -1,4 +1,4 @@
-"""Who gets how much of a GPU's memory. Pure arithmetic: `loader.py` measures, and allocates what comes out here.
+"""The division of a GPU's memory. It is pure arithmetic: `loader.py` measures, and allocates what comes out here.
 
     total * utilization = others + weights + largest step + graphs + staging + KV cache
 
@@ -52,7 +52,7 @@ class DeviceMemory:
 
 
 def graph_bytes(*, largest_bytes: int, num_graphs: int) -> int:
-    """What CUDA graphs will keep that share one pool of memory.
+    """Return the bytes that CUDA graphs which share one pool of memory will keep.
 
     `largest_bytes`: what the largest of the captured steps takes at its peak.
     """
@@ -88,7 +88,8 @@ def check_pool(memory: DeviceMemory, *, flag: str, asked: str, num_blocks: int, 
 
 
 def check_cpu_pool(*, available: int, flag: str, asked: str, num_blocks: int, block_bytes: int) -> None:
-    """The same on a CPU, of which `available` bytes of memory are left beside the weights."""
+    """Refuse a KV cache that does not fit on a CPU of which `available` bytes of memory are left beside the weights.
+    Raises ValueError."""
     num_fitting = available // block_bytes - 1
     if num_blocks > num_fitting:
         raise ValueError(

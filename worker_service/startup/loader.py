@@ -106,7 +106,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
 def attention_shape(
     model_config: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> AttentionShape:
-    """What attention has to compute for a model."""
+    """Return the shape of the attention that a model needs."""
     return AttentionShape(
         num_heads=model_config.num_heads,
         num_kv_heads=model_config.num_kv_heads,
@@ -213,7 +213,7 @@ class _Assembly:
         )
 
     def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float) -> WorkerCapacity:
-        """What the worker says of itself once it has its cache."""
+        """Return the capacity that the worker reports once it has its cache."""
         return WorkerCapacity(
             worker_id=worker_id,
             model_digest=model_digest(Path(self.config.model)),

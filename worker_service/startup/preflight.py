@@ -47,7 +47,8 @@ def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int
 
 
 def least_element_bytes(config: WorkerConfig, model: ModelConfig, headers: Iterable[TensorHeader]) -> int:
-    """Of a weight on any CPU: kernels may hold the checkpoint's dtype, or the model may compute in a smaller one."""
+    """Return the least bytes of an element of a weight on any CPU: kernels may hold the checkpoint's dtype, or the
+    model may compute in a smaller one."""
     computed = model.dtype if config.dtype == "auto" else config.dtype
     return 2 if any(dtype in _16_BITS for dtype in (computed, *(header.dtype for header in headers))) else 4
 

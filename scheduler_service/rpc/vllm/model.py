@@ -1,4 +1,4 @@
-"""What is served, in VllmEngine's words. Pure translation."""
+"""The served model in the messages of VllmEngine. This is pure translation."""
 
 import json
 
