@@ -67,7 +67,8 @@ class SamplingColumns(NamedTuple):
     def of(
         floats: Iterable[Tensor], integers: Iterable[Tensor], seeds: Tensor, num_tokens: Tensor
     ) -> "SamplingColumns":
-        """Without biases and stop tokens. `floats`, `integers`: those that `FLOATS` and `INTEGERS` name."""
+        """Return columns without biases and stop tokens. `floats`, `integers`: those that `FLOATS` and `INTEGERS`
+        name."""
         columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 

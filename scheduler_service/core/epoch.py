@@ -88,7 +88,7 @@ class Epoch:
         sequence.slot = -1
 
     def vacate_group(self, group: SequenceGroup) -> None:
-        """All rows of the group end, and every slot it has is given back."""
+        """End all rows of the group, and give back every slot it has."""
         for sequence in group.open_sequences:
             self.vacate(sequence)
         self.give_back_reserved(group)

@@ -252,7 +252,7 @@ KvEvent = BlockStored | BlockRemoved | CacheCleared
 
 
 class KvEventCounts(NamedTuple):
-    """How many events of each kind there were."""
+    """The number of events of each kind."""
 
     num_stored: int = 0
     num_removed: int = 0

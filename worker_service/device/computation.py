@@ -223,7 +223,7 @@ class _Work:
 
     @property
     def num_values(self) -> int:
-        """How many values the host reads."""
+        """The number of values that the host reads."""
         return self.sampling.num_values + sum(chunk.num_values for chunk in self.chunks)
 
 

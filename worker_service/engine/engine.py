@@ -27,7 +27,7 @@ _MOVE_POLL_INTERVAL_S = 0.001
 
 
 class Runner(Protocol):
-    """It carries out plans, one behind the other."""
+    """A runner of plans, which carries them out one behind the other."""
 
     def reset(self, epoch: int) -> None:
         """Begin an epoch: forget every row, after everything that was started has finished."""

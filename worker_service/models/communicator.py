@@ -14,7 +14,7 @@ class Communicator(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def begin(self, epoch: int) -> None:
         """An epoch begins: any of the other ranks may be another process now."""

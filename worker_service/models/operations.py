@@ -62,7 +62,7 @@ class Operations(Protocol):
 
 
 class TorchOperations:
-    """In plain torch, on any device."""
+    """The operations in plain torch, on any device."""
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         return held == computed

@@ -58,7 +58,7 @@ class PromptChunk:
 
     @property
     def num_values(self) -> int:
-        """How many values `read` reads."""
+        """The number of values that `read` reads."""
         return 2 * self.num * (1 + self.num_top)
 
 

@@ -180,7 +180,7 @@ class StepSampling:
 
     @property
     def num_values(self) -> int:
-        """How many values `read` reads."""
+        """The number of values that `read` reads."""
         return self.num_rows * (2 if self.max_reported is None else 4 + 2 * self.max_reported)
 
     def read(self, reading: ValueReader) -> Samples:

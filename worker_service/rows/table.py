@@ -305,7 +305,7 @@ def _check_distinct(what: str, values: tuple[int, ...]) -> None:
 
 
 def _earlier_equals(values: IntArray) -> IntArray:
-    """How many equal values stand before each: [0, 0, 1] for [7, 3, 7]."""
+    """Return how many equal values stand before each value: [0, 0, 1] for [7, 3, 7]."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     places = np.arange(len(values))

@@ -112,7 +112,7 @@ class ModelRunner:
         return is_fatal(error)
 
     def _launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """In one part, unless memory does not suffice or has not for one of the rows."""
+        """Launch the rows in one part, unless memory does not suffice or has not for one of the rows."""
         good_rows = self._without_failed(rows)
         launch = self.computation.prepare(step, good_rows)
         if not len(rows.slots):
@@ -136,7 +136,8 @@ class ModelRunner:
         return rows.take(~has_failed)
 
     def _give_up(self, rows: WorkingRows) -> None:
-        """These rows are not computed, in this step and in any later one; what they should have written is spoilt."""
+        """Give up rows, which are not computed in this step and in any later one; what they should have written is
+        spoilt."""
         for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
             self._cache.spoil(self.table.block_tables[slot], int(start), int(end))
         self.table.has_failed[rows.slots] = True

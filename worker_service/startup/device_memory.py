@@ -39,7 +39,7 @@ class DeviceMemory:
         return int(self.total * utilization) - used
 
     def describe(self) -> str:
-        """All of it, for logs and refusals."""
+        """Return all figures of the memory in words, for logs and refusals."""
         parts = {
             "weights": self.weights,
             "the largest step": self.step,
@@ -115,7 +115,7 @@ def check_cpu_weights(*, available: int, held: int, peak: int, dtype: str) -> No
 
 
 def describe_fitting(num_blocks: int, block_bytes: int) -> str:
-    """How many usable blocks fit, in words."""
+    """Return how many usable blocks fit, in words."""
     if num_blocks < 1:
         return "no block fits"
     return f"{num_blocks} blocks fit, {(num_blocks + 1) * block_bytes / GIB:.2f} GiB"
