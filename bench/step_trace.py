@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from worker_service.profile import STEP_PREFIX
+from worker_service.runner.profile import STEP_PREFIX
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")

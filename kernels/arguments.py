@@ -1,4 +1,4 @@
-"""What the implementations of a kernel and its specification take alike, where it is more than a tensor or two."""
+"""Arguments of more than a tensor or two that the implementations of a kernel and its specification share."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,7 +40,8 @@ class Selection(NamedTuple):
 
 
 class HeadPreparation(NamedTuple):
-    """What `norm_rope` makes of the heads of queries and keys before they attend, for a step of T tokens."""
+    """The norms and rotations that `norm_rope` applies to the heads of queries and keys before they attend, for a step
+    of T tokens."""
 
     num_heads: int  # of the queries, which come first
     query_weight: Tensor | None  # [head_dim] of `rms_norm`; None: queries are not normalized

@@ -1,4 +1,4 @@
-"""What sampling takes and gives, and its specification in plain torch, one row at a time.
+"""The inputs and outputs of sampling, and its specification in plain torch, one row at a time.
 
 On a GPU it is `pagewire.kernels.triton.sampler`, on a CPU `pagewire.kernels.cpu.sampling`.
 
@@ -25,7 +25,7 @@ INTEGERS = ("top_k", "sample_indexes", "slots", "num_logprobs")
 
 
 class SamplingColumns(NamedTuple):
-    """What each of R rows asks for: one entry per row, contiguous, on the device of the logits.
+    """The sampling parameters of R rows: one entry per row, contiguous, on the device of the logits.
 
     Attributes:
         temperature: [R] float32; 0 takes the highest logit.
@@ -67,7 +67,8 @@ class SamplingColumns(NamedTuple):
     def of(
         floats: Iterable[Tensor], integers: Iterable[Tensor], seeds: Tensor, num_tokens: Tensor
     ) -> "SamplingColumns":
-        """Without biases and stop tokens. `floats`, `integers`: those that `FLOATS` and `INTEGERS` name."""
+        """Return columns without biases and stop tokens. `floats`, `integers`: those that `FLOATS` and `INTEGERS`
+        name."""
         columns = dict(zip((*FLOATS, *INTEGERS), (*floats, *integers), strict=True))
         return SamplingColumns(**columns, seeds=seeds, num_tokens=num_tokens)
 
@@ -150,7 +151,8 @@ def count_tokens(
 
 
 def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What is told of one token of each of N rows: its log-probability, its rank, and the most likely tokens.
+    """Return the log-probabilities of one token of each of N rows: its log-probability, its rank, and the most likely
+    tokens.
 
     Args:
         logits: [N, vocab_size] float32.

@@ -33,8 +33,8 @@ from worker_service.startup.preflight import check_worker
 from worker_service.startup.progress import LoadProgress
 
 if TYPE_CHECKING:
-    from worker_service.profile import ProfiledRunner
-    from worker_service.tracing import StepTracing
+    from worker_service.engine.tracing import StepTracing
+    from worker_service.runner.profile import ProfiledRunner
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class _WorkerProcess:
         return self._profiled(loaded) if self._config.profile else loaded
 
     def _profiled(self, loaded: LoadedWorker) -> LoadedWorker:
-        from worker_service.profile import ProfiledRunner
+        from worker_service.runner.profile import ProfiledRunner
 
         self._profile = ProfiledRunner(loaded.runner, self._config.profile, Path(self._config.profile_dir))
         return replace(loaded, runner=self._profile)
@@ -180,7 +180,7 @@ def _tracing(config: WorkerConfig) -> "StepTracing | None":
     if config.otlp_traces_endpoint is None:
         return None
     try:
-        from worker_service.tracing import StepTracing
+        from worker_service.engine.tracing import StepTracing
     except ImportError as error:
         raise ValueError(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}); pip install 'pagewire[tracing]'"

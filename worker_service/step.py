@@ -1,4 +1,4 @@
-"""What crosses the boundary between the worker and its scheduler, as frozen data.
+"""The messages between the worker and its scheduler, as frozen data.
 
 `rpc/wire.py` translates these to and from `pagewire.worker.v1`; the comments there give units and ranges. The scheduler
 has the same words in a file of its own: the services share nothing but the proto, and a contract test compares them.
@@ -8,7 +8,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
+
+
+class ProtocolError(Exception):
+    """The scheduler broke the protocol. The session must end; the text says what was expected and what came."""
 
 
 def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
@@ -55,11 +59,10 @@ class RowOpening:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step must do.
+    """The plan of one step.
 
-    Phases in order, all reads of a phase before its writes: released slots, moves, copies, openings, forks, appended
-    blocks, set blocks, appended tokens, work.
-    """
+    Its phases are carried out in order, all reads of a phase before its writes: released slots, moves, copies,
+    openings, forks, appended blocks, set blocks, appended tokens, work."""
 
     epoch: int
     step: int
@@ -138,7 +141,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced. Rows are the sampling rows of the plan, in slot order."""
+    """The result of a step. Its rows are the sampling rows of the plan, in slot order."""
 
     epoch: int
     step: int
@@ -150,6 +153,29 @@ class StepResult:
     duration_us: int = 0
     last_moved_step: int = 0  # the moves of all plans up to this step are done
     parts: StepParts = StepParts()
+
+
+class LaunchedStep(Protocol):
+    """A step under way, or done. Its methods may be called on any thread."""
+
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+
+    def result(self) -> StepResult:
+        """Wait for the step's result. To be called once, and in the order in which steps were launched."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that was done when it was launched."""
+
+    finished: StepResult
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self.finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +190,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """What the worker says of itself when an epoch begins."""
+    """The capacity that the worker reports when an epoch begins."""
 
     worker_id: str
     model_digest: bytes

@@ -53,7 +53,7 @@ class _DecoderStep(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """Of one decoder layer. Norms are float32, [hidden_size] or, of heads, [head_dim] or None."""
+    """The weights of one decoder layer. Norms are float32, [hidden_size] or, of heads, [head_dim] or None."""
 
     attention_norm: Tensor
     query_norm: Tensor | None
@@ -67,7 +67,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """Of a decoder of V tokens, computed at P positions at most."""
+    """The weights of a decoder with a vocabulary of V tokens, which is computed at P positions at most."""
 
     embedding: Tensor | None  # [V, hidden_size] of any dtype that kernels know; None: the head's
     cos: Tensor  # [P, head_dim] float32, as `CpuKernels.norm_rope` takes them

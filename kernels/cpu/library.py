@@ -76,7 +76,8 @@ def flags_of(variant: str) -> tuple[str, ...]:
 
 
 def build_library(build: Build, flags: Sequence[str]) -> Path:
-    """Where the library of these flags is. Whoever comes second waits for the first. Raises BuildError."""
+    """Return the path of the library of these flags, built if it is missing. A second process waits for the first.
+    Raises BuildError."""
     compiler = find_compiler(build.compiler)
     openmp = _torch_openmp()
     version = _run([compiler, "--version"])
@@ -132,7 +133,7 @@ def _digest(compiler: str, version: str, flags: Sequence[str]) -> str:
 
 
 def _processor() -> dict[str, str]:
-    """What decides about -march=native."""
+    """Return the properties of the processor that decide about -march=native."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

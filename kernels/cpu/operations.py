@@ -55,7 +55,7 @@ class CpuKernels:
 
     @property
     def variant(self) -> str:
-        """What they were compiled to: "avx512_bf16", "avx512", "avx2" or "portable"."""
+        """The instruction set for which the kernels were compiled: "avx512_bf16", "avx512", "avx2" or "portable"."""
         return self._library.variant().decode()
 
     # Attention

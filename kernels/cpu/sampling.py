@@ -31,7 +31,8 @@ class SeenTokens:
 
     @staticmethod
     def of(sequences: Iterable[tuple[int, NDArray[np.int32], int]]) -> "SeenTokens":
-        """Of rows, each with its tokens, prompt first, and how many of them are prompt. There must be one."""
+        """Return the seen tokens of rows, each with its tokens, prompt first, and how many of them are prompt. There
+        must be at least one row."""
         rows, token_ids, num_outputs = [], [], []
         for row, tokens, num_prompt_tokens in sequences:
             seen = np.unique(tokens).astype(np.int64)

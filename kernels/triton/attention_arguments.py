@@ -1,4 +1,4 @@
-"""What the attention kernels are launched with, how it follows from what their callers pass, and what is refused."""
+"""The arguments of the attention kernels, how they follow from what callers pass, and what is refused."""
 
 from collections import namedtuple
 
@@ -78,7 +78,8 @@ def prepare_launch(
 
 
 def score_factor(scoring: Scoring) -> float:
-    """What products are multiplied by: to scores in units of log 2, or, with a cap, to 2 * score / softcap in them.
+    """Return the factor that makes products scores in units of log 2, or, with a cap, 2 * score / softcap in these
+    units.
 
     softcap * tanh(y) is then softcap * (1 - 2 / (exp(2 * y) + 1)), which overflows at neither end.
     """

@@ -143,7 +143,7 @@ def _copy_kernel(source, target, pieces, chunks_per_piece, CHUNK_WORDS: tl.const
 
 @triton.jit
 def _block(blocks, index):
-    """Where the block of this index begins, in words."""
+    """Return the offset of the block of this index, in words."""
     block = index.to(tl.int64)
     if blocks.ids is not None:
         block = tl.load(blocks.ids + index).to(tl.int64)

@@ -121,7 +121,7 @@ def _store_rows(source, cache, tokens, blocks, positions, heads, dims, mask):
 
 @triton.jit
 def cached(x, cache):
-    """What a cache holds of x: 8-bit floats are saturated, and a NaN stays one."""
+    """Return x as a cache holds it: 8-bit floats are saturated, and a NaN stays one."""
     if cache.data.dtype.element_ty == tl.float8e4nv:
         wide = x.to(tl.float32)
         x = tl.clamp(wide, -_MAX_E4M3, _MAX_E4M3, propagate_nan=tl.PropagateNan.ALL)

@@ -1,6 +1,5 @@
-"""What a decoder does between its matrix products, a launch each. Specifications: the functions of the same names in
-`kernels/reference.py`, whose intermediate roundings these keep: products and sums are not contracted.
-"""
+"""The operations of a decoder between its matrix products, a launch each. They are specified by the functions of the
+same names in `kernels/reference.py`, whose intermediate roundings these keep: products and sums are not contracted."""
 
 import torch
 from torch import Tensor

@@ -378,7 +378,7 @@ def _scaled(values, highest, temperature):
 
 @triton.jit
 def _nearly_scaled(values, highest, temperature):
-    """The same by a product, which is cheaper and not rounded as specified."""
+    """Return (values - highest) / temperature by a product, which is cheaper and not rounded as specified."""
     factor = tl.minimum(1.0 / temperature, _LARGEST)  # 0 times infinity would be NaN
     return (values - tl.maximum(highest, -_LARGEST)) * factor
 
@@ -546,7 +546,7 @@ def _num_entries(groups, num_selected, OF_GROUPS: tl.constexpr):
 
 @triton.jit
 def _weigh(rows, groups, num_selected, key, OF_GROUPS: tl.constexpr):
-    """How many entries lie above the key, and their mass."""
+    """Return how many entries lie above the key, and their mass."""
     counts, masses = tl.zeros([_TILE_TOKENS], tl.float32), tl.zeros([_TILE_TOKENS], tl.float32)
     for start in range(0, _num_entries(groups, num_selected, OF_GROUPS), _TILE_TOKENS):
         keys, weights = _read_weights(rows, groups, start, num_selected, True, OF_GROUPS)

@@ -1,4 +1,4 @@
-"""Where the rows of a step are cut, so that programs of `decode_attention` share the work evenly."""
+"""The places where the rows of a step are cut, so that programs of `decode_attention` share the work evenly."""
 
 from dataclasses import dataclass
 

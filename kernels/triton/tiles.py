@@ -86,7 +86,7 @@ def lookup(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -
 
 
 def key(kernel: str, *, head_dim: int, num_groups: int, dtype: torch.dtype) -> Shape:
-    """Where `lookup` looks, with its arguments and errors."""
+    """Return the key of the tables in which `lookup` looks. Its arguments and errors are those of `lookup`."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; {kernel} takes 1 to {MAX_HEAD_DIM}")
     if not 1 <= num_groups <= MAX_GROUPS:

@@ -39,7 +39,8 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """What follows from one step: the next beams, best first. None of them is needed once the search is done."""
+    """The outcome of one step of a beam search: the next beams, best first. None of them is needed once the search is
+    done."""
 
     children: list[Child]
     is_done: bool

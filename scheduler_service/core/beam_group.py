@@ -71,7 +71,8 @@ class BeamGroup:
         return num_born
 
     def forget_step(self) -> None:
-        """What was reported since the last selection is lost, and what nobody was told of it."""
+        """Forget the candidates that were reported since the last selection, and the changes of rows that no plan has
+        named yet."""
         self.candidates.clear()
         self._forget_changes()
 

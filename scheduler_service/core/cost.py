@@ -1,5 +1,5 @@
-"""What things cost, in seconds as measured: a swap's bytes against a recomputation's tokens, and a prompt's tokens to
-those who decode beside it."""
+"""Measured costs in seconds: a swap's bytes against a recomputation's tokens, and a prompt's tokens to those who decode
+beside it."""
 
 from collections import deque
 from enum import Enum
@@ -23,7 +23,7 @@ _MIN_PROMPT_TOKENS = 16
 
 
 class CostModel:
-    """What things cost on one worker. Sizes are in bytes, rates per second; it knows no time but that of the steps it
+    """The measured costs of one worker. Sizes are in bytes, rates per second; it knows no time but that of the steps it
     is told of."""
 
     def __init__(self, mode: PreemptionMode, block_bytes: int, swap_bandwidth: float) -> None:

@@ -1,4 +1,4 @@
-"""What lives and dies with an epoch: one worker's blocks, rows and plans, and the mechanics of using them."""
+"""The state that lives and dies with an epoch: one worker's blocks, rows and plans, and the mechanics of using them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -88,7 +88,7 @@ class Epoch:
         sequence.slot = -1
 
     def vacate_group(self, group: SequenceGroup) -> None:
-        """All rows of the group end, and every slot it has is given back."""
+        """End all rows of the group, and give back every slot it has."""
         for sequence in group.open_sequences:
             self.vacate(sequence)
         self.give_back_reserved(group)
@@ -103,7 +103,7 @@ class Epoch:
             sequence.forget_in_flight()
 
     def rewind(self, group: SequenceGroup) -> None:
-        """What gated rows have reported, or are about to, is lost: each computes its last token again."""
+        """Forget what gated rows have reported, or are about to: each computes its last token again."""
         for sequence in group.sequences:
             if sequence.is_gated:
                 self.drop(sequence)

@@ -206,7 +206,7 @@ class Lifecycle:
         epoch.rewind(group)
 
     def lost_its_swap(self, group: SequenceGroup) -> None:
-        """What was swapped of a group has ended meanwhile: the rest of it begins as if it were new."""
+        """Let the rest of a group wait as if it were new, because what was swapped of it has ended meanwhile."""
         self._enter(group, GroupState.WAITING)
 
     # The worker

@@ -1,4 +1,5 @@
-"""Who gets rows on the worker in a plan: groups whose blocks have come in, samples beside the first, waiting groups."""
+"""Chooses who gets rows on the worker in a plan: groups whose blocks have come in, samples beside the first, waiting
+groups."""
 
 from scheduler_service.core.cache_manager import Allocation
 from scheduler_service.core.epoch import Epoch

@@ -1,4 +1,4 @@
-"""What crosses the boundary between the scheduler and a worker, as frozen data.
+"""The messages between the scheduler and a worker, as frozen data.
 
 `rpc/wire.py` translates these to and from `pagewire.worker.v1`; the comments there give units and ranges.
 """
@@ -46,11 +46,10 @@ class RowOpening:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step must do.
+    """The plan of one step.
 
-    Phases in order, all reads of a phase before its writes: released slots, moves, copies, openings, forks, appended
-    blocks, set blocks, appended tokens, work.
-    """
+    Its phases are carried out in order, all reads of a phase before its writes: released slots, moves, copies,
+    openings, forks, appended blocks, set blocks, appended tokens, work."""
 
     epoch: int
     step: int
@@ -131,7 +130,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced. Rows are the sampling rows of the plan, in slot order."""
+    """The result of a step. Its rows are the sampling rows of the plan, in slot order."""
 
     epoch: int
     step: int
@@ -147,7 +146,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """What a worker said of itself when it joined."""
+    """The capacity that a worker reported when it joined."""
 
     worker_id: str
     model_digest: bytes

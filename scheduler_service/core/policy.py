@@ -1,4 +1,4 @@
-"""Who is served next: small named policies, chosen by `--policy`.
+"""Small named policies, chosen by `--policy`, that say who is served next.
 
 A policy gives each request static keys and each tenant a rank that may change. Of all waiting requests the next is the
 one of the least (rank of its tenant, key); among running ones the running key alone decides who is served first and who
@@ -15,7 +15,7 @@ _NUM_ABSENT = 64  # counters of tenants without requests that a fair policy keep
 
 
 class Policy(Protocol):
-    """What the scheduler asks of a policy. All its keys have one shape and end in `arrival`, which makes them
+    """The interface of a policy to the scheduler. All its keys have one shape and end in `arrival`, which makes them
     unique."""
 
     name: str

@@ -1,4 +1,4 @@
-"""What goes into the core and what comes out of it."""
+"""The data that goes into the core and comes out of it."""
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -125,7 +125,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutputs:
-    """What an event produced for the clients.
+    """The outputs of an event for the clients.
 
     `sequence_ids[i]` got `token_ids[i]`; a sequence that got a token and ended stands in both. `logprobs` holds the
     sequences that asked for them. The hypotheses' tokens stand in `hypotheses` alone, and their ends in `ended`.
@@ -165,7 +165,7 @@ class SchedulerStats:
 
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
-    """Who holds device blocks. Requests of other tenants than the one who asks have no name."""
+    """A holder of device blocks. It has no name if it is a request of another tenant than the one who asks."""
 
     request_id: str | None
     num_blocks: int
@@ -173,7 +173,7 @@ class BlockHolder:
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """What a request is doing and why it waits."""
+    """A report of what a request is doing and why it waits."""
 
     request_id: str
     tenant: str
@@ -195,7 +195,7 @@ class RequestReport:
 
 
 class BlockUse(IntEnum):
-    """What a block is used for. Values from HELD on name an owner: HELD + its index in `BlockMap.owners`."""
+    """The use of a block. Values from HELD on name an owner: HELD + its index in `BlockMap.owners`."""
 
     FREE = 0
     CACHED = 1  # idle, its content can be matched
@@ -214,7 +214,7 @@ class BlockMap:
 
 
 class Tier(Enum):
-    """Where a copy of a content is."""
+    """The tier of memory that holds a copy of a block's content."""
 
     DEVICE = "device"
     HOST = "host"
@@ -252,7 +252,7 @@ KvEvent = BlockStored | BlockRemoved | CacheCleared
 
 
 class KvEventCounts(NamedTuple):
-    """How many events of each kind there were."""
+    """The number of events of each kind."""
 
     num_stored: int = 0
     num_removed: int = 0

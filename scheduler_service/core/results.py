@@ -1,4 +1,4 @@
-"""What becomes of a step's result: tokens that continue their samples, candidates of beams, rows that failed."""
+"""Processes a step's result: tokens that continue their samples, candidates of beams, rows that failed."""
 
 from scheduler_service.core.epoch import Epoch
 from scheduler_service.core.lifecycle import Lifecycle

@@ -280,7 +280,7 @@ class Scheduler:
 
     @property
     def state(self) -> Lifecycle:
-        """What `explain` answers questions about. Nobody changes it but the scheduler."""
+        """The state about which `explain` answers questions. Nobody changes it but the scheduler."""
         return self._state
 
     @property

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GroupState(Enum):
-    """What a group does, and where its blocks are."""
+    """The state of a group: what it does, and where its blocks are."""
 
     WAITING = "waiting"  # nothing of it is on the worker
     RUNNING = "running"

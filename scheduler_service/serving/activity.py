@@ -25,7 +25,7 @@ class Activity:
 
     @property
     def generation_throughput(self) -> float:
-        """How many output tokens there were per second over the last ten seconds."""
+        """The number of output tokens per second over the last ten seconds."""
         started_at, first = self._samples[0]
         return share(self._read_stats().num_generation_tokens - first.num_generation_tokens, self._clock() - started_at)
 

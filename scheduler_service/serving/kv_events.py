@@ -37,7 +37,7 @@ class KvEvents:
             self._log.leave(time.monotonic())
 
     def snapshot(self) -> KvEventBatch:
-        """What is cached now, under the number of the last batch."""
+        """Return what is cached now, under the number of the last batch."""
         self.take()
         return KvEventBatch(self._log.last_sequence_number, tuple(self._scheduler.kv_snapshot()))
 

@@ -1,4 +1,4 @@
-"""What the scheduler reads of a checkpoint: everything but the weights."""
+"""The parts of a checkpoint that the scheduler reads: everything but the weights."""
 
 import hashlib
 import json
@@ -44,7 +44,8 @@ class ModelInfo:
         return None if self.template_file is None else self.template_file.text
 
     def warnings(self) -> list[str]:
-        """What does not work with this checkpoint. Raises ValueError if nobody should be given it."""
+        """Return warnings about what does not work with this checkpoint. Raises ValueError if nobody should be given
+        it."""
         found = []
         if not self.has_tokenizer:
             found.append(

@@ -1,4 +1,4 @@
-"""What hears of the step loop's work: metrics, traces and the log of requests."""
+"""The observers of the step loop's work: metrics, traces and the log of requests."""
 
 from contextlib import AbstractContextManager, nullcontext
 

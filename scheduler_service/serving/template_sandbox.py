@@ -74,7 +74,7 @@ class Template:
 
 
 def _failure(error: Exception) -> TemplateFailure:
-    """What a person can do something with: the reason, and the line of the template."""
+    """Return the failure in words that help a person: the reason, and the line of the template."""
     reason = (str(error) or type(error).__name__).partition("\n")[0]
     if isinstance(error, MemoryError | RecursionError):
         reason = f"it is nested too deeply or makes too much ({type(error).__name__})"
@@ -402,7 +402,7 @@ def _check_bits(num_bits: int) -> None:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """As in transformers: not escaped for HTML."""
+    """Return the JSON of a value, not escaped for HTML, as transformers does."""
     return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
 
 

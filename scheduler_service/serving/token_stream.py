@@ -15,7 +15,7 @@ from scheduler_service.core.request import Request, SequenceEnd, TokenLogprobs
 
 
 class Delta(NamedTuple):
-    """What one sequence got since its last delta. The last one has `end`.
+    """The tokens that one sequence got since its last delta. The last delta has `end`.
 
     A tuple, because there is one for every token, and a frozen dataclass takes four times as long to make.
     """

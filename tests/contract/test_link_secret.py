@@ -20,7 +20,7 @@ from tests.contract.certificates import Authority
 from tests.contract.test_worker_link import Listener
 from worker_service.engine import Engine, LoadedWorker
 from worker_service.rpc.servicer import WorkerServicer
-from worker_service.session import PROTOCOL_VERSION
+from worker_service.rpc.session import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parents[2]
 MODEL = str(ROOT / "models" / "storyteller")

@@ -22,7 +22,7 @@ from tests.sim.known_seeds import KNOWN_SEEDS
 ROOT = Path(__file__).parents[2]
 _COPIED = ("scheduler_service", "worker_service", "tests/core", "tests/sim")
 _CORE = "scheduler_service/core/"
-_SESSION = "worker_service/session.py"
+_SESSION = "worker_service/rpc/session.py"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from scheduler_service.core.plan import StepPlan, WorkerCapacity
 from tests.core.simulated_worker import BAD, SimulatedWorker
 from tests.sim.connection import Connection
 from tests.sim.scenario import BAD_TOKEN
-from worker_service.session import PROTOCOL_VERSION, ProtocolError, Session, SessionRegister
-from worker_service.step import Hello, Refusal
+from worker_service.rpc.session import PROTOCOL_VERSION, Session, SessionRegister
+from worker_service.step import Hello, ProtocolError, Refusal
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from worker_service.device.streams import Operation
+from worker_service.streams import Operation
 
 CPU = torch.device("cpu")
 

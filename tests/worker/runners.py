@@ -4,13 +4,13 @@ from worker_service.attention import AttentionBackend
 from worker_service.cache.cache_engine import CacheEngine
 from worker_service.device.computation import DeviceComputation
 from worker_service.device.sampler import Sampler
-from worker_service.device.streams import Device
 from worker_service.host.computation import HostComputation
 from worker_service.host.model import LayeredModel
 from worker_service.models.communicator import SingleRank
 from worker_service.models.model import Model
 from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.runner import ModelRunner
+from worker_service.streams import Device
 
 
 def host_runner(

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
-from worker_service.session import ProtocolError
 from worker_service.startup.loader import log_size
-from worker_service.step import StepPlan
+from worker_service.step import ProtocolError, StepPlan
 
 GIB = 1 << 30
 SHAPE = CacheShape(num_layers=3, block_size=4, num_kv_heads=2, head_dim=5, dtype=torch.bfloat16)

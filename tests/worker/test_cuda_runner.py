@@ -33,14 +33,15 @@ from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.device.computation import StepTimer
 from worker_service.device.graphs import graph_sizes
 from worker_service.device.sampler import REFERENCE, Sampler
-from worker_service.engine import Engine, EngineSession, LaunchedStep, LoadedWorker, Outcome
+from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.rows.table import TableLimits
-from worker_service.session import ProtocolError
 from worker_service.step import (
     Candidates,
+    LaunchedStep,
     Logprobs,
+    ProtocolError,
     RowOpening,
     RowStatus,
     SamplingParams,

@@ -6,10 +6,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from worker_service import engine as engine_module
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
-from worker_service.session import ProtocolError
-from worker_service.step import StepPlan, StepResult, WorkerCapacity
+from worker_service.engine import engine as engine_module
+from worker_service.step import ProtocolError, StepPlan, StepResult, WorkerCapacity
 
 READY = WorkerCapacity("w", b"m", 9, 64, 16, 8, 1, 4, 64, "cuda", "float32", "none")
 TIMEOUT_S = 20

@@ -15,7 +15,6 @@ from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.plans import Row, num_blocks_needed, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
-from worker_service.session import ProtocolError
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.device_memory import StepSize
 from worker_service.startup.loader import load_worker
@@ -24,6 +23,7 @@ from worker_service.step import (
     Candidates,
     Logprobs,
     PromptLogprobs,
+    ProtocolError,
     RowOpening,
     RowStatus,
     SamplingParams,

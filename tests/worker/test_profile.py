@@ -15,7 +15,7 @@ from tests.system import services
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.plans import PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig
-from worker_service.profile import NUM_STEPS_BEFORE, STEP_PREFIX, ProfiledRunner
+from worker_service.runner.profile import NUM_STEPS_BEFORE, STEP_PREFIX, ProfiledRunner
 from worker_service.startup.loader import load_worker
 
 

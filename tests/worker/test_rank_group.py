@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pagewire.hosting.supervisor import free_port
-from worker_service import rank_group
-from worker_service.rank_group import RankGroup
+from worker_service.models.ranks import RankGroup, rank_group
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")

@@ -9,8 +9,7 @@ import pytest
 
 from tests.worker.plans import Row, plan_steps
 from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
-from worker_service.session import ProtocolError
-from worker_service.step import RowOpening, SamplingParams, StepPlan
+from worker_service.step import ProtocolError, RowOpening, SamplingParams, StepPlan
 
 LIMITS = TableLimits(
     max_num_seqs=4, max_num_batched_tokens=12, max_model_len=20, block_size=4, num_device_blocks=10, vocab_size=50

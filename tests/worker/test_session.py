@@ -1,7 +1,7 @@
 import pytest
 
-from worker_service.session import PROTOCOL_VERSION, ProtocolError, Session, SessionRegister
-from worker_service.step import Hello, Refusal, RefusalReason
+from worker_service.rpc.session import PROTOCOL_VERSION, Session, SessionRegister
+from worker_service.step import Hello, ProtocolError, Refusal, RefusalReason
 
 NOW = 1.8e9  # seconds of Unix time
 

@@ -9,8 +9,8 @@ import pytest
 from tests.contract.trace_collector import attributes, collecting
 from tests.worker.plans import Row, plan_steps
 from worker_service.config import WorkerConfig
+from worker_service.engine.tracing import StepTracing
 from worker_service.step import StepPlan
-from worker_service.tracing import StepTracing
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"

@@ -24,11 +24,11 @@ from tests.contract.certificates import Authority
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.plans import PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig
-from worker_service.engine import Engine, FinishedStep, LoadedWorker
+from worker_service.engine import Engine, LoadedWorker
 from worker_service.rpc.servicer import WorkerServicer
-from worker_service.session import PROTOCOL_VERSION
+from worker_service.rpc.session import PROTOCOL_VERSION
 from worker_service.startup.loader import load_worker
-from worker_service.step import RowOpening, StepPlan, StepResult, WorkerCapacity
+from worker_service.step import FinishedStep, RowOpening, StepPlan, StepResult, WorkerCapacity
 
 READY = WorkerCapacity("w", b"d", 100, 64, 16, 8, 1024, 4, 32, "cpu", "float32", "torch")
 

@@ -1,4 +1,5 @@
-"""What the worker asks of attention. A backend alone knows its kernels and how it reads the paged KV cache."""
+"""The interface between the worker and its attention backends. A backend alone knows its kernels and how it reads the
+paged KV cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ LayerCache = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a backend is to compute. `create_backend` refuses what it cannot."""
+    """The shapes and features of the attention that a backend must compute. `create_backend` refuses what it cannot."""
 
     num_heads: int
     num_kv_heads: int
@@ -29,7 +30,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """What kernels on a GPU read of a step's rows there, so that a graph can hold the step.
+    """The tensors from which kernels on a GPU read a step's rows, so that a CUDA graph can hold the step.
 
     Behind a graph the numbers of `AttentionBatch` that the host knows are the most that any of its steps has.
     """

@@ -1,4 +1,4 @@
-"""What a backend can compute, as data, and why it refuses the rest."""
+"""A table of what each attention backend can compute, and the reasons why it refuses the rest."""
 
 from dataclasses import dataclass
 

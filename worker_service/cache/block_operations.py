@@ -1,4 +1,4 @@
-"""What is done with blocks by their ids, on whatever device they are."""
+"""Operations that gather, scatter and copy blocks by their ids, on whatever device the blocks are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

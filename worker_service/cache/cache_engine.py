@@ -18,9 +18,8 @@ from torch import Tensor
 from worker_service.attention import LayerCache
 from worker_service.cache.host_moves import HostMoves
 from worker_service.cache.stream_moves import StreamMoves
-from worker_service.device import Device
-from worker_service.session import ProtocolError
-from worker_service.step import StepPlan
+from worker_service.step import ProtocolError, StepPlan
+from worker_service.streams import Device
 
 _MEASURED_BYTES = 32 << 20  # that one move of the measurement takes at most
 _NUM_MEASUREMENTS = 4
@@ -28,7 +27,7 @@ _NUM_MEASUREMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one block is made of."""
+    """The dimensions and the data type of one block."""
 
     num_layers: int
     block_size: int

@@ -45,7 +45,7 @@ class HostMoves:
         """No block holds anything that is read again."""
 
     def host_block(self, host_block: int) -> Tensor:
-        """Where a host block lies: [block_bytes] uint8."""
+        """Return the memory of a host block: [block_bytes] uint8."""
         return self._host_blocks[host_block]
 
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from worker_service.cache.block_operations import create_block_operations
-from worker_service.device import Device, DeviceEvent, Stream
 from worker_service.step import StepPlan
+from worker_service.streams import Device, DeviceEvent, Stream
 
 _MAX_STAGING_BYTES = 32 << 20
 _MAX_TRANSFER_BYTES = 8 << 20
@@ -154,7 +154,7 @@ class StreamMoves:
         self._places.clear()
 
     def host_block(self, host_block: int) -> Tensor:
-        """Where a host block lies: [block_bytes] uint8."""
+        """Return the memory of a host block: [block_bytes] uint8."""
         return self._host(self._place(host_block), 1)[0]
 
     def _host(self, place: int, num: int) -> Tensor:

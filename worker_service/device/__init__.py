@@ -8,14 +8,10 @@ from worker_service.device.cuda import CudaDevice
 from worker_service.device.errors import is_fatal, is_out_of_memory
 from worker_service.device.operations import create_device_operations
 from worker_service.device.sampler import create_sampler
-from worker_service.device.streams import Device, DeviceEvent, Stream
 
 __all__ = [
     "CudaDevice",
-    "Device",
     "DeviceComputation",
-    "DeviceEvent",
-    "Stream",
     "create_device_operations",
     "create_sampler",
     "is_fatal",

@@ -24,9 +24,7 @@ from worker_service.device.inputs import DeviceBatch, StepInputs
 from worker_service.device.sampler import Sampler
 from worker_service.device.sampling import PackedSampling
 from worker_service.device.staging import OnDevice, PinnedBuffer, ResultBuffers, Upload, UploadRing
-from worker_service.device.streams import Device, DeviceEvent
 from worker_service.device.table import DeviceTable, Edit
-from worker_service.engine import FinishedStep, LaunchedStep
 from worker_service.models.model import Model
 from worker_service.rows import (
     BegunStep,
@@ -39,7 +37,8 @@ from worker_service.rows import (
     flatten_to_int32,
     prompt_chunks,
 )
-from worker_service.step import StepParts, StepResult
+from worker_service.step import FinishedStep, LaunchedStep, StepParts, StepResult
+from worker_service.streams import Device, DeviceEvent
 
 
 class DeviceComputation:
@@ -131,7 +130,7 @@ class DeviceComputation:
         return partial(self._device.compute.run, partial(self._compute, work, inputs, packing))
 
     def _plan_decode(self, work: "_Work", size: int) -> Callable[[], None]:
-        """Of rows that decode one token each, by the graphs of that size."""
+        """Return a function that launches rows that decode one token each, by the CUDA graphs of batch size `size`."""
         rows, sampling, buffers = work.rows, work.sampling, self._graphs.buffers[size]
         padded = work.upload.add(self._graphs.padded(rows.slots, rows.ends, size))
         packing = None
@@ -188,13 +187,14 @@ class DeviceComputation:
 
     @torch.inference_mode()
     def _decode(self, buffers: DecodeBuffers) -> None:
-        """What the first graph of a batch size holds."""
+        """Compute the logits of a batch of decoding rows. The first CUDA graph of each batch size holds this."""
         hidden = self._forward(buffers.inputs.gather(self._device_table))
         buffers.logits.copy_(self._model.compute_logits(hidden))
 
     @torch.inference_mode()
     def _sample_decoded(self, buffers: DecodeBuffers) -> None:
-        """What the second graph holds: rows that ask for a token and no more."""
+        """Sample a batch of rows that ask for a token and no more. The second CUDA graph of each batch size holds
+        this."""
         inputs, table = buffers.inputs, self._device_table
         columns = table.sampling_columns(inputs.aligned_slots, inputs.seq_lens)
         sampled = self._sampler.sample(buffers.logits, columns, None, None)
@@ -223,7 +223,7 @@ class _Work:
 
     @property
     def num_values(self) -> int:
-        """How many values the host reads."""
+        """The number of values that the host reads."""
         return self.sampling.num_values + sum(chunk.num_values for chunk in self.chunks)
 
 
@@ -258,6 +258,7 @@ class StepTimer:
         self._last_done_ns = 0
 
     def duration_us(self, launched_ns: int) -> int:
-        """Of a step that is done now: since it was launched, or the one before was done if that was later."""
+        """Return how long a step took that is done now, in microseconds. Its time begins when it was launched, or when
+        the step before it was done if that was later."""
         began_ns, self._last_done_ns = max(launched_ns, self._last_done_ns), time.perf_counter_ns()
         return (self._last_done_ns - began_ns) // 1000

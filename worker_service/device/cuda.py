@@ -1,9 +1,9 @@
-"""Streams, events, pinned memory and graphs of a GPU, by torch. `device/streams.py` says what they mean."""
+"""Streams, events, pinned memory and graphs of a GPU, by torch. `worker_service/streams.py` says what they mean."""
 
 import torch
 from torch import Tensor
 
-from worker_service.device.streams import DeviceEvent, Operation, Stream
+from worker_service.streams import DeviceEvent, Operation, Stream
 
 
 class CudaEvent:

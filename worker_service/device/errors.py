@@ -1,4 +1,4 @@
-"""What an error of the device means for whoever computes on it."""
+"""Tells by an error of the device whether memory did not suffice, or the process cannot compute any more."""
 
 import torch
 

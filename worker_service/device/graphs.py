@@ -19,8 +19,8 @@ from torch import Tensor
 
 from worker_service.device.inputs import DecodeInputs
 from worker_service.device.staging import ALIGNMENT
-from worker_service.device.streams import Device, Graph
 from worker_service.rows import TableLimits
+from worker_service.streams import Device, Graph
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def graph_sizes(max_graph_batch_size: int, max_num_seqs: int) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """What a graph reads and leaves, at the same place in every step: a batch of `size` rows.
+    """The tensors of a batch of `size` rows that a CUDA graph reads and writes, at the same address in every step.
 
     Attributes:
         logits: [size, vocab_size] float32, which sampling overwrites.

@@ -39,7 +39,7 @@ class StepInputs:
 
     @staticmethod
     def of(rows: WorkingRows, block_size: int, upload: Upload) -> "StepInputs":
-        """Of at least one row."""
+        """Return the inputs of a step of at least one row, and add to `upload` what the device needs of them."""
         order = np.argsort(rows.num_new_tokens != 1, kind="stable")
         ordered = rows.take(order)
         token_slots, positions, query_start_loc = ordered.flatten()

@@ -1,4 +1,4 @@
-"""What a step's rows ask of sampling, on the device: where it lies in the step's packed upload."""
+"""The places in a step's packed upload from which the device reads the sampling parameters of the step's rows."""
 
 from dataclasses import dataclass
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from worker_service.device.streams import Device, DeviceEvent
+from worker_service.streams import Device, DeviceEvent
 
 _MIN_BUFFER_SIZE = 1 << 12  # in int32
 # Columns begin at whole 16 bytes, in int32: Triton compiles a kernel again for a pointer that does not.

@@ -1,8 +1,8 @@
-"""What the device keeps of the rows, by slot: their tokens, block tables, sampling parameters and counts of tokens.
+"""The rows as the device keeps them, by slot: their tokens, block tables, sampling parameters and counts of tokens.
 
-The counterpart of `SequenceTable`, which checks a plan and knows every count. Only the device knows the tokens that it
-sampled: the next step reads them here, so a plan can be launched before the result of the one before is known. What a
-plan changes is sent as the values that the host's table has after it, and costs nothing where nothing changes.
+It is the counterpart of `SequenceTable`, which checks a plan and knows every count. Only the device knows the tokens
+that it sampled: the next step reads them here, so a plan can be launched before the result of the one before is known.
+What a plan changes is sent as the values that the host's table has after it, and costs nothing where nothing changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class DeviceTable:
         self._seeds = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def sampling_columns(self, slots: Tensor, num_tokens: Tensor) -> SamplingColumns:
-        """What rows ask for, but for their biases and stop tokens.
+        """Return the sampling columns of some rows, without their biases and stop tokens.
 
         Args:
             slots: [R] int32, or some more up to a multiple of `ALIGNMENT`, so that each column begins at one.
@@ -56,7 +56,8 @@ class DeviceTable:
         return SamplingColumns.of(floats, integers, self._seeds.index_select(0, slots[:num_rows]), num_tokens)
 
     def plan_edits(self, plan: StepPlan, table: SequenceTable, upload: Upload) -> list[Edit]:
-        """What a plan changes, in order. `table` is as the plan has left it; what the edits read goes to `upload`."""
+        """Return what a plan changes in the table of the device, in order. `table` is as the plan has left it; what the
+        edits read goes to `upload`."""
         edits: list[Edit] = []
         changed = [*(opening.slot for opening in plan.openings), *plan.fork_target_slots]
         if changed:

@@ -1,4 +1,4 @@
-"""What a decoder computes with on a GPU: Triton kernels between matrix products, which are cuBLAS's."""
+"""The operations of a decoder on a GPU: Triton kernels between matrix products, which are cuBLAS's."""
 
 from torch import Tensor
 
@@ -35,7 +35,8 @@ class TritonOperations:
         return None
 
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
-        """Where attention lets it, one launch turns the heads and writes keys and values to the cache."""
+        """Attend with rotated queries and keys. Where attention lets it, one launch turns the heads and writes keys and
+        values to the cache."""
         if not isinstance(attend, CachedAttend):
             return attend(layer, *fused.norm_rope(heads, preparation))
         query = fused.norm_rope_and_cache(heads, preparation, *attend.kv_cache[layer], attend.slot_mapping)

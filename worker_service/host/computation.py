@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.sampling import SeenTokens, highest_logits, sample
 from worker_service.attention import AttentionBackend, LayerCache
-from worker_service.engine import FinishedStep
 from worker_service.host.batch import build_batch
 from worker_service.host.model import HostModel
 from worker_service.rows import (
@@ -23,7 +22,7 @@ from worker_service.rows import (
     prompt_chunks,
     row_statuses,
 )
-from worker_service.step import PromptLogprobs
+from worker_service.step import FinishedStep, PromptLogprobs
 
 
 class HostComputation:
@@ -76,7 +75,8 @@ class HostComputation:
         return samples, prompt_logprobs
 
     def _take_highest(self, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
-        """Of rows that are plain, without operations of torch, which would take longer than all else of it."""
+        """Sample rows that all take the token of the highest logit. This does without torch, whose operations would
+        take longer than all the rest."""
         token_ids = (highest_logits(logits) if highest is None else highest).numpy()
         is_nan = token_ids < 0
         self.table.put_tokens(rows, np.maximum(token_ids, 0))

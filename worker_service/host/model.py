@@ -10,7 +10,7 @@ from worker_service.models.model import Attend, Model
 
 
 class Outputs(NamedTuple):
-    """What a model computes of a step of T tokens, R of which have logits."""
+    """The outputs of a model for a step of T tokens, R of which have logits."""
 
     hidden: Tensor  # [T, hidden_size], final hidden states
     logits: Tensor  # [R, vocab_size] float32

@@ -1,4 +1,4 @@
-"""What a decoder computes with on a CPU."""
+"""The operations of a decoder on a CPU."""
 
 from collections.abc import Callable
 

@@ -15,27 +15,28 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is read of a tensor of this shape, and where it goes; without an index all of one shaped as the target."""
+    """The part to read of a checkpoint's tensor of shape `shape`, and the tensor that it goes to. Without an index it
+    is all of a tensor that is shaped as the target."""
 
     target: Tensor
     shape: tuple[int, ...] = ()
     index: tuple[slice, ...] = ()
 
     def transposed(self) -> "Piece":
-        """Of a matrix that the checkpoint holds the other way round."""
+        """Return the piece for a checkpoint that holds this matrix transposed."""
         index = self.index and (*self.index, slice(None))[1::-1]
         return replace(self, target=self.target.t(), shape=self.shape[::-1], index=index)
 
 
 class Tensors(Protocol):
-    """Where a model's weights come from."""
+    """A source of a model's weights, by name."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the tensors that are known beforehand."""
+        """The names of the tensors that are known beforehand."""
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Of a tensor that is among `names`; None if it is none that a model computes in."""
+        """Return the dtype of a tensor that is among `names`, or None if it is none that a model computes in."""
 
     def check(self, name: str, piece: Piece) -> None:
         """Raises CheckpointError if there is no tensor that fits. The piece's target need hold no memory."""

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint directory say without their weights: JSON, and the headers of safetensors.
+"""Reads the files of a checkpoint directory without their weights: JSON, and the headers of safetensors.
 
 Importing this loads no torch, so that a checkpoint can be refused before anything is started that computes.
 """

@@ -14,7 +14,7 @@ class Communicator(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def begin(self, epoch: int) -> None:
         """An epoch begins: any of the other ranks may be another process now."""
@@ -23,7 +23,8 @@ class Communicator(Protocol):
         """The sum of what all ranks pass, of one shape; may be written to `x`."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """What all ranks pass, [R, L] each, side by side in their order: [R, size * L], the same bits on every rank."""
+        """Return what all ranks pass, [R, L] each, side by side in their order: [R, size * L], the same bits on every
+        rank."""
 
 
 class SingleRank:

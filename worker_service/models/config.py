@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of its model, in one vocabulary for all families.
+"""The model that a checkpoint's config.json describes, in one vocabulary for all families.
 
 Both spellings of the file are read: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and transformers 5
 (`rope_parameters`, `dtype`). What a family has no code for is refused by name, never ignored.
@@ -263,7 +263,8 @@ def _stretched(num_positions: int, factor: float) -> int:
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """What cos and sin are multiplied by; YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), section 3.4."""
+    """Return the factor of cosines and sines; YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), section
+    3.4."""
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -153,7 +153,7 @@ class RMSNorm(nn.Module):
         self.operations = operations
 
     def forward(self, x: Tensor, update: Tensor | None) -> Tensor:
-        """Of x, to which an update is added first, in place."""
+        """Return the norm of x, to which an update, if there is one, is added first, in place."""
         if update is None:
             return self.operations.rms_norm(x, self.weight, self.eps)
         return self.operations.add_rms_norm(x, update, self.weight, self.eps)

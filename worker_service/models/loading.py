@@ -21,7 +21,7 @@ from worker_service.models.weights import Progress, Weight, check_weights, fill_
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """What computes an architecture, and how its checkpoints name its weights."""
+    """The class of an architecture's model, and the names that its checkpoints give to its weights."""
 
     model: type[decoder.Decoder] | type[gpt2.GPT2]
     weights: tuple[Weight, ...]
@@ -74,7 +74,8 @@ def prepare_model(
     is_dummy: bool = False,
     communicator: Communicator | None = None,
 ) -> "UnloadedModel":
-    """What `load_model` would load, compared with the headers of the files. See there for arguments and errors."""
+    """Return the model that `load_model` would load, compared with the headers of the files. Its arguments and errors
+    are those of `load_model`."""
     communicator = communicator or SingleRank()
     shard = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size)
     checkpoint: Tensors = DummyTensors() if is_dummy else Checkpoint(path)
@@ -115,7 +116,8 @@ class UnloadedModel:
     is_tied: bool
 
     def footprint(self) -> Footprint:
-        """What packs a weight for its product copies it, and lets it go before the next one is packed."""
+        """Return how much memory the model takes. Packing a weight for its product copies it, and the weight is let go
+        before the next one is packed."""
         modules = list(self.model.modules())
         weights = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
         products = [
@@ -135,7 +137,7 @@ class UnloadedModel:
         )
 
     def _tied_bytes(self) -> int:
-        """Of the head, if it were not the embedding."""
+        """Return the bytes that the head would take if it were not the embedding."""
         weight = self.model.embedding.weight
         assert weight is not None
         return sum(self.model.head.out_sizes) * weight.shape[1] * weight.dtype.itemsize

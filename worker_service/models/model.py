@@ -1,4 +1,4 @@
-"""What every model is to the worker."""
+"""The interface between the worker and every model."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What a model computes with, behind an interface that faster code can take the place of."""
+"""The operations of a model, behind an interface that faster code can implement."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -62,7 +62,7 @@ class Operations(Protocol):
 
 
 class TorchOperations:
-    """In plain torch, on any device."""
+    """The operations in plain torch, on any device."""
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         return held == computed
@@ -75,7 +75,7 @@ class TorchOperations:
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        """Where oneDNN computes this dtype natively on this CPU."""
+        """Return whether weights are packed: they are where oneDNN computes this dtype natively on this CPU."""
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         is_native_bfloat16 = computed == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

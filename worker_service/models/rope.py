@@ -27,7 +27,8 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(torch.cat([-sin, sin], dim=-1))
 
     def working_bytes(self) -> int:
-        """What `finish_loading` takes for a while beside the tables: one of them and three halves, in float32."""
+        """Return the bytes that `finish_loading` takes for a while beside the tables: one of them and three halves, in
+        float32."""
         return 5 * self.cos.numel() * torch.float32.itemsize // 2
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,8 @@
-"""What one rank of a tensor parallel model holds.
+"""The part of a tensor parallel model that one rank holds.
 
-As in Megatron-LM (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053): queries, keys and values, the MLP's first
-products and the head are split by their outputs, attention's output and the MLP's second product by their inputs, so
-that ranks meet twice a layer and once for the logits. Embeddings and norms are whole on every rank.
-"""
+It is split as in Megatron-LM (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053): queries, keys and values, the
+MLP's first products and the head are split by their outputs, attention's output and the MLP's second product by their
+inputs, so that ranks meet twice a layer and once for the logits. Embeddings and norms are whole on every rank."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,7 +11,7 @@ from worker_service.models.config import ModelConfig
 
 
 class Split(Enum):
-    """What a dimension of a weight counts, where ranks share it out."""
+    """The kinds of dimensions of a weight that ranks share out, by what they count."""
 
     HEADS = "heads"
     KV_HEADS = "KV heads"
@@ -49,7 +48,7 @@ class Shard:
         )
 
     def length(self, split: Split) -> int:
-        """Of the whole dimension."""
+        """Return the length of the whole dimension."""
         whole = self.whole
         return {
             Split.HEADS: whole.num_heads * whole.head_dim,

@@ -16,7 +16,8 @@ class ModelSize:
     rope: int  # of the tables of cosines and sines
 
     def num_bytes(self, element_bytes: int, *, is_tied: bool) -> int:
-        """With all elements of one size. Tied: the head is the embedding."""
+        """Return the bytes of the weights, with all elements of one size. `is_tied` says that the head is the
+        embedding."""
         return element_bytes * (self.embeddings + self.layers + self.rope + (0 if is_tied else self.head))
 
 

@@ -18,7 +18,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Where the weight, and the bias if there is one, of a module of the checkpoint go. `{layer}` counts from 0."""
+    """The place in the model of a checkpoint module's weight, and of its bias if there is one. `{layer}` counts from
+    0."""
 
     source: str  # module in the checkpoint
     target: str  # module of the model

@@ -97,6 +97,6 @@ def _halve(rows: WorkingRows) -> tuple[WorkingRows, WorkingRows]:
 
 
 def _in_slot_order(rows: WorkingRows) -> WorkingRows:
-    """Without those that have nothing to compute."""
+    """Return the rows in slot order, without those that have nothing to compute."""
     order = np.argsort(rows.slots, kind="stable")
     return rows.take(order[rows.num_new_tokens[order] > 0])

@@ -29,7 +29,7 @@ class PromptChunk:
 
     @property
     def tokens(self) -> tuple[int, slice]:
-        """Where the tokens that the positions tell of stand in a table's `token_ids`."""
+        """The index in a table's `token_ids` of the tokens whose log-probabilities these positions have."""
         return self.slot, slice(self.first, self.first + self.num)
 
     def compute(self, hidden: Tensor, tokens: Tensor, compute_logits: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -58,14 +58,15 @@ class PromptChunk:
 
     @property
     def num_values(self) -> int:
-        """How many values `read` reads."""
+        """The number of values that `read` reads."""
         return 2 * self.num * (1 + self.num_top)
 
 
 def prompt_chunks(
     table: SequenceTable, rows: WorkingRows, token_starts: NDArray[np.int64] | None = None
 ) -> list[PromptChunk]:
-    """Of the rows that asked and compute prompt positions, in slot order.
+    """Return the chunks of the rows that asked for prompt log-probabilities and compute prompt positions, in slot
+    order.
 
     `token_starts`: [S], where each row's tokens lie in the flat batch; left out, one row lies behind the other.
     """

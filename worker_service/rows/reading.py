@@ -1,4 +1,4 @@
-"""What a step tells, as one column of int32: it crosses from a device in one piece."""
+"""The results of a step as one column of int32, so that they cross from a device in one piece."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,8 @@ class ValueReader:
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> "ValueReader":
-        """What `flatten_to_int32` would make of tensors on the host, in fewer operations of torch."""
+        """Return a reader of what `flatten_to_int32` would make of tensors on the host, in fewer operations of
+        torch."""
         flat = [tensor.numpy().ravel() for tensor in tensors]
         bits = [part.view(np.int32) if part.dtype == np.float32 else part for part in flat]
         return ValueReader(np.concatenate(bits, dtype=np.int32, casting="unsafe"))

@@ -50,7 +50,7 @@ class BegunStep:
 
 @dataclass(frozen=True, slots=True)
 class StepOutline:
-    """What a step's result tells, as it is known before: a table changes until the result is read."""
+    """The parts of a step's result that are known when it is launched: a table changes until the result is read."""
 
     sampling: dict[int, SamplingParams]  # of the sampling rows by slot, in order
     prompt_chunks: tuple[PromptChunk, ...]

@@ -25,7 +25,7 @@ _NO_CANDIDATES = Candidates()
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What the host knows of a step's samples: the columns of `StepResult`."""
+    """The samples of a step on the host, as the columns of `StepResult`."""
 
     statuses: tuple[RowStatus, ...]
     token_ids: tuple[int, ...] = ()
@@ -103,7 +103,8 @@ class SamplingTable:
             self.params[target] = params
 
     def of_step(self, slots: IntArray, num_tokens: IntArray) -> "StepSampling":
-        """Of the rows of a step that sample, which have so many tokens: [R] each, in slot order."""
+        """Return the sampling of the rows of a step that sample, which have `num_tokens` tokens: [R] each, in slot
+        order."""
         return StepSampling(
             slots=slots,
             num_tokens=num_tokens,
@@ -114,7 +115,7 @@ class SamplingTable:
         )
 
     def columns(self, step: "StepSampling") -> SamplingColumns:
-        """What a step's rows ask for, on a CPU."""
+        """Return the sampling columns of a step's rows, on a CPU."""
         lines = self.lines[:, step.slots]
         columns = SamplingColumns.of(
             map(torch.from_numpy, lines[: len(FLOATS)].view(np.float32)),
@@ -171,7 +172,7 @@ class StepSampling:
         return not self.edits and not self.is_penalized.any() and self.max_reported is None
 
     def results(self, sampled: SampledTokens) -> list[Tensor]:
-        """What `read` reads."""
+        """Return the tensors that `read` reads, in its order."""
         results = [sampled.token_ids, sampled.is_nan]
         if self.max_reported is not None:
             results += [sampled.logprobs, sampled.ranks, sampled.top_token_ids, sampled.top_logprobs]
@@ -179,7 +180,7 @@ class StepSampling:
 
     @property
     def num_values(self) -> int:
-        """How many values `read` reads."""
+        """The number of values that `read` reads."""
         return self.num_rows * (2 if self.max_reported is None else 4 + 2 * self.max_reported)
 
     def read(self, reading: ValueReader) -> Samples:

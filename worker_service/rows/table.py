@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from worker_service.rows.sampling import SamplingTable
-from worker_service.session import ProtocolError
-from worker_service.step import RowOpening, SamplingParams, StepPlan
+from worker_service.step import ProtocolError, RowOpening, SamplingParams, StepPlan
 
 IntArray = NDArray[np.int64]
 
@@ -303,7 +302,7 @@ def _check_distinct(what: str, values: tuple[int, ...]) -> None:
 
 
 def _earlier_equals(values: IntArray) -> IntArray:
-    """How many equal values stand before each: [0, 0, 1] for [7, 3, 7]."""
+    """Return how many equal values stand before each value: [0, 0, 1] for [7, 3, 7]."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     places = np.arange(len(values))

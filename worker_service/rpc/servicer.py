@@ -15,9 +15,9 @@ from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from pagewire.transport.draining import cancel
 from pagewire.transport.link_secret import LinkSecret, shows_one
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
+from worker_service.rpc.session import Session, SessionRegister
 from worker_service.rpc.wire import decode_request, encode_response
-from worker_service.session import ProtocolError, Session, SessionRegister
-from worker_service.step import Heartbeat, Hello, Refusal, StepPlan, StepResult, WorkerCapacity
+from worker_service.step import Heartbeat, Hello, ProtocolError, Refusal, StepPlan, StepResult, WorkerCapacity
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.transport.translation import decoder, encoder, unknown_field
-from worker_service.session import ProtocolError
-from worker_service.step import Heartbeat, Hello, Refusal, StepPlan, StepResult, WorkerCapacity
+from worker_service.step import Heartbeat, Hello, ProtocolError, Refusal, StepPlan, StepResult, WorkerCapacity
 
 # By the name of the body that a message may have, and by the type of what is answered.
 _DECODERS: dict[str, Callable[..., Hello | StepPlan]] = {

@@ -1,4 +1,4 @@
-"""Who gets how much of a GPU's memory. Pure arithmetic: `loader.py` measures, and allocates what comes out here.
+"""The division of a GPU's memory. It is pure arithmetic: `loader.py` measures, and allocates what comes out here.
 
     total * utilization = others + weights + largest step + graphs + staging + KV cache
 
@@ -39,7 +39,7 @@ class DeviceMemory:
         return int(self.total * utilization) - used
 
     def describe(self) -> str:
-        """All of it, for logs and refusals."""
+        """Return all figures of the memory in words, for logs and refusals."""
         parts = {
             "weights": self.weights,
             "the largest step": self.step,
@@ -52,7 +52,7 @@ class DeviceMemory:
 
 
 def graph_bytes(*, largest_bytes: int, num_graphs: int) -> int:
-    """What CUDA graphs will keep that share one pool of memory.
+    """Return the bytes that CUDA graphs which share one pool of memory will keep.
 
     `largest_bytes`: what the largest of the captured steps takes at its peak.
     """
@@ -88,7 +88,8 @@ def check_pool(memory: DeviceMemory, *, flag: str, asked: str, num_blocks: int, 
 
 
 def check_cpu_pool(*, available: int, flag: str, asked: str, num_blocks: int, block_bytes: int) -> None:
-    """The same on a CPU, of which `available` bytes of memory are left beside the weights."""
+    """Refuse a KV cache that does not fit on a CPU of which `available` bytes of memory are left beside the weights.
+    Raises ValueError."""
     num_fitting = available // block_bytes - 1
     if num_blocks > num_fitting:
         raise ValueError(
@@ -114,7 +115,7 @@ def check_cpu_weights(*, available: int, held: int, peak: int, dtype: str) -> No
 
 
 def describe_fitting(num_blocks: int, block_bytes: int) -> str:
-    """How many usable blocks fit, in words."""
+    """Return how many usable blocks fit, in words."""
     if num_blocks < 1:
         return "no block fits"
     return f"{num_blocks} blocks fit, {(num_blocks + 1) * block_bytes / GIB:.2f} GiB"

@@ -11,7 +11,8 @@ _V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What the machine has left, or the tightest of the control groups that this process is in. `root` is of tests."""
+    """Return the memory that is left of the machine, or of the tightest of the control groups that this process is in.
+    `root` is for tests."""
     available = _machine_bytes(root / "proc/meminfo")
     for folder, names in _control_groups(root):
         left = _group_bytes(folder, *names)
@@ -50,7 +51,7 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, tuple[st
 
 
 def _group_bytes(folder: Path, limit_name: str, usage_name: str, reclaimable: tuple[str, str]) -> int | None:
-    """What is left of the group's limit; None if it has none."""
+    """Return what is left of the control group's limit, or None if it has no limit."""
     try:
         limit = (folder / limit_name).read_text().strip()
         if limit == "max":

@@ -25,8 +25,8 @@ from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.model import Model
+from worker_service.models.ranks import RankGroup
 from worker_service.models.shard import Shard
-from worker_service.rank_group import RankGroup
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels
@@ -106,7 +106,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
 def attention_shape(
     model_config: ModelConfig, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> AttentionShape:
-    """What attention has to compute for a model."""
+    """Return the shape of the attention that a model needs."""
     return AttentionShape(
         num_heads=model_config.num_heads,
         num_kv_heads=model_config.num_kv_heads,
@@ -213,7 +213,7 @@ class _Assembly:
         )
 
     def ready(self, worker_id: str, cache: CacheEngine, swap_bandwidth: float) -> WorkerCapacity:
-        """What the worker says of itself once it has its cache."""
+        """Return the capacity that the worker reports once it has its cache."""
         return WorkerCapacity(
             worker_id=worker_id,
             model_digest=model_digest(Path(self.config.model)),

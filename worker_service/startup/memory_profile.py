@@ -13,13 +13,13 @@ from worker_service.step import RowOpening, SamplingParams, StepPlan
 
 
 class MemoryMeter(Protocol):
-    """All in bytes."""
+    """A meter of a device's memory. It counts in bytes."""
 
     def total_and_free(self) -> tuple[int, int]:
-        """Of the device, for all processes."""
+        """Return the device's memory, and how much of it is free, for all processes together."""
 
     def allocated(self) -> int:
-        """What this process's tensors hold."""
+        """Return what this process's tensors hold."""
 
     def peak_of(self, operation: Callable[[], object]) -> int:
         """The most that they held at any time until all that the operation started was done."""

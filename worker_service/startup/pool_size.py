@@ -12,7 +12,8 @@ _DEFAULT_SWAP_SHARE = 10  # a tenth
 
 
 def cpu_cache_bytes(available_bytes: int) -> int:
-    """What the KV cache may take of a CPU's memory when nobody says: a modest part, it is shared with all else."""
+    """Return how much of a CPU's memory the KV cache takes when no option says so. It is a modest part, since the
+    memory is shared with all else."""
     return min(_MAX_DEFAULT_CPU_BYTES, int(available_bytes * _DEFAULT_CPU_SHARE))
 
 
@@ -43,7 +44,8 @@ def count_blocks(*, cache_bytes: int, block_bytes: int, max_num_blocks: int, rem
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """What was asked for. `max_num_blocks`: as many device blocks as all rows together could use."""
+    """The size of the KV cache that the configuration asks for. `max_num_blocks`: as many device blocks as all rows
+    together could use."""
 
     config: WorkerConfig
     block_bytes: int

@@ -1,4 +1,4 @@
-"""Who holds which KV cache block: reference counts and the free list, over plain integers.
+"""The pool of KV cache blocks: reference counts and the free list, over plain integers.
 
 Blocks are 1..num_blocks; block 0 is never allocated and serves as the sentinel of the free list, an intrusive doubly
 linked ring over two flat lists, so that a prefix hit takes an idle cached block back in O(1) (the structure of vLLM's

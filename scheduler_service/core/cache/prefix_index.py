@@ -15,7 +15,7 @@ from scheduler_service.core.request import BlockRemoved, BlockStored, KvEvent, T
 
 
 class RootKey(NamedTuple):
-    """What must be equal before content can be: equal tokens under another key are another content."""
+    """The part of a prefix's identity beside its tokens: equal tokens under another key are another content."""
 
     tenant: str
     cache_salt: str

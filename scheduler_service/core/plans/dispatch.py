@@ -57,7 +57,7 @@ class Dispatch:
 
 
 class SampledRow(NamedTuple):
-    """What came of a row. One that is OK has a token, or candidates for one."""
+    """The result of a row that samples. A row that is OK has a token, or candidates for one."""
 
     sequence: Sequence
     status: RowStatus

@@ -14,7 +14,7 @@ _MAX_OPENING_VALUES = 2 * 1024 * 1024
 
 @dataclass(slots=True)
 class PlanDraft:
-    """What the plan of `step` will hold. The decoding rows are in it without being named."""
+    """A draft of the plan of `step`. The decoding rows are in it without being named."""
 
     step: int
     max_tokens: int

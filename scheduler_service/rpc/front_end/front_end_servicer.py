@@ -40,7 +40,7 @@ class FrontEndServicer(RequestServicer):
     async def GetServerInfo(
         self, request: scheduler_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.GetServerInfoResponse:
-        """What the scheduler told of itself last."""
+        """Return what the scheduler told of itself last."""
         info = self._link.server_info()
         if not info.version:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, self._link.unavailable_reason)

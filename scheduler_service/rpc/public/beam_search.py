@@ -1,4 +1,4 @@
-"""What a request says of beam search, checked and made core data."""
+"""Checks a request's parameters of beam search and makes core data of them."""
 
 import math
 

@@ -31,8 +31,8 @@ FINISH_REASONS = {
 
 
 class OutputBuffer:
-    """What one sample has got so far. Kept, a token takes some 16 bytes; with log-probabilities 20 more, and 12 for
-    each of the most likely tokens."""
+    """The output of one sample so far. A token that is kept takes some 16 bytes; with log-probabilities 20 more, and 12
+    for each of the most likely tokens."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the scheduler says of itself, as messages. Fields of the same name mean the same, and are not named here."""
+"""Reports of the scheduler about itself, as messages. Fields of the same name mean the same, and are not named here."""
 
 from dataclasses import fields
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who calls: told from the API key or the certificate before a call is served, for whoever serves it to ask.
+"""Finds out who calls, by the API key or the certificate, before a call is served, and says so to whoever serves it.
 
 Without tenants nobody is told apart: a request's own field names its tenant. A call of which nobody has told who makes
 it is refused.

@@ -1,4 +1,4 @@
-"""Who is who: a YAML file of tenants, read again when it has changed.
+"""A YAML file of tenants, read again when it has changed.
 
     tenants:
       acme:

@@ -1,4 +1,4 @@
-"""What is served, in VllmEngine's words. Pure translation."""
+"""The served model in the messages of VllmEngine. This is pure translation."""
 
 import json
 
@@ -39,7 +39,7 @@ def model_info(
 
 
 def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engine_pb2.GetServerInfoResponse:
-    """All but the counters."""
+    """Return the answer to GetServerInfo, but for the counters."""
     info = vllm_engine_pb2.GetServerInfoResponse(
         server_type=SERVER_TYPE, data_parallel_size=1, max_num_seqs=max_num_seqs
     )

@@ -79,7 +79,7 @@ class TritonAttention:
     def _plan(
         self, batch: AttentionBatch, rows: DeviceRows, window: int, num_blocks: int, device: torch.device
     ) -> SplitPlan | None:
-        """Where the decoding rows are cut for layers of this window; None: nowhere."""
+        """Return where the decoding rows are cut into splits for layers of this window, or None if they are not cut."""
         max_positions = window or ANY_LEN
         lengths = [min(length, max_positions) for length in batch.seq_lens[: rows.num_decodes]]
         # Bounds of a graph's rows may add up to more than the cache holds.

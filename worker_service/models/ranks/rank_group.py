@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from worker_service.rank_store import rank_store
+from worker_service.models.ranks.rank_store import rank_store
 
 # Its annotations do not name what it exports.
 dist: Any = torch.distributed

@@ -15,7 +15,6 @@ import torch
 
 from worker_service.cache import CacheEngine
 from worker_service.device import is_fatal, is_out_of_memory
-from worker_service.engine import LaunchedStep
 from worker_service.models.communicator import Communicator
 from worker_service.rows import (
     BegunStep,
@@ -27,12 +26,11 @@ from worker_service.rows import (
     join_results,
     run_in_parts,
 )
-from worker_service.session import ProtocolError
-from worker_service.step import StepPlan, StepResult
+from worker_service.step import LaunchedStep, ProtocolError, StepPlan, StepResult
 
 
 class Computation(Protocol):
-    """What computes rows of the table, and writes the tokens that they sample where their next step finds them.
+    """A computation of rows of the table, which writes the tokens that they sample where their next step finds them.
 
     Memory is taken when something is launched, and whatever raises for want of it has changed nothing.
     """
@@ -114,7 +112,7 @@ class ModelRunner:
         return is_fatal(error)
 
     def _launch(self, step: BegunStep, rows: WorkingRows) -> LaunchedStep:
-        """In one part, unless memory does not suffice or has not for one of the rows."""
+        """Launch the rows in one part, unless memory does not suffice or has not for one of the rows."""
         good_rows = self._without_failed(rows)
         launch = self.computation.prepare(step, good_rows)
         if not len(rows.slots):
@@ -138,7 +136,8 @@ class ModelRunner:
         return rows.take(~has_failed)
 
     def _give_up(self, rows: WorkingRows) -> None:
-        """These rows are not computed, in this step and in any later one; what they should have written is spoilt."""
+        """Give up rows, which are not computed in this step and in any later one; what they should have written is
+        spoilt."""
         for slot, start, end in zip(rows.slots, rows.starts, rows.ends, strict=True):
             self._cache.spoil(self.table.block_tables[slot], int(start), int(end))
         self.table.has_failed[rows.slots] = True

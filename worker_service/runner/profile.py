@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from worker_service.engine import LaunchedStep, Runner
-from worker_service.step import StepPlan
+from worker_service.engine import Runner
+from worker_service.step import LaunchedStep, StepPlan
 
 logger = logging.getLogger(__name__)
 

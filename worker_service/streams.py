@@ -1,4 +1,4 @@
-"""What a computation asks of its device: streams, events, pinned memory and graphs.
+"""The interface between a computation and its device: streams, events, pinned memory and graphs.
 
 An operation is a callable that reads and writes tensors and never asks the device to wait. A stream carries its
 operations out one behind the other, at any time after they were put on it; streams know nothing of one another but what
@@ -25,7 +25,7 @@ class DeviceEvent(Protocol):
 
 
 class Stream(Protocol):
-    """What is put on it is carried out in this order."""
+    """A queue of operations on a device. They are carried out in the order in which they were put on it."""
 
     def run(self, operation: Operation) -> None:
         """Put an operation on the stream."""

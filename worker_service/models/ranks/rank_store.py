@@ -1,4 +1,5 @@
-"""Where the ranks of a worker find each other, anew in each epoch: rank 0's store over TCP, or files on one machine."""
+"""The stores in which the ranks of a worker find each other, anew in each epoch: rank 0's store over TCP, or files on
+one machine."""
 
 import socket
 from contextlib import suppress
@@ -21,7 +22,7 @@ class RankStore(Protocol):
         """A torch.distributed.Store that is empty until a rank writes to it in this epoch."""
 
     def own_address(self) -> str:
-        """Of the interface on which the other ranks reach this one."""
+        """Return the address of the interface on which the other ranks reach this one."""
 
 
 def rank_store(rank: int, address: str, listen_host: str, timeout: timedelta) -> RankStore:
@@ -72,7 +73,7 @@ class TcpRankStore:
         return dist.PrefixStore(f"epoch {epoch}", store)
 
     def own_address(self) -> str:
-        """Of the interface that leads to rank 0."""
+        """Return the address of the interface that leads to rank 0."""
         family, kind, _, _, target = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing
@@ -80,7 +81,8 @@ class TcpRankStore:
 
 
 def _serve(host: str, port: int, timeout: timedelta) -> Any:
-    """Left to itself it would listen on every interface. Raises OSError."""
+    """Return a store that listens on `host` and `port` alone: torch's own socket would listen on every interface.
+    Raises OSError."""
     try:
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, Queue, SimpleQueue
 from typing import NoReturn, Protocol
 
-from worker_service.session import ProtocolError
-from worker_service.step import StepPlan, StepResult, WorkerCapacity
+from worker_service.step import LaunchedStep, ProtocolError, StepPlan, StepResult, WorkerCapacity
 
 logger = logging.getLogger(__name__)
 
@@ -27,31 +26,8 @@ Outcome = StepResult | Exception
 _MOVE_POLL_INTERVAL_S = 0.001
 
 
-class LaunchedStep(Protocol):
-    """A step under way, or done. Its methods may be called on any thread."""
-
-    def is_done(self) -> bool:
-        """Whether `result` would return at once."""
-
-    def result(self) -> StepResult:
-        """Wait for the step's result. To be called once, and in the order in which steps were launched."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step that was done when it was launched."""
-
-    finished: StepResult
-
-    def is_done(self) -> bool:
-        return True
-
-    def result(self) -> StepResult:
-        return self.finished
-
-
 class Runner(Protocol):
-    """It carries out plans, one behind the other."""
+    """A runner of plans, which carries them out one behind the other."""
 
     def reset(self, epoch: int) -> None:
         """Begin an epoch: forget every row, after everything that was started has finished."""
@@ -112,7 +88,7 @@ class Engine:
 
     @property
     def ready(self) -> WorkerCapacity | None:
-        """What the worker says of itself, once it is loaded."""
+        """The capacity that the worker reports, or None until it is loaded."""
         return self._loaded.ready if self._loaded else None
 
     @property

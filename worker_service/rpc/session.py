@@ -5,16 +5,12 @@ a scheduler that was replaced is turned away for good. They are milliseconds of 
 scheduler needs one of the future, and a worker that takes none cannot be told the highest there is and be lost to all.
 """
 
-from worker_service.step import Hello, Refusal, RefusalReason
+from worker_service.step import Hello, ProtocolError, Refusal, RefusalReason
 
 PROTOCOL_VERSION = 3
 
 _EPOCH_SHIFT = 20
 _MAX_LEAD_S = 24 * 3600.0  # that a scheduler's clock may have
-
-
-class ProtocolError(Exception):
-    """The scheduler broke the protocol. The session must end; the text says what was expected and what came."""
 
 
 class Session:
