@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import BlockMap, RequestReport, SchedulerStats
+from scheduler_service.serving.model_info import ModelInfo
 
 _STATES = {
     "waiting": scheduler_pb2.REQUEST_STATE_WAITING,
@@ -16,6 +17,20 @@ _STATES = {
     "swapped": scheduler_pb2.REQUEST_STATE_SWAPPED,
     "swapping_in": scheduler_pb2.REQUEST_STATE_SWAPPING_IN,
 }
+
+
+def encode_server(model: ModelInfo, **settings: Any) -> scheduler_pb2.GetServerInfoResponse:
+    """Encode what clients are told of the server that does not change while it runs. `settings` are the fields of the
+    message that do not follow from the model."""
+    return scheduler_pb2.GetServerInfoResponse(
+        chat_template=model.chat_template,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        has_tokenizer=model.has_tokenizer,
+        model_digest=model.digest,
+        special_tokens=model.special_tokens,
+        **settings,
+    )
 
 
 def encode_worker(capacity: WorkerCapacity, epoch: int) -> scheduler_pb2.WorkerInfo:
