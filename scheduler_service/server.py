@@ -14,7 +14,6 @@ import grpc
 import grpc.aio
 
 from pagewire import __version__
-from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.transport.dialling import dial
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
@@ -26,6 +25,7 @@ from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
 from scheduler_service.metrics_server import MetricsServer
 from scheduler_service.request_service import RequestService, refused
 from scheduler_service.rpc.public.detached import DetachedRequests
+from scheduler_service.rpc.public.report import encode_server
 from scheduler_service.rpc.public.scheduler_servicer import SchedulerServicer
 from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.rpc.trace_context import trace_context_of_call
@@ -93,8 +93,18 @@ class _Scheduler:
         arguments = _scheduler_arguments(config, service.model)
         self._recorder = Recorder(config.record, arguments) if config.record else None
         scheduler = arguments.build()
-        self._info = info = _server_info(config, service.model, arguments.max_model_len)
-        self._tracing = _tracing(config, info)
+        self._info = info = encode_server(
+            service.model,
+            version=__version__,
+            served_model_name=config.served_model_name or service.model.name,
+            instance_id=secrets.token_hex(8),
+            max_model_len=arguments.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            pipeline_depth=config.pipeline_depth,
+            has_tenants=config.tenants is not None,
+        )
+        self._tracing = _tracing(config, info.served_model_name)
         self._kv_event_log = KvEventLog(config.kv_events_buffer, config.max_kv_event_bytes)
         observers = [self._metrics, RequestLog(logs_all=config.log_requests)]
         self._step_loop = StepLoop(
@@ -252,7 +262,7 @@ def _policy(config: SchedulerConfig) -> str:
     return "fair" if config.tenants else "priority"
 
 
-def _tracing(config: SchedulerConfig, info: scheduler_pb2.GetServerInfoResponse) -> "Tracing | None":
+def _tracing(config: SchedulerConfig, model_name: str) -> "Tracing | None":
     """Raises ValueError if it is asked for but not installed."""
     if config.otlp_traces_endpoint is None:
         return None
@@ -264,29 +274,9 @@ def _tracing(config: SchedulerConfig, info: scheduler_pb2.GetServerInfoResponse)
         ) from error
     return Tracing(
         config.otlp_traces_endpoint,
-        model_name=info.served_model_name,
-        version=info.version,
-        read_context=trace_context_of_call,
-    )
-
-
-def _server_info(config: SchedulerConfig, model: ModelInfo, max_model_len: int) -> scheduler_pb2.GetServerInfoResponse:
-    """Return what clients are told of the server that does not change while it runs."""
-    return scheduler_pb2.GetServerInfoResponse(
+        model_name=model_name,
         version=__version__,
-        served_model_name=config.served_model_name or model.name,
-        instance_id=secrets.token_hex(8),
-        chat_template=model.chat_template,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        pipeline_depth=config.pipeline_depth,
-        has_tenants=config.tenants is not None,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        has_tokenizer=model.has_tokenizer,
-        model_digest=model.digest,
-        special_tokens=model.special_tokens,
+        read_context=trace_context_of_call,
     )
 
 

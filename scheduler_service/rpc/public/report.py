@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import BlockMap, RequestReport, SchedulerStats
+from scheduler_service.serving.model_info import ModelInfo
 
 _STATES = {
     "waiting": scheduler_pb2.REQUEST_STATE_WAITING,
@@ -16,6 +17,37 @@ _STATES = {
     "swapped": scheduler_pb2.REQUEST_STATE_SWAPPED,
     "swapping_in": scheduler_pb2.REQUEST_STATE_SWAPPING_IN,
 }
+
+
+def encode_server(
+    model: ModelInfo,
+    *,
+    version: str,
+    served_model_name: str,
+    instance_id: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    pipeline_depth: int,
+    has_tenants: bool,
+) -> scheduler_pb2.GetServerInfoResponse:
+    """Encode what clients are told of the server that does not change while it runs."""
+    return scheduler_pb2.GetServerInfoResponse(
+        version=version,
+        served_model_name=served_model_name,
+        instance_id=instance_id,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        pipeline_depth=pipeline_depth,
+        has_tenants=has_tenants,
+        chat_template=model.chat_template,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        has_tokenizer=model.has_tokenizer,
+        model_digest=model.digest,
+        special_tokens=model.special_tokens,
+    )
 
 
 def encode_worker(capacity: WorkerCapacity, epoch: int) -> scheduler_pb2.WorkerInfo:
