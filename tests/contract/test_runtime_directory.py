@@ -90,6 +90,18 @@ def test_where_there_is_none_that_can_be_used_it_is_in_the_one_for_all(named: st
     assert RuntimeDirectory({}).path.parent == Path("/tmp")
 
 
+@pytest.mark.parametrize("name", ["x" * 60, "a,b"])
+def test_a_directory_that_is_there_but_whose_name_cannot_be_used_is_left_alone(base: Path, name: str) -> None:
+    (base / name).mkdir()
+    assert of(base / name).path.parent == Path("/tmp")
+
+
+def test_a_relative_directory_that_is_there_is_left_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (base / "run").mkdir()
+    monkeypatch.chdir(base)
+    assert of(Path("run")).path.parent == Path("/tmp")
+
+
 def test_a_directory_that_cannot_be_made_is_one_line(base: Path) -> None:
     directory = of(base)
     base.rmdir()

@@ -86,6 +86,8 @@ INSIDE = [
 BIG = "{% set s = 'x' * 1000000 %}{% for i in range(99999) %}"
 ENDLESS = [
     *INSIDE,
+    # A product is metered when it is computed, a concatenation only where the compiled template was changed for it.
+    *[BIG + inside.replace(HUGE, "(s ~ 'b')") + "{% endfor %}" for inside in INSIDE if "range" not in inside],
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",

@@ -81,10 +81,11 @@ def test_wrong_shape(path):
         load(path)
 
 
-def test_tensors_without_a_place(path):
-    extra = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.zeros(64) for layer in (0, 1)}
+@pytest.mark.parametrize(("num_layers", "more"), [(1, ""), (2, " and 1 more")])
+def test_tensors_without_a_place(path, num_layers, more):
+    extra = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.zeros(64) for layer in range(num_layers)}
     edit_tensors(path, **extra)
-    message = r"tensor model\.layers\.0\.self_attn\.o_proj\.bias and 1 more in the checkpoint has no place in Decoder"
+    message = rf"tensor model\.layers\.0\.self_attn\.o_proj\.bias{more} in the checkpoint has no place in Decoder"
     with pytest.raises(CheckpointError, match=message):
         load(path)
 
