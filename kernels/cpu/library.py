@@ -1,7 +1,8 @@
-"""Builds the C sources beside this module with the system's compiler, once per machine and source, and loads them.
+"""Loads the C kernels beside this module, in the widest variant that the processor runs.
 
-The libraries lie in the user's cache under a hash of everything that goes into them, the processor's flags included, so
-that a cache that moves to another machine is not used there.
+A variant is the same code on every machine: it is built by flags of its own, never for "this processor". A platform's
+wheel brings all variants (`deploy/platform_wheel.py`); elsewhere the system's compiler builds the one that is needed,
+once per machine and source, into the user's cache, under a hash of everything that goes into it.
 """
 
 import ctypes
@@ -24,12 +25,20 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "source"
 MAIN_SOURCE = "kernels.c"
 # Contraction into fused multiply-adds is all that is given up of IEEE arithmetic: NaN and infinities must come through.
-FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC")
 NATIVE = "native"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-# What an x86 processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result.
-VARIANTS = {"portable": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "avx512_bf16")}
+# What an x86 processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result. Wider ones
+# come later.
+VARIANTS = {
+    "portable": (),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
+}
+# Where a platform's wheel has the libraries, `VARIANT.so`.
+BUILT = Path(__file__).parent / "built"
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
 _TIMEOUT_S = 300
 
@@ -43,7 +52,7 @@ class Build:
     """How the kernels are built.
 
     Attributes:
-        variant: "native" for all that this processor has, or one of VARIANTS.
+        variant: "native" for the widest one that this processor runs, or one of VARIANTS.
         compiler: name or path of the C compiler; None: the first of cc, gcc and clang that there is.
         cache: where libraries are kept; None: there is no place for them, and they cannot be built.
     """
@@ -54,36 +63,45 @@ class Build:
 
 
 def load_library(build: Build) -> ctypes.CDLL:
-    """The kernels, built now if they are not in the cache. Raises BuildError."""
-    path = build_library(build, flags_of(build.variant))
+    """The kernels: those that came with the package, else built now if they are not in the cache. Raises BuildError."""
+    variant = choose_variant(build.variant)
+    path = BUILT / f"{variant}.so"
+    if not path.exists():
+        path = build_library(build, flags_of(variant))
     try:
+        _share_openmp()
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}; remove it to have it built again") from error
 
 
-def flags_of(variant: str) -> tuple[str, ...]:
-    """The compiler's flags for a variant. Raises BuildError if this processor would not run what they give."""
-    if variant == NATIVE:
-        return (*FLAGS, "-march=native")
-    needed = VARIANTS[variant]
-    missing = sorted(set(needed) - set(_processor().get("flags", "").split()))
+def choose_variant(name: str) -> str:
+    """The variant of that name; "native" is the widest one that this processor runs. Raises BuildError if it would not
+    run it."""
+    features = _features()
+    if name == NATIVE:
+        return [variant for variant, needed in VARIANTS.items() if features.issuperset(needed)][-1]
+    missing = sorted(set(VARIANTS[name]) - features)
     if missing:
-        raise BuildError(f"this processor does not run the variant {variant}: it has no {', '.join(missing)}")
+        raise BuildError(f"this processor does not run the variant {name}: it has no {', '.join(missing)}")
+    return name
+
+
+def flags_of(variant: str) -> tuple[str, ...]:
+    """The compiler's flags for one of VARIANTS."""
     # A distribution's compiler may take more than the architecture's baseline for granted.
     baseline = ["-march=x86-64"] if platform.machine() == "x86_64" else []
-    return (*FLAGS, *baseline, *("-m" + feature.replace("_", "") for feature in needed))
+    return (*FLAGS, *baseline, *("-m" + feature.replace("_", "") for feature in VARIANTS[variant]))
 
 
 def build_library(build: Build, flags: Sequence[str]) -> Path:
     """Return the path of the library of these flags, built if it is missing. A second process waits for the first.
     Raises BuildError."""
     compiler = find_compiler(build.compiler)
-    openmp = _torch_openmp()
     version = _run([compiler, "--version"])
     if build.cache is None:
         raise BuildError("this user has no home for what is built; set PAGEWIRE_CACHE to a folder")
-    path = build.cache / _digest(compiler, version, [*flags, *openmp]) / "kernels.so"
+    path = build.cache / _digest(compiler, version, flags) / "kernels.so"
     if path.exists():
         return path
     try:
@@ -91,7 +109,7 @@ def build_library(build: Build, flags: Sequence[str]) -> Path:
         with open(path.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                _compile(compiler, [*flags, *_QUIET_FLAGS], openmp, path)
+                _compile(compiler, [*flags, *_QUIET_FLAGS], path)
     except OSError as error:
         raise BuildError(f"cannot write to {path.parent}: {error}; set PAGEWIRE_CACHE to another folder") from error
     return path
@@ -107,44 +125,42 @@ def find_compiler(name: str | None = None) -> str:
     raise BuildError(f"there is no C compiler ({', '.join(names)}); install one, for example gcc")
 
 
-def _compile(compiler: str, flags: Sequence[str], openmp: Sequence[str], path: Path) -> None:
+def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
     # A warning, since it is all that is heard of a start that takes a minute.
     logger.warning("compiling the CPU kernels, which takes about a minute, once on this machine")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        built = Path(folder) / path.name
-        _run([compiler, *flags, "-o", str(built), str(SOURCES / MAIN_SOURCE), "-Wl,--as-needed", *openmp, "-lm"])
+        compiled, built = Path(folder) / "kernels.o", Path(folder) / path.name
+        _run([compiler, *flags, "-c", "-o", str(compiled), str(SOURCES / MAIN_SOURCE)])
+        # Without -fopenmp, so that the library asks for no OpenMP runtime of its own.
+        _run([compiler, "-shared", "-o", str(built), str(compiled), "-lm"])
         built.rename(path)
 
 
-def _torch_openmp() -> list[str]:
-    """The OpenMP runtime that torch brings. Its file may have a name of its own, so it is named to the linker."""
+def _share_openmp() -> None:
+    """Lets the kernels find torch's OpenMP runtime, whose file may have a name of its own, and share its threads. Raises
+    OSError if there is none."""
     folder = Path(torch.__file__).parent
     found = [path for place in (folder / "lib", folder.parent / "torch.libs") for path in place.glob("libgomp*.so*")]
-    return [str(path) for path in sorted(found)[:1]]
+    ctypes.CDLL(str(min(found, default="libgomp.so.1")), ctypes.RTLD_GLOBAL)
 
 
 def _digest(compiler: str, version: str, flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for text in (compiler, version, *flags, platform.machine(), repr(sorted(_processor().items()))):
+    for text in (compiler, version, *flags, platform.machine()):
         digest.update(f"{len(text)}:{text}".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _processor() -> dict[str, str]:
-    """Return the properties of the processor that decide about -march=native."""
+def _features() -> frozenset[str]:
+    """Return what the processor has, as Linux names it; nothing where it does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return {"name": platform.processor()}
-    names = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
-    first: dict[str, str] = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in names:
-            first.setdefault(name.strip(), value.strip())
-    return first
+        return frozenset()
+    names = [line.partition(":")[2] for line in lines if line.partition(":")[0].strip() in ("flags", "Features")]
+    return frozenset(names[0].split()) if names else frozenset()
 
 
 def _run(command: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pagewire.kernels.cpu import BuildError, CpuKernels
-from pagewire.kernels.cpu.library import flags_of, load_library
+from pagewire.kernels.cpu.library import choose_variant, load_library
 from tests.compiler import skip_without_compiler
 from worker_service.startup.cpu_kernels import environment_build
 
@@ -14,7 +14,7 @@ def load_variant(name: str) -> CpuKernels:
     """Skips the test where no compiler can build it, or this processor would not run it."""
     skip_without_compiler()
     try:
-        flags_of(name)
+        choose_variant(name)
     except BuildError as error:
         pytest.skip(str(error))
     return CpuKernels(load_library(replace(environment_build(), variant=name)))

@@ -25,7 +25,7 @@
 #define LANES 4
 #endif
 
-#if defined(HAS_AVX512) && defined(__AVX512BF16__)
+#if defined(HAS_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define VARIANT "avx512_bf16"
 #define SCORES_IN_PAIRS 1
 #elif defined(HAS_AVX512)
