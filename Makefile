@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos docs model bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-hostile bench-long-text bench-overload bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-hostile bench-long-text bench-overload bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -60,6 +60,10 @@ docs: $(READY)  ## write the pages of docs/ that say what the code says
 
 model: $(READY)  ## train the bundled model again
 	$(BIN)/python -m models.train_storyteller $(MODEL)
+
+wheel: $(READY)  ## dist/: a wheel for any machine, and one for this kind with the CPU kernels compiled
+	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
+	$(BIN)/python -m deploy.platform_wheel dist/pagewire-*-none-any.whl
 
 bench: $(READY)  ## the same models and loads through transformers, vLLM and llama.cpp, side by side
 	$(BIN)/python -m bench.peers

@@ -29,8 +29,8 @@ FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp
 NATIVE = "native"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-# What an x86 processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result. Wider ones
-# come later.
+# What an x86 processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result.
+# Wider ones come later.
 VARIANTS = {
     "portable": (),
     "avx2": _AVX2,
@@ -137,8 +137,10 @@ def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
 
 
 def _share_openmp() -> None:
-    """Lets the kernels find torch's OpenMP runtime, whose file may have a name of its own, and share its threads. Raises
-    OSError if there is none."""
+    """Lets the kernels find torch's OpenMP runtime, whose file may have a name of its own, and share its threads.
+
+    Raises OSError if there is none.
+    """
     folder = Path(torch.__file__).parent
     found = [path for place in (folder / "lib", folder.parent / "torch.libs") for path in place.glob("libgomp*.so*")]
     ctypes.CDLL(str(min(found, default="libgomp.so.1")), ctypes.RTLD_GLOBAL)

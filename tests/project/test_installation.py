@@ -2,6 +2,7 @@
 lacking."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from deploy.platform_wheel import PLACE, platform_wheel, variants_of
 from pagewire import installation
+from tests.compiler import skip_without_compiler
 from tests.project.test_images import files_of_the_build
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +110,24 @@ def test_wheel_holds_sources_protos_and_types(wheel: Path) -> None:
     assert "pagewire/protos/pagewire/worker/v1/worker.proto" in names
     assert "pagewire/kernels/cpu/source/kernels.c" in names
     assert {name for name in names if name.endswith((".pyc", ".so", "/__pycache__"))} == set()
+
+
+def test_a_platforms_wheel_needs_no_compiler(wheel: Path, environment: Environment) -> None:
+    skip_without_compiler()
+    made = platform_wheel(wheel)
+    assert names_in(made) - names_in(wheel) == {f"{PLACE}/{name}.so" for name in variants_of(platform.machine())}
+    assert wheel.exists()
+    environment.pip("install", *OFFLINE, str(made))
+    environment.run(
+        "import os; os.environ.update(CC='no-such-compiler', PAGEWIRE_CACHE='/no/such/folder')\n"
+        "from pagewire.kernels.cpu import Build, BuildError, VARIANTS, load_library\n"
+        "for variant in VARIANTS:\n"
+        "    try:\n"
+        "        assert load_library(Build(variant)).panel_width()\n"
+        "    except BuildError as error:\n"
+        "        assert 'this processor does not run' in str(error), error\n"
+        "assert load_library(Build()).panel_width()\n"
+    )
 
 
 def test_wheel_from_the_source_archive_is_the_same(source: Path, wheel: Path, tmp_path: Path) -> None:

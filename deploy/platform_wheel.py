@@ -1,0 +1,63 @@
+"""Makes a wheel for this kind of machine of a pure one: with the CPU kernels of all variants, so that a machine without
+a compiler is as fast.
+
+    python -m deploy.platform_wheel dist/pagewire-*.whl
+
+What it makes lies beside the given wheel, which stays.
+"""
+
+import argparse
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pagewire.kernels.cpu.library import VARIANTS, BuildError, build_library, flags_of
+from worker_service.startup.cpu_kernels import environment_build
+
+PLACE = Path("pagewire/kernels/cpu/built")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("wheel", type=Path, help="a wheel of this very source")
+    arguments = parser.parse_args()
+    try:
+        print(platform_wheel(arguments.wheel))
+    except (BuildError, OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"no wheel was made: {error}")
+
+
+def platform_wheel(wheel: Path) -> Path:
+    """Return the path of the wheel made of a pure one. Raises BuildError, OSError or CalledProcessError."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _wheel("unpack", "--dest", name, str(wheel))
+        (unpacked,) = folder.iterdir()
+        built = unpacked / PLACE
+        built.mkdir(parents=True)
+        for variant in variants_of(platform.machine()):
+            shutil.copyfile(build_library(environment_build(), flags_of(variant)), built / f"{variant}.so")
+        packed = folder / "packed"
+        packed.mkdir()
+        _wheel("pack", "--dest-dir", str(packed), str(unpacked))
+        (pure,) = packed.iterdir()
+        tag = f"linux_{platform.machine()}"
+        _wheel("tags", "--remove", "--platform-tag", tag, str(pure))
+        (made,) = packed.iterdir()
+        return Path(shutil.move(made, wheel.parent / made.name))
+
+
+def variants_of(machine: str) -> list[str]:
+    """The variants that processors of this architecture may run."""
+    return list(VARIANTS) if machine == "x86_64" else ["portable"]
+
+
+def _wheel(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "wheel", *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()
