@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from pagewire.bench import server_times
+from pagewire.bench.chart import draw_latencies
 from pagewire.bench.profile import profile, report
 from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import Arrival, RequestRecord, Run, run
@@ -476,6 +478,16 @@ async def test_charts(checkpoint: Path, tmp_path: Path) -> None:
         assert await bench(stack, "latency", *latency) == 0
     for verb in ("serve", "throughput", "latency"):
         assert (tmp_path / f"{verb}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chart_has_the_share_of_latencies_up_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
+    draw_latencies(Path("x.png"), "title", [0.003, 0.001, 0.002, 0.005])
+    [iterations, shares] = figures[0].axes
+    assert iterations.lines[0].get_xydata().tolist() == [[1, 3.0], [2, 1.0], [3, 2.0], [4, 5.0]]
+    assert shares.lines[0].get_xydata().tolist() == [[1.0, 0.25], [2.0, 0.5], [3.0, 0.75], [5.0, 1.0]]
+    assert shares.lines[0].get_drawstyle() == "steps-post"
 
 
 def test_charts_need_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,15 @@ def test_sonnet(stub: OpenAIStub, url: str, tmp_path: Path, poem: Path) -> None:
     assert {request["max_tokens"] for request in stub.requests} == {3}
 
 
+@pytest.mark.parametrize(("prefix_len", "num_shared"), [(0, 0), (70, 2)])
+def test_the_prompts_of_a_poem_share_as_many_lines_as_asked_for(prefix_len: int, num_shared: int) -> None:
+    sonnet = dataset.Sonnet(POEM, input_len=160, output_len=3, prefix_len=prefix_len)
+    made = sonnet.prompts(20, TextTokenizer(str(STORYTELLER)), str, 0)
+    lines = [prompt.text.splitlines(keepends=True)[1:] for prompt in made]
+    assert all(each[:num_shared] == POEM[:num_shared] for each in lines)
+    assert len({each[num_shared] for each in lines}) > 1
+
+
 def test_failures_are_told(stub: OpenAIStub, url: str, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--backend", "openai", "--base-url", url, "--dataset-name", "custom", "--dataset-path", str(questions)]
 
@@ -244,6 +253,20 @@ async def test_texts_over_grpc(checkpoint: Path, tmp_path: Path, questions: Path
         sonnet = ["--dataset-name", "sonnet", "--dataset-path", poem, "--sonnet-output-len", 2, "--ignore-eos"]
         lengths = ["--sonnet-input-len", 100, "--sonnet-prefix-len", 40, "--num-prompts", 2, "--model", checkpoint]
         assert await bench(stack, "serve", *sonnet, *lengths) == 0
+
+
+@pytest.mark.parametrize("given", ["host", "port"])
+async def test_a_host_or_a_port_alone_is_given_too(
+    checkpoint: Path, questions: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """The other is the default's, not that of the environment's server."""
+    async with stack_of(checkpoint) as stack:
+        host, _, port = stack.url.removeprefix("grpc://").rpartition(":")
+        monkeypatch.setattr("pagewire.cli.connection.DEFAULT_URL", f"127.0.0.1:{port if given == 'host' else 1}")
+        monkeypatch.setenv("PAGEWIRE_URL", "127.0.0.1:1")
+        where = ["--host", host] if given == "host" else ["--port", port]
+        custom = ["--dataset-name", "custom", "--dataset-path", str(questions), "--custom-output-len", "5"]
+        assert await asyncio.to_thread(main, ["bench", "serve", *where, *custom, "--num-prompts", "1"]) == 0
 
 
 def test_files_that_hold_no_prompts(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 
 from pagewire.cli.chat import Conversation
 from pagewire.cli.command import VERBS, main
+from pagewire.cli.complete import SamplePrinter
 from pagewire.errors import CommandError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.wire import decode_output
 from tests.contract import scripted_scheduler
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
 
@@ -62,6 +64,13 @@ def test_text_is_written_as_it_comes(scheduler: ScriptedScheduler) -> None:
     assert process.returncode == 130
     assert "Traceback" not in err
     assert scheduler.ended.wait(5)
+
+
+def test_text_does_not_wait_in_a_buffer_for_the_end_of_its_line() -> None:
+    written = io.BytesIO()
+    printer = SamplePrinter(1, io.TextIOWrapper(written))
+    printer.add(decode_output(delta(0, 0, [1], "Once")))
+    assert written.getvalue() == b"Once"
 
 
 def test_a_reader_that_goes_away(scheduler: ScriptedScheduler) -> None:
@@ -266,6 +275,16 @@ def test_status(capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler
     assert "cpu float32, torch attention, epoch 9, process 4711 on box\n" in capsys.readouterr().out
 
 
+def test_status_tells_the_share_of_the_prompts_that_each_cache_had(
+    capsys: pytest.CaptureFixture[str], scheduler: ScriptedScheduler
+) -> None:
+    scheduler.loads.MergeFrom(
+        pb.GetLoadsResponse(num_prompt_tokens=8, num_cached_prompt_tokens=4, num_host_cached_prompt_tokens=1)
+    )
+    assert main(["status"]) == 0
+    assert "8 prompt (50.0 % cached, 12.5 % on the host)" in capsys.readouterr().out
+
+
 def test_status_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -313,6 +332,33 @@ def test_chat_without_a_template_continues_the_text(
     assert main(["chat"]) == 0
     assert [request.text for request in scheduler.requests] == ["Once", f"Once{STORY} And"]
     assert "no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reason", "is_full"),
+    [
+        (12, pb.FINISH_REASON_LENGTH, True),
+        (12, pb.FINISH_REASON_STOP, False),
+        (13, pb.FINISH_REASON_LENGTH, False),
+        (1, pb.FINISH_REASON_LENGTH, True),
+        (0, pb.FINISH_REASON_LENGTH, False),  # nobody knows: no worker has come
+    ],
+)
+def test_chat_says_that_an_answer_was_cut_off_where_the_context_ends(
+    scheduler: ScriptedScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    max_tokens: int,
+    reason: pb.FinishReason,
+    is_full: bool,
+) -> None:
+    last = delta(0, 0, [1] * 5, STORY, last=True)  # of 12 tokens with the prompt
+    last.finish_reason = reason
+    scheduler.info.max_sequence_tokens = max_tokens
+    scheduler.script = lambda request, context: iter([last])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    assert main(["chat"]) == 0
+    assert ("(the context is full, 12 tokens: the answer was cut off)" in capsys.readouterr().err) == is_full
 
 
 def test_chat_goes_on_after_a_failed_answer(

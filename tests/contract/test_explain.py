@@ -313,5 +313,18 @@ def test_only_the_largest_owners_are_named() -> None:
     assert drawn.endswith("and 48 more requests")
 
 
+@pytest.mark.parametrize("colour", [False, True])
+def test_a_line_of_the_legend_is_as_full_as_the_terminal_is_wide(colour: bool) -> None:
+    block_map = BlockMap(tuple("vwxyz"), tuple(HELD + index for index in range(5)), ())
+
+    def owners(num_columns: int) -> list[str]:
+        drawn = re.sub("\033[^m]*m", "", BlockView(colour=colour).draw(block_map, num_columns, 10))
+        return [line for line in drawn.splitlines() if line[1:2] == " " and line[0].isalpha()]
+
+    assert owners(len("a v 1  b w 1")) == ["a v 1  b w 1", "c x 1  d y 1", "e z 1"]
+    assert owners(len("a v 1  b w 1") - 1) == ["a v 1", "b w 1", "c x 1", "d y 1", "e z 1"]
+    assert owners(len("a v 1  b w 1  c x 1")) == ["a v 1  b w 1  c x 1", "d y 1  e z 1"]
+
+
 def test_no_blocks() -> None:
     assert "no worker" in BlockView(colour=True).draw(BlockMap((), (), ()), 80, 20)

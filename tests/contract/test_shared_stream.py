@@ -2,17 +2,21 @@
 
 import asyncio
 import contextlib
+import gc
 import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 import pagewire
-from pagewire import Client, SamplingParams
+from pagewire import Client, SamplingParams, shared_stream
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2_grpc as pb_grpc
+from pagewire.shared_stream import SharedStream
 from tests.contract import scripted_scheduler
 from tests.contract.scheduler_stack import VOCAB_SIZE, expected_tokens, serve
 from tests.contract.scripted_scheduler import ScriptedScheduler, serving
@@ -180,6 +184,18 @@ async def test_a_server_that_goes_is_unavailable_and_its_successor_is_used(check
                 assert completion.outputs[0].token_ids == tuple(expected_tokens(PROMPT, 20, seed=3))
 
 
+async def test_what_has_ended_is_not_kept_until_its_timeout(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        before = set(map(id, readers()))
+        await complete(client, {"timeout": 3600.0})
+        assert [reader for reader in readers() if id(reader) not in before] == []
+
+
+def readers() -> list[object]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is shared_stream._Reader]
+
+
 async def test_a_server_without_it_is_called_as_before() -> None:
     scheduler = ScriptedScheduler()
     with serving(scheduler) as url:
@@ -205,6 +221,22 @@ class CountingScheduler(ScriptedScheduler):
             story = scripted_scheduler.tell_story(message.submit.request, context)
             stream_id = message.submit.stream_id
             yield pb.GenerateManyResponse(deltas=[pb.StreamDelta(stream_id=stream_id, delta=delta) for delta in story])
+
+
+def tasks_of_calls() -> list[asyncio.Task[Any]]:
+    """Those of shared calls; gRPC may have some of its own that end a little later."""
+    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.startswith("_Connection.")]
+
+
+async def test_nothing_runs_of_a_shared_call_that_was_closed() -> None:
+    with serving(CountingScheduler()) as url:
+        async with grpc.aio.insecure_channel(url) as channel:
+            shared = SharedStream(pb_grpc.SchedulerServiceStub(channel).GenerateMany, url)
+            async with contextlib.aclosing(shared.responses(pb.GenerateRequest(), None)) as responses:
+                await anext(responses)
+            assert len(tasks_of_calls()) == 2
+            await shared.close()
+            assert tasks_of_calls() == []
 
 
 async def test_a_request_alone_has_a_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -294,6 +295,16 @@ async def test_a_big_snapshot_comes_in_chunks(num_blocks: int, num_chunks: int) 
     assert numbers == list(range(1003 - num_chunks + 1, 1004))
     assert len(mirror.cached) == num_blocks
     assert all(mirror.cached[i + 1, DEVICE] == (i or None, (i,) * 4) for i in range(num_blocks))
+
+
+async def test_a_snapshot_comes_with_the_load_in_full() -> None:
+    scheduler = Scheduler(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+    stats = replace(explain.stats(scheduler.state), num_device_blocks=10, num_held_blocks=5)
+    load = Load(stats, block_size=4, max_num_seqs=4, generation_throughput=0.0)
+    feed = KvEventFeed(FakeSource(1), 1000, lambda: load, "")
+    async with contextlib.aclosing(feed.batches(common_pb2.SubscribeKvEventsRequest())) as batches:
+        sent = (await anext(batches)).load
+    assert (sent.sample, sent.num_used_tokens, sent.max_total_num_tokens, sent.token_usage) == (1, 20, 40, 0.5)
 
 
 async def test_flush_empties_the_cache_once_nobody_runs(checkpoint: Path) -> None:

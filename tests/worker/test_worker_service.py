@@ -310,6 +310,20 @@ async def test_status_waits_for_the_write_that_is_under_way() -> None:
     assert await loop.run_in_executor(None, engine.stop, 20)
 
 
+async def test_closing_ends_when_the_scheduler_has_been_told() -> None:
+    engine = Engine(lambda: LoadedWorker(FakeRunner(), READY))
+    servicer, context = WorkerServicer(engine), SlowContext()
+    loop = asyncio.get_running_loop()
+    engine.start(lambda error: loop.call_soon_threadsafe(servicer.set_loaded))
+    call = asyncio.ensure_future(servicer.Execute(None, context))
+    await asyncio.wait_for(context.is_writing.wait(), 20)
+    context.may_finish.set()
+    await asyncio.wait_for(servicer.close(), 20)
+    assert context.log == ["written", "the worker is shutting down"]
+    await call
+    assert await loop.run_in_executor(None, engine.stop, 20)
+
+
 async def test_step_that_never_ends_ends_the_process() -> None:
     runner = FakeRunner()
     runner.blocked = {1}

@@ -342,8 +342,6 @@ def _check_opening(opening: RowOpening, token_ids: IntArray, limits: TableLimits
             f"slot {slot} opens with {opening.num_computed_tokens} computed tokens in {len(opening.block_ids)} blocks "
             f"of {limits.block_size}"
         )
-    if not 0 <= opening.seed < 1 << 64 or not 0 <= opening.sample_index < 1 << 32:
-        raise ProtocolError(f"slot {slot} opens with seed {opening.seed}, sample_index {opening.sample_index}")
 
 
 def _check_sampling(slot: int, sampling: SamplingParams, vocab_size: int) -> None:

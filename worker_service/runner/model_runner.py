@@ -130,7 +130,8 @@ class ModelRunner:
 
     def _without_failed(self, rows: WorkingRows) -> WorkingRows:
         """Rows that were given up before are given up in every step."""
-        if rows.are_plain or not (has_failed := self.table.has_failed[rows.slots]).any():
+        has_failed = self.table.has_failed[rows.slots]
+        if not has_failed.any():
             return rows
         self._give_up(rows.take(has_failed))
         return rows.take(~has_failed)
