@@ -98,15 +98,16 @@ class CacheManager:
     def num_opening_blocks(self, sequence: Sequence, match: Match) -> int:
         """Count the blocks that opening takes off the free list. Idle blocks that it matches itself are not free
         twice."""
-        num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device)
+        num_idle = self.pool.count_idle([node.blocks[0] for node in match.device])
         return self.num_blocks_for(sequence.num_tokens) - len(match.device) + num_idle
 
     def open(self, sequence: Sequence, match: Match, step: int) -> list[tuple[int, int]]:
         """Give a sequence blocks for all its tokens, the matched ones first. Returns the loads that the plan of `step`
         must order: (host block, device block)."""
         for node in match.device:
-            self.pool.share(node.blocks[0])
-            sequence.block_table.append(node.blocks[0])
+            block = node.blocks[0]
+            self.pool.share(block)
+            sequence.block_table.append(block)
         self.append(sequence, self.num_blocks_for(sequence.num_tokens) - len(match.device))
         nodes = match.device + match.host
         sequence.node = nodes[-1] if nodes else None
@@ -180,7 +181,9 @@ class CacheManager:
 
     def append(self, sequence: Sequence, num_blocks: int) -> list[int]:
         """Give the sequence so many more blocks, and return these."""
-        blocks = [self._allocate() for _ in range(num_blocks)]
+        blocks = [self.pool.allocate() for _ in range(num_blocks)]
+        for block in blocks:
+            self.index.forget(block)
         sequence.block_table.extend(blocks)
         return blocks
 

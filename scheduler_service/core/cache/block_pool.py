@@ -6,7 +6,7 @@ FreeKVCacheBlockQueue). Blocks are taken from the head. Freed blocks whose conte
 others to the head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class BlockPool:
@@ -26,6 +26,11 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
+
+    def count_idle(self, blocks: Iterable[int]) -> int:
+        """Count those of the blocks that nobody holds."""
+        counts = self._ref_counts
+        return sum(counts[block] == 0 for block in blocks)
 
     def allocate(self) -> int:
         """Take the block at the head of the free list. Its content, if it was cached, is lost."""
