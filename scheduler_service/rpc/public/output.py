@@ -148,7 +148,7 @@ class OutputBuffer:
         if self._with_logprobs:
             self._logprobs = []
             self._cumulative_logprobs.clear()
-        if self._first_prompt_logprob != self.num_prompt_logprobs:
+        if self._prompt_logprobs:
             self._first_prompt_logprob = self.num_prompt_logprobs
             self._prompt_logprobs = []
 
@@ -172,12 +172,8 @@ class OutputBuffer:
             if first_token != self.num_tokens:
                 raise RuntimeError(f"a delta begins at token {first_token}, but token {self.num_tokens} is next")
             num_kept, text = self._decode(token_ids, end)
-            self.num_tokens += num_kept
-            if num_kept:
-                self._token_ids.extend(token_ids if num_kept == len(token_ids) else token_ids[:num_kept])
-                if num_kept > 1:
-                    self._text_ends.extend([self._num_chars] * (num_kept - 1))
-                self._text_ends.append(self._num_chars + len(text))
+            if num_kept > 1:
+                self._text_ends.extend([self._num_chars] * (num_kept - 1))
             if text:
                 self._num_chars += len(text)
                 if not self._text:
@@ -186,6 +182,10 @@ class OutputBuffer:
                     self._texts.append(text)
                     if len(self._texts) == _MAX_TEXTS:
                         self._whole_text()
+            if num_kept:
+                self.num_tokens += num_kept
+                self._token_ids.extend(token_ids if num_kept == len(token_ids) else token_ids[:num_kept])
+                self._text_ends.append(self._num_chars)
             if self._with_logprobs:
                 self._add_logprobs(logprobs[:num_kept])
         if end is not None:
@@ -199,15 +199,13 @@ class OutputBuffer:
         """Return how many of the next tokens belong to the output, and the text that they complete."""
         if self._decoder is None:
             return len(token_ids), ""
-        num_with_text = len(token_ids)
+        with_text, text = token_ids, ""
         if end is not None and end.stop_token_id is not None and not self._keep_stop_token_text:
-            num_with_text = max(0, num_with_text - 1)
-        text = ""
-        if num_with_text:
-            decoded = self._decoder.push(token_ids[:num_with_text])
-            text, self.stop_text = decoded.text, decoded.stop_text
-            if decoded.stop_text is not None:
-                return decoded.num_tokens, text
+            with_text = token_ids[:-1]
+        if with_text:
+            text, self.stop_text, num_kept = self._decoder.push(with_text)
+            if self.stop_text is not None:
+                return num_kept, text
         return len(token_ids), text if end is None else text + self._decoder.flush()
 
     def _add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
