@@ -105,9 +105,8 @@ class CacheManager:
         """Give a sequence blocks for all its tokens, the matched ones first. Returns the loads that the plan of `step`
         must order: (host block, device block)."""
         for node in match.device:
-            block = node.blocks[0]
-            self.pool.share(block)
-            sequence.block_table.append(block)
+            self.pool.share(node.blocks[0])
+            sequence.block_table.append(node.blocks[0])
         self.append(sequence, self.num_blocks_for(sequence.num_tokens) - len(match.device))
         nodes = match.device + match.host
         sequence.node = nodes[-1] if nodes else None

@@ -29,8 +29,7 @@ class BlockPool:
 
     def count_idle(self, blocks: Iterable[int]) -> int:
         """Count those of the blocks that nobody holds."""
-        counts = self._ref_counts
-        return sum(counts[block] == 0 for block in blocks)
+        return [self._ref_counts[block] for block in blocks].count(0)
 
     def allocate(self) -> int:
         """Take the block at the head of the free list. Its content, if it was cached, is lost."""

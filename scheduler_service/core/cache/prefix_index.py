@@ -145,9 +145,8 @@ class PrefixIndex:
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
         """Forget every copy of this content and of all that follows it; the device and host blocks they were in."""
-        nodes = [node]
         blocks: list[int] = []
-        host_blocks: list[int] = []
+        nodes, host_blocks = [node], []
         for visited in nodes:
             nodes.extend(visited.children.values())
             blocks.extend(visited.blocks)

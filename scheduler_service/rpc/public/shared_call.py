@@ -54,9 +54,8 @@ class _Submitted:
     def has_ended(self) -> bool:
         """Say whether all samples have ended well, and the client has been told everything."""
         generation = self.generation
-        if generation is None or not generation.has_ended or generation.error is not None:
-            return False
-        return all(reader.has_ended for reader in self.readers)
+        is_well = generation is not None and generation.has_ended and generation.error is None
+        return is_well and all(reader.has_ended for reader in self.readers)
 
 
 class SharedCall:
