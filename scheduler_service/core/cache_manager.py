@@ -98,7 +98,7 @@ class CacheManager:
     def num_opening_blocks(self, sequence: Sequence, match: Match) -> int:
         """Count the blocks that opening takes off the free list. Idle blocks that it matches itself are not free
         twice."""
-        num_idle = self.pool.count_idle([node.blocks[0] for node in match.device])
+        num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device)
         return self.num_blocks_for(sequence.num_tokens) - len(match.device) + num_idle
 
     def open(self, sequence: Sequence, match: Match, step: int) -> list[tuple[int, int]]:

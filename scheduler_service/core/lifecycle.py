@@ -125,17 +125,13 @@ class Lifecycle:
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
             max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
-            root_key=self._root_key(request),
+            root_key=self._shared_key(request.tenant, request.cache_salt, self._model_digest),
             stop_token_ids=self._stop_set(request.sampling.stop_token_ids),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
             is_gated=request.beam is not None,
         )
         sequence.start_from(0)
         return sequence
-
-    def _root_key(self, request: Request) -> RootKey:
-        """Return the key of what the request may find in the cache."""
-        return self._shared_key(request.tenant, request.cache_salt, self._model_digest)
 
     # On the worker
 
@@ -227,7 +223,9 @@ class Lifecycle:
         self._model_digest = epoch.capacity.model_digest
         for group in self.groups.values():
             for sequence in group.sequences:
-                sequence.root_key = self._root_key(group.request)
+                sequence.root_key = self._shared_key(
+                    sequence.root_key.tenant, sequence.root_key.cache_salt, self._model_digest
+                )
 
     def lose_worker(self, epoch: Epoch, now: float) -> list[SequenceGroup]:
         """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem

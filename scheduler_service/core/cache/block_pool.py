@@ -6,7 +6,7 @@ FreeKVCacheBlockQueue). Blocks are taken from the head. Freed blocks whose conte
 others to the head.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 
 class BlockPool:
@@ -26,10 +26,6 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
-
-    def count_idle(self, blocks: Iterable[int]) -> int:
-        """Count those of the blocks that nobody holds."""
-        return [self._ref_counts[block] for block in blocks].count(0)
 
     def allocate(self) -> int:
         """Take the block at the head of the free list. Its content, if it was cached, is lost."""
