@@ -180,7 +180,9 @@ class CacheManager:
 
     def append(self, sequence: Sequence, num_blocks: int) -> list[int]:
         """Give the sequence so many more blocks, and return these."""
-        blocks = [self._allocate() for _ in range(num_blocks)]
+        blocks = [self.pool.allocate() for _ in range(num_blocks)]
+        for block in blocks:
+            self.index.forget(block)
         sequence.block_table.extend(blocks)
         return blocks
 

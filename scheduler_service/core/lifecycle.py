@@ -12,6 +12,7 @@ are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts tha
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.beam_group import BeamGroup
@@ -29,6 +30,8 @@ QUEUED = (GroupState.WAITING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
 SWAPPED = (GroupState.SWAPPING_OUT, GroupState.SWAPPED)
 # Ends of samples whose content may serve others.
 _COMPLETE = (EndReason.STOP, EndReason.LENGTH)
+# Different root keys, and stop sets, that are remembered to be shared.
+_MAX_SHARED = 1024
 
 
 @dataclass(slots=True)
@@ -51,6 +54,9 @@ class Lifecycle:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._model_digest = b""  # of the worker that is there or was there last
+        # Every sequence has a root key and a stop set, and most have equal ones, which are one object.
+        self._shared_key = lru_cache(_MAX_SHARED)(RootKey)
+        self._stop_set = lru_cache(_MAX_SHARED)(frozenset[int])
         self._num_arrivals = 0
         self._num_sequences = 0
         self.epoch: Epoch | None = None
@@ -96,7 +102,7 @@ class Lifecycle:
         group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
         output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]
         if request.beam is not None:
-            stop_token_ids = frozenset(request.sampling.stop_token_ids)
+            stop_token_ids = self._stop_set(request.sampling.stop_token_ids)
             search = BeamSearch(request.beam, stop_token_ids, request.sampling.min_tokens, request.max_tokens)
             group.beam = BeamGroup(search, output_ids, beams=group.sequences[:1])
         else:
@@ -119,8 +125,8 @@ class Lifecycle:
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
             max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
-            root_key=RootKey(request.tenant, request.cache_salt, self._model_digest),
-            stop_token_ids=frozenset(request.sampling.stop_token_ids),
+            root_key=self._shared_key(request.tenant, request.cache_salt, self._model_digest),
+            stop_token_ids=self._stop_set(request.sampling.stop_token_ids),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
             is_gated=request.beam is not None,
         )
@@ -217,7 +223,9 @@ class Lifecycle:
         self._model_digest = epoch.capacity.model_digest
         for group in self.groups.values():
             for sequence in group.sequences:
-                sequence.root_key = sequence.root_key._replace(model_digest=self._model_digest)
+                sequence.root_key = self._shared_key(
+                    sequence.root_key.tenant, sequence.root_key.cache_salt, self._model_digest
+                )
 
     def lose_worker(self, epoch: Epoch, now: float) -> list[SequenceGroup]:
         """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem
@@ -340,5 +348,5 @@ def _sequence_end(
         arrived_at=sequence.group.arrived_at,
         first_scheduled_at=sequence.first_scheduled_at,
         first_token_at=sequence.first_token_at,
-        pauses=tuple(sequence.group.pauses),
+        pauses=sequence.group.pauses,
     )

@@ -58,7 +58,7 @@ class SequenceGroup:
     resume_step: int = 0  # what it waits for before it is resumed: the result of this step
     num_preemptions: int = 0
     # In turn when it was preempted, or lost its worker, and when it ran again.
-    pauses: list[float] = field(default_factory=list)
+    pauses: tuple[float, ...] = ()
     num_waiting_sequences: int = 0  # what it counts for in the queue: constant while it is there
     # Crashes of the worker since a token of this request was last confirmed, with the request dispatched; and those of
     # them in which nothing else was.
@@ -103,12 +103,12 @@ class SequenceGroup:
     def pause(self, now: float) -> None:
         """Note that what it had on the worker is gone, or on its way to the host."""
         if len(self.pauses) % 2 == 0:
-            self.pauses.append(now)
+            self.pauses += (now,)
 
     def resume(self, now: float) -> None:
         """Note that it runs, for the first time or again."""
         if len(self.pauses) % 2:
-            self.pauses.append(now)
+            self.pauses += (now,)
 
     def dissolve(self) -> None:
         """Let go of its sequences, the last of which has ended: a group and its sequences no longer hold each other, so

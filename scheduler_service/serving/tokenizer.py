@@ -201,7 +201,7 @@ class TextDecoder:
     def push(self, token_ids: Sequence[int]) -> DecodedText:
         """Return the text that is certain to stay. After a `stop_text` nothing may be pushed any more."""
         if not self._stop:
-            return DecodedText(self._decoder.push(token_ids), num_tokens=len(token_ids))
+            return DecodedText(self._decoder.push(token_ids), None, len(token_ids))
         released: list[str] = []
         for position, token_id in enumerate(token_ids):
             self._num_tokens += 1

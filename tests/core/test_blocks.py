@@ -102,9 +102,9 @@ def test_an_index_finds_the_longest_cached_prefix_of_the_same_key():
     node = None
     for i, block in enumerate([7, 8, 9]):
         node = index.publish(KEY, node, tokens, i, block)
-    assert [n.blocks for n in index.match(KEY, tokens, 3)] == [[7], [8], [9]]
-    assert [n.blocks for n in index.match(KEY, tokens, 2)] == [[7], [8]]
-    assert [n.blocks for n in index.match(KEY, [1, 2, 9, 9], 2)] == [[7]]
+    assert [n.blocks for n in index.match(KEY, tokens, 3)] == [(7,), (8,), (9,)]
+    assert [n.blocks for n in index.match(KEY, tokens, 2)] == [(7,), (8,)]
+    assert [n.blocks for n in index.match(KEY, [1, 2, 9, 9], 2)] == [(7,)]
     assert index.match(KEY, [2, 1], 1) == []
     assert index.match(KEY._replace(cache_salt="other"), tokens, 3) == []
 

@@ -135,8 +135,8 @@ MUTANTS = (
     _mutant(
         "salts share content",
         "lifecycle",
-        "RootKey(request.tenant, request.cache_salt, self._model_digest)",
-        'RootKey(request.tenant, "", self._model_digest)',
+        "self._shared_key(request.tenant, request.cache_salt, self._model_digest)",
+        'self._shared_key(request.tenant, "", self._model_digest)',
     ),
     _mutant(
         "a block is published before its tokens are known",

@@ -37,7 +37,7 @@ class Node:
         self.parent = parent
         self.token_bytes = token_bytes
         self.block_hash = block_hash
-        self.blocks: list[int] = []
+        self.blocks: tuple[int, ...] = ()  # of numbers alone: the garbage collector need not look at it
         self.host_block = 0  # 0: none
         self.is_moving = False  # a demotion or promotion of this content is under way
         self.children: dict[bytes, Node] = {}
@@ -107,7 +107,7 @@ class PrefixIndex:
             raise RuntimeError(f"block {block} is published already")
         if not node.blocks:
             self._changes.append((node, Tier.DEVICE, True))
-        node.blocks.append(block)
+        node.blocks += (block,)
         self._node_of_block[block] = node
         self.num_cached_blocks += 1
 
@@ -127,7 +127,7 @@ class PrefixIndex:
             return
         self._node_of_block[block] = None
         self.num_cached_blocks -= 1
-        node.blocks.remove(block)
+        node.blocks = tuple(copy for copy in node.blocks if copy != block)
         if not node.blocks:
             self._changes.append((node, Tier.DEVICE, False))
         self._prune(node)
@@ -145,7 +145,8 @@ class PrefixIndex:
 
     def forget_subtree(self, node: Node) -> tuple[list[int], list[int]]:
         """Forget every copy of this content and of all that follows it; the device and host blocks they were in."""
-        nodes, blocks, host_blocks = [node], [], []
+        blocks: list[int] = []
+        nodes, host_blocks = [node], []
         for visited in nodes:
             nodes.extend(visited.children.values())
             blocks.extend(visited.blocks)

@@ -61,7 +61,7 @@ class Generation:
         output = self.outputs[delta.index]
         try:
             output.add(delta)
-            if output.is_stopped and delta.end is None:
+            if output.stop_text is not None and delta.end is None:
                 self.stop(delta.index, output.num_tokens)
         except Exception:
             logger.exception("a delta of sequence %d cannot be delivered", self.sequence_ids[delta.index])
@@ -114,14 +114,15 @@ class Generation:
         news.tell()
         self.listeners.add(news.tell)
         try:
-            while readers:
+            while True:
                 await news.wait()
                 for reader in readers:
                     for response in reader.take():
                         yield response
                 if self.error is not None:
                     raise self.error
-                readers = [reader for reader in readers if not reader.has_ended]
+                if self.has_ended and all(reader.has_ended for reader in readers):
+                    return
         finally:
             self.listeners.discard(news.tell)
 

@@ -51,7 +51,7 @@ class OutputBuffer:
         self._with_logprobs = with_logprobs
         self._keep_stop_token_text = keep_stop_token_text
         self._is_kept = is_kept
-        self._stop_text: str | None = None
+        self.stop_text: str | None = None  # that ended the output
         self.num_tokens = 0
         self.end: SequenceEnd | None = None  # the output ended well
         self.failure: SequenceEnd | None = None  # the output ended, but not well
@@ -69,11 +69,6 @@ class OutputBuffer:
         self._cumulative_logprobs: MutableSequence[float] = array("d") if is_kept else []  # up to each token
         self._cumulative_logprob: float | None = 0.0 if with_logprobs else None
         self._prompt_logprobs: LogprobColumns | list[TokenLogprobs] = LogprobColumns() if is_kept else []
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop text ended the output."""
-        return self._stop_text is not None
 
     @property
     def num_bytes(self) -> int:
@@ -153,7 +148,7 @@ class OutputBuffer:
         if self._with_logprobs:
             self._logprobs = []
             self._cumulative_logprobs.clear()
-        if self._first_prompt_logprob != self.num_prompt_logprobs:
+        if self._prompt_logprobs:
             self._first_prompt_logprob = self.num_prompt_logprobs
             self._prompt_logprobs = []
 
@@ -173,29 +168,29 @@ class OutputBuffer:
         self, first_token: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], end: SequenceEnd | None = None
     ) -> None:
         """Take tokens whose text comes with the last of them. Those after a stop text do not belong to the output."""
-        if self._stop_text is None:
+        if self.stop_text is None:
             if first_token != self.num_tokens:
                 raise RuntimeError(f"a delta begins at token {first_token}, but token {self.num_tokens} is next")
             num_kept, text = self._decode(token_ids, end)
-            self.num_tokens += num_kept
-            if num_kept:
-                self._token_ids.extend(token_ids if num_kept == len(token_ids) else token_ids[:num_kept])
-                if num_kept > 1:
-                    self._text_ends.extend([self._num_chars] * (num_kept - 1))
-                self._text_ends.append(self._num_chars + len(text))
+            if num_kept > 1:
+                self._text_ends.extend([self._num_chars] * (num_kept - 1))
             if text:
                 self._num_chars += len(text)
-                if self._text:
-                    self._texts.append(text)
-                else:
+                if not self._text:
                     self._text = text
-                if len(self._texts) == _MAX_TEXTS:
-                    self._whole_text()
+                else:
+                    self._texts.append(text)
+                    if len(self._texts) == _MAX_TEXTS:
+                        self._whole_text()
+            if num_kept:
+                self.num_tokens += num_kept
+                self._token_ids.extend(token_ids if num_kept == len(token_ids) else token_ids[:num_kept])
+                self._text_ends.append(self._num_chars)
             if self._with_logprobs:
                 self._add_logprobs(logprobs[:num_kept])
         if end is not None:
             self.is_over = True
-            if self._stop_text is None and end.reason not in FINISH_REASONS:
+            if self.stop_text is None and end.reason not in FINISH_REASONS:
                 self.failure = end
             else:
                 self.end = end
@@ -204,15 +199,13 @@ class OutputBuffer:
         """Return how many of the next tokens belong to the output, and the text that they complete."""
         if self._decoder is None:
             return len(token_ids), ""
-        num_with_text = len(token_ids)
+        with_text, text = token_ids, ""
         if end is not None and end.stop_token_id is not None and not self._keep_stop_token_text:
-            num_with_text = max(0, num_with_text - 1)
-        text = ""
-        if num_with_text:
-            decoded = self._decoder.push(token_ids[:num_with_text])
-            text, self._stop_text = decoded.text, decoded.stop_text
-            if decoded.stop_text is not None:
-                return decoded.num_tokens, text
+            with_text = token_ids[:-1]
+        if with_text:
+            text, self.stop_text, num_kept = self._decoder.push(with_text)
+            if self.stop_text is not None:
+                return num_kept, text
         return len(token_ids), text if end is None else text + self._decoder.flush()
 
     def _add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
@@ -235,9 +228,9 @@ class OutputBuffer:
 
     def _finish(self, response: scheduler_pb2.GenerateResponse, end: SequenceEnd) -> None:
         """Make a response the last one of an output that ended well."""
-        if self._stop_text is not None:
+        if self.stop_text is not None:
             response.finish_reason = scheduler_pb2.FINISH_REASON_STOP
-            response.stop_text = self._stop_text
+            response.stop_text = self.stop_text
         else:
             response.finish_reason = FINISH_REASONS[end.reason]
             if end.stop_token_id is not None:

@@ -53,7 +53,8 @@ class _Submitted:
     @property
     def has_ended(self) -> bool:
         """Say whether all samples have ended well, and the client has been told everything."""
-        is_well = self.generation is not None and self.generation.error is None
+        generation = self.generation
+        is_well = generation is not None and generation.has_ended and generation.error is None
         return is_well and all(reader.has_ended for reader in self.readers)
 
 
@@ -294,7 +295,7 @@ class SharedCall:
         while self._ready and room > 0:
             request = next(iter(self._ready))
             # Those that are left are due the next time.
-            for response in chain.from_iterable(reader.take() for reader in request.readers):
+            for response in chain.from_iterable(map(OutputReader.take, request.readers)):
                 message.deltas.add(stream_id=request.stream_id + response.index, delta=response)
                 room -= _weight(response)
                 if room <= 0:
