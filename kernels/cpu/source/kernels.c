@@ -43,6 +43,8 @@ enum {
 
 #include "rows.h"
 
+#include "activations.h"
+
 #include "work.h"
 
 #include "softmax.h"

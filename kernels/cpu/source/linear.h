@@ -93,7 +93,7 @@ static void NAME(multiply_row)(const product* p, int64_t panel) {
   for (int half = 0; half <= p->is_gated; half++) {
     const ELEMENT* weights = (const ELEMENT*)p->layer->panels + (panel + half * p->num_panels) * panel_size;
     for (int64_t start = 0; start < in_size; start += RUN)
-      NAME(multiply_run)(1, 4, weights + start * PANEL, panel_size, p->x + start, run_length(in_size, start), NULL, 0,
+      NAME(multiply_run)(1, 4, weights + start * PANEL, panel_size, (const float*)p->x + start, run_length(in_size, start), NULL, 0,
                          totals[half]);
   }
   store_products(p, 0, 1, panel * PANEL, 4 * PANEL, totals[0], totals[1]);
@@ -112,7 +112,7 @@ static void NAME(multiply_panel)(const product* p, int64_t panel, int64_t first_
     const char* fetched = (const char*)(ahead + start * PANEL) + first_group * part;
     for (int64_t g = 0; g < num_groups; g++, fetched += part) {
       const row_group group = nth_group(p->groups, first_group + g);
-      const float* x = p->x + group.start * in_size + start * group.num_rows;
+      const float* x = (const float*)p->x + group.start * in_size + start * group.num_rows;
 #define MULTIPLY(R) \
   case R: NAME(multiply_run)(R, 1, weights + start * PANEL, 0, x, num, fetched, stride, totals[g]); break;
       switch (group.num_rows) {

@@ -1,12 +1,12 @@
 // Matrix products with weights of any element type.
 
-INLINE product plain_product(const linear_layer* layer, const row_groups* groups, const float* x, float* y) {
+INLINE product plain_product(const linear_layer* layer, const row_groups* groups, const void* x, float* y) {
   return (product){.layer = layer, .groups = groups, .x = x, .y = y, .num_panels = (layer->out_size + PANEL - 1) / PANEL};
 }
 
 INLINE int can_gate(const linear_layer* layer) { return layer->out_size % (2 * PANEL) == 0; }
 
-INLINE product gated_product(const linear_layer* layer, const row_groups* groups, const float* x, float* y) {
+INLINE product gated_product(const linear_layer* layer, const row_groups* groups, const void* x, float* y) {
   product p = plain_product(layer, groups, x, y);
   p.is_gated = 1;
   p.num_panels /= 2;
@@ -31,19 +31,17 @@ static void multiply_task(const void* context, int64_t task, int64_t next) {
 // x: [num_rows, in_size], y: [num_rows, out_size]. 0, or 1 if there is no memory.
 int linear(const linear_layer* layer, const float* x, float* y, int64_t num_rows, int64_t num_threads) {
   const row_groups groups = group_rows(num_rows);
-  float* interleaved = NULL;
+  const int kind = activation_kind(layer);
   if (num_rows == 0) return 0;
-  if (num_rows > 1) {
-    interleaved = aligned_alloc(64, (size_t)(num_rows * layer->in_size * (int64_t)sizeof(float) + 63) / 64 * 64);
-    if (!interleaved) return 1;
-  }
-  const product p = plain_product(layer, &groups, num_rows > 1 ? interleaved : x, y);
+  void* prepared = aligned_alloc(64, (size_t)(prepared_bytes(kind, num_rows, layer->in_size) + 63) / 64 * 64);
+  if (!prepared) return 1;
+  const product p = plain_product(layer, &groups, prepared, y);
   task_list tasks = {.num_tasks = num_product_tasks(&p)};
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
   {
-    if (num_rows > 1) interleave_rows(&groups, x, layer->in_size, interleaved);
+    prepare_rows(kind, &groups, x, layer->in_size, prepared);
     share_tasks(&tasks, multiply_task, &p);
   }
-  free(interleaved);
+  free(prepared);
   return 0;
 }

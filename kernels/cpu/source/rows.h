@@ -1,5 +1,4 @@
-// Activations as the matrix products read them: float32, in groups of rows that are multiplied together, a group's rows
-// interleaved: group g holds [in_size, rows of g]. A single row is its own group and lies as it was.
+// What a matrix product is given, how its rows are grouped, and what becomes of its sums.
 
 enum {
   PANEL = 2 * LANES,  // outputs that are computed together, in two vectors
@@ -42,8 +41,8 @@ typedef struct {
 typedef struct {
   const linear_layer* layer;
   const row_groups* groups;
-  const float* x;      // interleaved
-  float* y;            // [num_rows, out_size]; of a gated one, interleaved
+  const void* x;       // prepared (activations.h)
+  float* y;            // [num_rows, out_size]; of a gated one, [num_rows, out_size / 2]
   int64_t num_panels;  // of all outputs; of a gated one, of the gates
   int is_gated;        // the outputs are gates and as many ups, in whole panels, and y is silu(gate) * up
 } product;
@@ -69,19 +68,6 @@ INLINE int64_t row_place(const row_groups* groups, int64_t row, int64_t in_size,
   return group.start * in_size + row - group.start;
 }
 
-INLINE void interleave_row(const row_groups* groups, int64_t row, const float* x, int64_t in_size, float* interleaved) {
-  int64_t stride;
-  float* target = interleaved + row_place(groups, row, in_size, &stride);
-  for (int64_t i = 0; i < in_size; i++) target[i * stride] = x[i];
-}
-
-// x: [num_rows, in_size]. Called by all threads of a region, which meet at its end.
-static void interleave_rows(const row_groups* groups, const float* x, int64_t in_size, float* interleaved) {
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < groups->num_rows; row++)
-    interleave_row(groups, row, x + row * in_size, in_size, interleaved);
-}
-
 INLINE int64_t run_length(int64_t in_size, int64_t start) { return in_size - start < RUN ? in_size - start : RUN; }
 
 // y[row] = outputs + bias for `num_rows` rows from `row` on; outputs: [num_rows, num], the ones from `first` on. What
@@ -103,12 +89,11 @@ INLINE void store_outputs(const product* p, int64_t row, int64_t num_rows, int64
     }
 }
 
-// y = silu(gates) * ups, interleaved as the next product takes it. gates, ups: [num_rows, num], as `outputs` above.
+// y[row] = silu(gates) * ups for `num_rows` rows from `row` on. gates, ups: [num_rows, num], as `outputs` above.
 INLINE void store_gated(const product* p, int64_t row, int64_t num_rows, int64_t first, const int num,
                         const float* gates, const float* ups) {
   const int64_t size = p->layer->out_size / 2;
   const float* bias = p->layer->bias;
-  float* y = p->y + row * size + first * num_rows;
   for (int64_t r = 0; r < num_rows; r++)
     for (int j = 0; j < num; j += LANES) {
       floats gate = load_float(gates + r * num + j), up = load_float(ups + r * num + j);
@@ -116,11 +101,7 @@ INLINE void store_gated(const product* p, int64_t row, int64_t num_rows, int64_t
         gate += load_float(bias + first + j);
         up += load_float(bias + size + first + j);
       }
-      const floats activated = gate / (splat(1.0f) + exponential(-gate)) * up;
-      if (num_rows == 1)
-        store_float(y + j, activated);
-      else
-        for (int i = 0; i < LANES; i++) y[(j + i) * num_rows + r] = activated[i];
+      store_float(p->y + (row + r) * size + first + j, gate / (splat(1.0f) + exponential(-gate)) * up);
     }
 }
 
