@@ -8,12 +8,13 @@ trusted.
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
-from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.linear import ACTIVATIONS, PackedLinear
 from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -45,7 +46,8 @@ class CpuKernels:
                     function.restype = ctypes.c_int if name in ("paged_attention", "attend") else None
                     self._functions[name, *key] = function
 
-        library.panel_width.restype = integer
+        library.packed_bytes.argtypes = [pointer]
+        library.packed_bytes.restype = integer
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
         library.decode.argtypes = [pointer] * 4
 
@@ -133,19 +135,32 @@ class CpuKernels:
 
     # Matrix products
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, activation: torch.dtype = torch.float32
+    ) -> PackedLinear:
         """Lays a weight [out_size, in_size] out for `linear`; its values stay what they are.
 
-        `bias` is [out_size] float32. Raises ValueError if shapes, strides or dtypes do not fit.
+        Args:
+            weight: of any dtype that kernels know.
+            bias: [out_size] float32.
+            activation: what `linear` rounds its input to: float32, or bfloat16 where the weight is of that.
+
+        Raises:
+            ValueError: shapes, strides or dtypes do not fit.
         """
         out_size, in_size = weight.shape
         check("weight", weight, weight.dtype, (out_size, in_size))
         if bias is not None:
             check("bias", bias, torch.float32, (out_size,))
-        width = self._library.panel_width()
-        panels = torch.empty(-(-out_size // width) * width * in_size, dtype=weight.dtype)
+        if weight.dtype not in _NAMES:
+            raise ValueError(f"{weight.dtype} has no kernels; use one of {', '.join(map(str, _NAMES))}")
+        if activation not in (torch.float32, weight.dtype) or activation not in ACTIVATIONS:
+            raise ValueError(f"activations of {activation} do not fit a weight of {weight.dtype}")
+        empty = PackedLinear(torch.empty(0, dtype=weight.dtype), bias, in_size, out_size, activation)
+        size = self._library.packed_bytes(ctypes.addressof(empty.layer())) // weight.itemsize
+        panels = torch.empty(size, dtype=weight.dtype)
         self._call("pack_linear", (weight,), weight, panels, in_size, out_size, torch.get_num_threads())
-        return PackedLinear(panels, bias, in_size, out_size)
+        return replace(empty, panels=panels)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x W^T + b in float32: [T, in_size] to [T, out_size]. What a row gives depends on no other row.

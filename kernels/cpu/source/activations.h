@@ -1,33 +1,72 @@
 // Activations as the matrix products read them: *prepared*, in groups of rows that are multiplied together, a group's rows
-// interleaved. A row is prepared by itself: what it becomes depends on no other row.
+// interleaved. A row is prepared by itself: what it becomes depends on no other row. A row's inputs are padded with zeros.
 //
-// ACTIVATION_FLOAT: float32; group g holds [in_size, rows of g]. A single row is its own group and lies as it was.
+// ACTIVATION_FLOAT: float32; group g holds [in_size, rows of g].
+// ACTIVATION_BFLOAT16: rounded to bfloat16; group g holds [in_size / 2, rows of g, 2]. Where the processor does not
+// multiply bfloat16, the rounded values lie in float32, as of ACTIVATION_FLOAT.
 
-enum { ACTIVATION_FLOAT, ACTIVATION_BFLOAT16, ACTIVATION_INT8 };
+enum { ACTIVATION_FLOAT, ACTIVATION_BFLOAT16 };
 
-// What a layer's product reads.
-INLINE int activation_kind(const linear_layer* layer) {
-  (void)layer;
-  return ACTIVATION_FLOAT;
+// Of a row.
+INLINE int64_t prepared_row_bytes(int64_t kind, int64_t in_size) {
+#if defined(HAS_BFLOAT16_DOTS)
+  if (kind == ACTIVATION_BFLOAT16) return ceil_div(in_size, 2) * 4;
+#endif
+  (void)kind;
+  return ceil_div(in_size, 2) * 2 * (int64_t)sizeof(float);
 }
 
 // Of all rows together.
-INLINE int64_t prepared_bytes(int kind, int64_t num_rows, int64_t in_size) {
-  (void)kind;
-  return num_rows * in_size * (int64_t)sizeof(float);
+INLINE int64_t prepared_bytes(int64_t kind, int64_t num_rows, int64_t in_size) {
+  return num_rows * prepared_row_bytes(kind, in_size);
+}
+
+// The group of a row, and which of its rows it is.
+INLINE row_group group_of_row(const row_groups* groups, int64_t row) {
+  const int64_t num_in_larger = groups->num_larger * (groups->size + 1);
+  return nth_group(groups, row < num_in_larger ? row / (groups->size + 1)
+                                               : groups->num_larger + (row - num_in_larger) / groups->size);
+}
+
+// x: [in_size]; target: the first of the row's values, the next ones at a distance of `stride`.
+INLINE void prepare_floats(const float* x, int64_t in_size, int is_rounded, float* target, int64_t stride) {
+  for (int64_t i = 0; i < in_size; i++)
+    target[i * stride] = is_rounded ? value_bfloat16(from_value_bfloat16(x[i])) : x[i];
+  if (in_size % 2) target[in_size * stride] = 0.0f;
+}
+
+// The same in pairs.
+INLINE void prepare_bfloat16(const float* x, int64_t in_size, uint32_t* target, int64_t stride) {
+  bfloat16 rounded[2 * LANES];
+  for (int64_t first = 0; first < in_size; first += 2 * LANES) {
+    const int64_t num = in_size - first < 2 * LANES ? in_size - first : 2 * LANES;
+    float padded[2 * LANES] = {0};
+    const float* values = x + first;
+    if (num < 2 * LANES) values = memcpy(padded, values, sizeof(float) * (size_t)num);
+    store_bfloat16(rounded, load_float(values));
+    store_bfloat16(rounded + LANES, load_float(values + LANES));
+    for (int64_t pair = 0; pair < ceil_div(num, 2); pair++)
+      memcpy(&target[(first / 2 + pair) * stride], &rounded[2 * pair], sizeof *target);
+  }
 }
 
 // x: [in_size], the row's own values. prepared: of all rows.
-INLINE void prepare_row(int kind, const row_groups* groups, int64_t row, const float* x, int64_t in_size,
+INLINE void prepare_row(int64_t kind, const row_groups* groups, int64_t row, const float* x, int64_t in_size,
                         void* prepared) {
-  int64_t stride;
-  float* target = (float*)prepared + row_place(groups, row, in_size, &stride);
-  (void)kind;
-  for (int64_t i = 0; i < in_size; i++) target[i * stride] = x[i];
+  const row_group group = group_of_row(groups, row);
+  char* target = (char*)prepared + group.start * prepared_row_bytes(kind, in_size);
+  const int64_t nth = row - group.start;
+#if defined(HAS_BFLOAT16_DOTS)
+  if (kind == ACTIVATION_BFLOAT16) {
+    prepare_bfloat16(x, in_size, (uint32_t*)target + nth, group.num_rows);
+    return;
+  }
+#endif
+  prepare_floats(x, in_size, kind == ACTIVATION_BFLOAT16, (float*)target + nth, group.num_rows);
 }
 
 // x: [num_rows, in_size]. Called by all threads of a region, which meet at its end.
-static void prepare_rows(int kind, const row_groups* groups, const float* x, int64_t in_size, void* prepared) {
+static void prepare_rows(int64_t kind, const row_groups* groups, const float* x, int64_t in_size, void* prepared) {
 #pragma omp for schedule(static)
   for (int64_t row = 0; row < groups->num_rows; row++)
     prepare_row(kind, groups, row, x + row * in_size, in_size, prepared);

@@ -94,10 +94,10 @@ enum {
 #define CACHE_NAME float16
 #include "attention.h"
 
+#include "bfloat16.h"
+
 #include "product.h"
 
 #include "decoder.h"
-
-int64_t panel_width(void) { return PANEL; }
 
 const char* variant(void) { return VARIANT; }
