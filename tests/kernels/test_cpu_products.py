@@ -1,5 +1,6 @@
 """The C kernels' matrix products against float64, for weights of every dtype and any number of rows."""
 
+import contextlib
 import random
 
 import pytest
@@ -9,7 +10,10 @@ from pagewire.kernels.cpu.library import VARIANTS
 from tests.kernels.variants import load_variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of weights, and of the activations that they are multiplied with.
+KINDS = (*((dtype, torch.float32) for dtype in DTYPES), (torch.bfloat16, torch.bfloat16))
 NUM_ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 23, 40)
+RUN = 256  # inputs that are summed up one after the other
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -18,12 +22,23 @@ def variant(request):
     return load_variant(request.param)
 
 
+@contextlib.contextmanager
+def threads(number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def random_product(seed, dtype):
     """A weight of a size that is seldom a whole number of panels, its bias or None, and activations."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     in_size = rng.choice([1, 7, 64, 255, 256, 257, 700])
     out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
+    print(f"seed {seed}: {in_size} inputs, {out_size} outputs")
     weight = torch.randn(out_size, in_size, generator=generator).to(dtype)
     bias = torch.randn(out_size, generator=generator) if rng.random() < 0.5 else None
     return weight, bias, torch.randn(max(NUM_ROWS), in_size, generator=generator)
@@ -31,48 +46,94 @@ def random_product(seed, dtype):
 
 def error_bound(x, weight):
     """Of sums of 256 float32 terms at a time (Higham, "Accuracy and Stability of Numerical Algorithms", 3.1)."""
-    num_roundings = min(x.shape[1], 256) + x.shape[1] // 256 + 2
+    num_roundings = min(x.shape[1], RUN) + x.shape[1] // RUN + 2
     return num_roundings * 2.0**-24 * (x.abs().double() @ weight.abs().double().T + 1)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "activation"), KINDS, ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_linear(variant, seed, dtype, num_threads):
+def test_linear(variant, seed, dtype, activation, num_threads):
     weight, bias, x = random_product(seed, dtype)
-    packed = variant.pack_linear(weight, bias)
-    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    packed = variant.pack_linear(weight, bias, activation)
+    rounded = x.to(activation)
+    expected = torch.nn.functional.linear(rounded.double(), weight.double(), None if bias is None else bias.double())
+    with threads(num_threads):
         for num_rows in NUM_ROWS:
             actual = variant.linear(x[:num_rows], packed)
             assert actual.dtype == torch.float32
-            assert ((actual.double() - expected[:num_rows]).abs() <= error_bound(x[:num_rows], weight)).all()
-    finally:
-        torch.set_num_threads(before)
+            error = (actual.double() - expected[:num_rows]).abs()
+            assert (error <= error_bound(rounded[:num_rows], weight)).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_depends_on_no_other_row(variant, dtype):
-    """Bit for bit: what a request gets does not change with who shares its step."""
-    weight, bias, x = random_product(3, dtype)
-    packed = variant.pack_linear(weight, bias)
+def sums_of_pairs(x, weight):
+    """The order of sums over bfloat16, whose products float32 holds exactly: of each two inputs the second one first."""
+    x, weight = (torch.nn.functional.pad(values.float(), (0, values.shape[1] % 2)) for values in (x, weight))
+    total = torch.zeros(len(x), len(weight))
+    for start in range(0, x.shape[1], RUN):
+        run = torch.zeros_like(total)
+        for i in range(start, min(start + RUN, x.shape[1]), 2):
+            run = run + x[:, i + 1, None] * weight[:, i + 1]
+            run = run + x[:, i, None] * weight[:, i]
+        total = total + run
+    return total
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bfloat16_is_the_same_on_every_processor(variant, seed):
+    weight, bias, x = random_product(seed, torch.bfloat16)
+    expected = sums_of_pairs(x.bfloat16(), weight)
+    actual = variant.linear(x, variant.pack_linear(weight, bias, torch.bfloat16))
+    assert torch.equal(actual, expected if bias is None else expected + bias)
+
+
+def check_rows(variant, x, packed):
+    """Bit for bit: what a row gives alone it gives among any others, in any place, by any number of threads."""
     alone = torch.cat([variant.linear(row[None], packed) for row in x])
-    for num_rows in NUM_ROWS:
-        assert torch.equal(variant.linear(x[:num_rows], packed), alone[:num_rows])
+    generator = torch.Generator().manual_seed(0)
+    for num_threads in (1, 2):
+        with threads(num_threads):
+            for num_rows in range(1, len(x) + 1):
+                places = torch.randperm(len(x), generator=generator)[:num_rows]
+                assert torch.equal(variant.linear(x[places], packed), alone[places])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_and_infinity_come_through(variant, dtype):
-    x = torch.randn(3, 20)
+@pytest.mark.parametrize(("dtype", "activation"), KINDS, ids=str)
+@pytest.mark.parametrize("seed", [3, 7])
+def test_a_row_depends_on_no_other_row(variant, seed, dtype, activation):
+    """What a request gets does not change with who shares its step."""
+    weight, bias, x = random_product(seed, dtype)
+    check_rows(variant, x, variant.pack_linear(weight, bias, activation))
+
+
+def test_very_many_rows(variant):
+    """More than share a run of a panel while it is near."""
+    weight = torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(230, 300, generator=torch.Generator().manual_seed(2))
+    for activation in (torch.float32, torch.bfloat16):
+        packed = variant.pack_linear(weight, None, activation)
+        alone = torch.cat([variant.linear(row[None], packed) for row in x])
+        assert torch.equal(variant.linear(x, packed), alone)
+
+
+@pytest.mark.parametrize(("dtype", "activation"), KINDS, ids=str)
+def test_nan_and_infinity_come_through(variant, dtype, activation):
+    x = torch.randn(14, 20)
     weight = torch.randn(20, 20).to(dtype)
     x[1, 7] = torch.nan
     weight[4, 3] = torch.inf
-    actual = variant.linear(x, variant.pack_linear(weight))
+    actual = variant.linear(x, variant.pack_linear(weight, None, activation))
     assert actual[1].isnan().all()
-    assert actual[0].isfinite().sum() == 19
-    assert actual[0, 4].isinf()
+    others = torch.cat([actual[:1], actual[2:]])
+    assert others[:, 4].isinf().all()
+    assert others.isfinite().sum() == 13 * 19
+
+
+def test_activations_of_bfloat16_need_weights_of_it(cpu_kernels):
+    with pytest.raises(ValueError, match="activations of torch.bfloat16 do not fit a weight of torch.float16"):
+        cpu_kernels.pack_linear(torch.ones(4, 8).half(), None, torch.bfloat16)
+    with pytest.raises(ValueError, match="activations of torch.float16 do not fit"):
+        cpu_kernels.pack_linear(torch.ones(4, 8).half(), None, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,5 +1,6 @@
 // Matrix products of bfloat16 activations with bfloat16 weights, two inputs at a time (`vdpbf16ps`): their products are
-// exact and added to the sum one after the other, each sum rounded to float32. Denormal numbers count as 0.
+// exact and added to the sum one after the other, the second input's first, each sum rounded to float32. Denormal numbers
+// count as 0.
 //
 // Where a processor has no such instruction, ACTIVATION_BFLOAT16 is multiplied as float32 (linear.h).
 

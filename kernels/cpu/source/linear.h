@@ -33,6 +33,7 @@ INLINE floats NAME(load_weights)(const ELEMENT* panel, int64_t output, int64_t i
 void NAME(pack_linear)(const ELEMENT* weight, ELEMENT* panels, int64_t in_size, int64_t out_size, int64_t num_threads) {
   const ELEMENT zero = NAME(from_value)(0.0f);
   const int64_t padded_size = NAME(padded_size)(in_size);
+  use_large_pages(panels, ceil_div(out_size, PANEL) * PANEL * padded_size * (int64_t)sizeof(ELEMENT));
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
   for (int64_t first = 0; first < out_size; first += PANEL) {
     ELEMENT* panel = panels + first * padded_size;
@@ -61,7 +62,8 @@ INLINE void NAME(widen_row)(const ELEMENT* table, int64_t index, float* output, 
 INLINE void NAME(multiply_units)(const int R, const int C, const int num, const ELEMENT* weights, int64_t panel_size,
                                  const float* x, floats (*sums)[8]) {
 #pragma GCC unroll 8
-  for (int i = 0; i < num * NAME(UNIT); i++) {
+  for (int nth = 0; nth < num * NAME(UNIT); nth++) {
+    const int i = nth ^ (NAME(UNIT) - 1);  // of a pair the second one first, as `vdpbf16ps` has it
     floats w[8];
 #pragma GCC unroll 8
     for (int c = 0; c < 2 * C; c++) w[c] = NAME(load_weights)(weights + c / 2 * panel_size, c % 2 * LANES, i);

@@ -66,6 +66,17 @@ typedef struct {
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Asks for large pages, of which memory that is read in order needs fewer. Nothing depends on whether there are any.
+INLINE void use_large_pages(void* memory, int64_t size) {
+#if defined(__linux__)
+  const uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page;
+  const uintptr_t end = ((uintptr_t)memory + (uintptr_t)size) / page * page;
+  if (end > first) madvise((void*)first, end - first, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)size;
+#endif
+}
+
 INLINE row_groups group_rows(int64_t num_rows) {
   const int64_t num_groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
   if (num_groups == 0) return (row_groups){0};
