@@ -50,6 +50,7 @@ class CpuKernels:
         library.packed_bytes.restype = integer
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
         library.decode.argtypes = [pointer] * 4
+        library.is_gateable.argtypes = [pointer]
 
     @property
     def library(self) -> ctypes.CDLL:
@@ -161,6 +162,10 @@ class CpuKernels:
         panels = torch.empty(size, dtype=weight.dtype)
         self._call("pack_linear", (weight,), weight, panels, in_size, out_size, torch.get_num_threads())
         return replace(empty, panels=panels)
+
+    def can_gate(self, packed: PackedLinear) -> bool:
+        """Say whether a product's first half of outputs can gate the second within the product."""
+        return bool(self._library.is_gateable(ctypes.addressof(packed.layer())))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x W^T + b in float32: [T, in_size] to [T, out_size]. What a row gives depends on no other row.
