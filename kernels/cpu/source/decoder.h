@@ -77,7 +77,8 @@ typedef struct {
   int64_t layer_size;
   float* heads;           // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
   float* queries;         // [num_tokens, num_heads, head_dim], turned
-  float* attended;        // [num_tokens, num_heads, head_dim], interleaved
+  float* attended;        // [num_tokens, num_heads, head_dim]
+  float* interleaved;     // the same as the next product takes it
   float* update;          // [num_tokens, hidden_size]: what attention adds to x
   float* gate_up;         // [num_tokens, 2 * intermediate_size], where the two are not computed together
   float* activated;       // [num_tokens, intermediate_size], interleaved
@@ -247,6 +248,19 @@ static void silu_tokens(const decoding* d, float* gate_up, float* activated) {
   }
 }
 
+// What attention gave as the next product takes it. Where there are few tokens every thread writes all of it.
+static const float* interleave_attended(const decoding* d, int64_t offset) {
+  const int64_t size = d->step->num_heads * d->step->head_dim;
+  const float* attended = d->attended + offset;
+  float* interleaved = d->interleaved + offset;
+  if (d->is_few)
+    for (int64_t token = 0; token < d->step->num_tokens; token++)
+      interleave_row(&d->groups, token, attended + token * size, size, interleaved);
+  else
+    interleave_rows(&d->groups, attended, size, interleaved);
+  return interleaved;
+}
+
 static void attend_layer(const decoding* d, int64_t l, const work_list* list, const float* normed) {
   const decoder_layer* layer = &d->model->layers[l];
   const int64_t offset = l * d->layer_size;
@@ -257,12 +271,11 @@ static void attend_layer(const decoding* d, int64_t l, const work_list* list, co
   attention_step step = *d->step;
   step.window = layer->window;
   step.query_token_stride = step.num_heads * step.head_dim;
-  const attention a = {&step, list, d->queries + offset, layer->key_cache, layer->value_cache, &d->groups,
-                       d->attended + offset};
+  const attention a = {&step, list, d->queries + offset, layer->key_cache, layer->value_cache, d->attended + offset};
   const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
   run_part(d, l, ATTEND, functions->attend, &a, ATTENTION);
   if (list->partials) run_part(d, l, MERGE, functions->merge, &a, ATTENTION);
-  const product output = plain_product(&layer->output, &d->groups, d->attended + offset, d->update + offset);
+  const product output = plain_product(&layer->output, &d->groups, interleave_attended(d, offset), d->update + offset);
   run_part(d, l, OUTPUT, multiply_task, &output, PRODUCTS);
 }
 
@@ -354,13 +367,15 @@ static int64_t share_out(decoding* d, float* memory) {
   const int64_t intermediate = d->model->intermediate_size * num_tokens;
   const int64_t attended = step->num_heads * step->head_dim * num_tokens;
   const int is_gated = can_gate(&d->model->layers[0].gate_up);
-  const int64_t of_layer[] = {step->query_token_stride * num_tokens, attended, attended, hidden, intermediate, hidden};
-  float** layer_parts[] = {&d->heads, &d->queries, &d->attended, &d->update, &d->activated, &d->last_update};
+  const int64_t of_layer[] = {step->query_token_stride * num_tokens, attended, attended, attended, hidden, intermediate,
+                              hidden};
+  float** layer_parts[] = {&d->heads, &d->queries, &d->attended, &d->interleaved, &d->update, &d->activated,
+                           &d->last_update};
   const int64_t of_all[] = {d->is_few ? 0 : hidden, d->is_few ? 0 : hidden, is_gated ? 0 : 2 * intermediate,
                             d->is_few ? step->num_threads * 2 * FEW_TOKENS * d->model->hidden_size : 0};
   float** parts[] = {&d->x, &d->normed, &d->gate_up, &d->own};
   int64_t total = 0;
-  for (int i = 0; i < 6; i++) {
+  for (int i = 0; i < 7; i++) {
     if (memory) *layer_parts[i] = memory + total;
     total += aligned(of_layer[i]);
   }
