@@ -285,7 +285,7 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
   attention_step step = *d->step;
   step.window = o->window;
   step.query_token_stride = step.num_heads * step.head_dim;
-  const attention a = {&step, list, input, o->key_cache, o->value_cache, NULL, output};
+  const attention a = {&step, list, input, o->key_cache, o->value_cache, output};
   const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
   run_tasks(w, op, 0, functions->attend, &a);
   if (list->partials) run_tasks(w, op, 1, functions->merge, &a);
