@@ -96,6 +96,8 @@ enum {
 
 #include "bfloat16.h"
 
+#include "integers.h"
+
 #include "product.h"
 
 #include "decoder.h"
