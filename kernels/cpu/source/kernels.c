@@ -102,6 +102,8 @@ enum {
 
 #include "bfloat16.h"
 
+#include "integers.h"
+
 #include "product.h"
 
 #include "decoder.h"

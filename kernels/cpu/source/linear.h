@@ -45,7 +45,8 @@ void NAME(pack_linear)(const ELEMENT* weight, ELEMENT* panels, int64_t in_size, 
 }
 
 // Rows of packed weights, as an embedding takes them: output[i] = weight[indexes[i]], in float32.
-void NAME(take_rows)(const ELEMENT* panels, const int64_t* indexes, float* output, int64_t num_indexes, int64_t in_size) {
+static void NAME(take_rows)(const ELEMENT* panels, const int64_t* indexes, float* output, int64_t num_indexes,
+                            int64_t in_size) {
   for (int64_t n = 0; n < num_indexes; n++) {
     const ELEMENT* panel = panels + indexes[n] / PANEL * PANEL * NAME(padded_size)(in_size);
     for (int64_t i = 0; i < in_size; i++)

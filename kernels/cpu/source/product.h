@@ -6,6 +6,8 @@ INLINE arithmetic layer_arithmetic(const linear_layer* layer) {
   if (layer->element == ELEMENT_BFLOAT16 && layer->activation == ACTIVATION_BFLOAT16) return pair_arithmetic();
 #endif
   switch (layer->element) {
+    case ELEMENT_INT8:
+    case ELEMENT_INT4: return integer_arithmetic(layer);
     case ELEMENT_FLOAT: return arithmetic_float();
     case ELEMENT_BFLOAT16: return arithmetic_bfloat16();
     default: return arithmetic_float16();
@@ -113,6 +115,21 @@ static void multiply_task(const void* context, int64_t task, int64_t next) {
 int64_t packed_bytes(const linear_layer* layer) {
   const arithmetic by = layer_arithmetic(layer);
   return ceil_div(layer->out_size, PANEL) * ceil_div(layer->in_size, by.unit) * by.weight_bytes;
+}
+
+// A row of packed weights in float32, as an embedding takes it.
+static void take_row(const linear_layer* layer, int64_t index, float* row) {
+  switch (layer->element) {
+    case ELEMENT_FLOAT: take_rows_float(layer->panels, &index, row, 1, layer->in_size); break;
+    case ELEMENT_BFLOAT16: take_rows_bfloat16(layer->panels, &index, row, 1, layer->in_size); break;
+    case ELEMENT_FLOAT16: take_rows_float16(layer->panels, &index, row, 1, layer->in_size); break;
+    default: take_quantized_row(layer, index, row);
+  }
+}
+
+// output: [num_indexes, in_size]
+void take_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes) {
+  for (int64_t n = 0; n < num_indexes; n++) take_row(layer, indexes[n], output + n * layer->in_size);
 }
 
 // x: [num_rows, in_size], y: [num_rows, out_size]. 0, or 1 if there is no memory.

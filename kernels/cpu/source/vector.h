@@ -87,6 +87,19 @@ INLINE floats multiply_add(floats a, floats b, floats c) {
 #endif
 }
 
+// The nearest integers, to even; of numbers that fit.
+INLINE ints round_to_ints(floats v) {
+#if defined(HAS_AVX512)
+  return (ints)_mm512_cvtps_epi32((__m512)v);
+#elif defined(HAS_AVX2)
+  return (ints)_mm256_cvtps_epi32((__m256)v);
+#else
+  ints rounded;
+  for (int i = 0; i < LANES; i++) rounded[i] = (int32_t)lrintf(v[i]);
+  return rounded;
+#endif
+}
+
 INLINE float sum_lanes(floats v) {
 #if defined(__x86_64__)
   __m128 s = sum_to_four_lanes(v);
