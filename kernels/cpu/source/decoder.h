@@ -151,25 +151,29 @@ static void run_tasks(walk* w, int64_t op, int list, task_function run, const vo
 
 // Token by token
 
-static NOINLINE void embed_token(const operation* o, int64_t id, int64_t position, float* x, int64_t size) {
-#define ROWS_OF(type) \
-  if (o->table) \
-    widen_row_##type(o->table, id, x, size); \
-  else \
-    take_rows_##type(o->layer.panels, &id, x, 1, size); \
-  break;
-  switch (o->table ? o->table_element : o->layer.element) {
-    case ELEMENT_FLOAT: ROWS_OF(float)
-    case ELEMENT_BFLOAT16: ROWS_OF(bfloat16)
-    default: ROWS_OF(float16)
+enum { ROW_PART = 256 };
+
+// output = `size` values of an element type, from the one at `first` on.
+static void widen(const void* values, int64_t element, int64_t first, float* output, int64_t size) {
+  switch (element) {
+    case ELEMENT_FLOAT: widen_float((const float*)values + first, output, size); break;
+    case ELEMENT_BFLOAT16: widen_bfloat16((const bfloat16*)values + first, output, size); break;
+    default: widen_float16((const float16*)values + first, output, size);
   }
-#undef ROWS_OF
+}
+
+static NOINLINE void embed_token(const operation* o, int64_t id, int64_t position, float* x, int64_t size) {
+  if (!o->table)
+    take_row(&o->layer, id, x);
+  else
+    widen(o->table, o->table_element, id * size, x, size);
   if (!o->positions) return;
-  for (int64_t i = 0; i < size; i++) switch (o->positions_element) {
-      case ELEMENT_FLOAT: x[i] += ((const float*)o->positions)[position * size + i]; break;
-      case ELEMENT_BFLOAT16: x[i] += value_bfloat16(((const bfloat16*)o->positions)[position * size + i]); break;
-      default: x[i] += value_float16(((const float16*)o->positions)[position * size + i]);
-    }
+  float position_row[ROW_PART];
+  for (int64_t first = 0; first < size; first += ROW_PART) {
+    const int64_t num = size - first < ROW_PART ? size - first : ROW_PART;
+    widen(o->positions, o->positions_element, position * size + first, position_row, num);
+    add_float(x + first, position_row, num);
+  }
 }
 
 INLINE float sum_floats(const float* x, int64_t size) {

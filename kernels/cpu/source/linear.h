@@ -54,9 +54,9 @@ static void NAME(take_rows)(const ELEMENT* panels, const int64_t* indexes, float
   }
 }
 
-// The same of one row of a table [num_rows, size] that is not packed.
-INLINE void NAME(widen_row)(const ELEMENT* table, int64_t index, float* output, int64_t size) {
-  for (int64_t i = 0; i < size; i++) output[i] = NAME(value)(table[index * size + i]);
+// Values as float32.
+INLINE void NAME(widen)(const ELEMENT* values, float* output, int64_t size) {
+  for (int64_t i = 0; i < size; i++) output[i] = NAME(value)(values[i]);
 }
 
 // sums: [R, 2 * C], of R interleaved rows and C panels, += the products of `num` units.
