@@ -3,7 +3,17 @@
 import functools
 import logging
 
-from pagewire.kernels.cpu.decoder import DecoderKernel, DecoderWeights, LayerWeights
+from pagewire.kernels.cpu.decoder import (
+    Activate,
+    AttendTo,
+    DecoderKernel,
+    Embed,
+    Multiply,
+    Normalize,
+    Operation,
+    Predict,
+    Turn,
+)
 from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, BuildError, load_library
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
@@ -13,14 +23,20 @@ __all__ = [
     "MAX_HEAD_DIM",
     "NATIVE",
     "VARIANTS",
+    "Activate",
+    "AttendTo",
     "Build",
     "BuildError",
     "CpuKernels",
     "DecoderKernel",
-    "DecoderWeights",
-    "LayerWeights",
+    "Embed",
+    "Multiply",
+    "Normalize",
+    "Operation",
     "PackedLinear",
     "PagedRows",
+    "Predict",
+    "Turn",
     "load_kernels",
 ]
 

@@ -1,8 +1,13 @@
-"""A decoder in one call: what `source/decoder.h` computes, on tensors."""
+"""A model in one call: the list of operations that `source/decoder.h` carries out, on tensors.
+
+Operations name the buffers that they read and write: [T, width] of float32 for a step of T tokens. Whoever has a model
+makes the list (`worker_service/host/decoder.py`).
+"""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +21,104 @@ from pagewire.kernels.cpu.paged import PagedRows, cache_step, check
 LayerCache = tuple[Tensor, Tensor]
 
 
-class _Layer(ctypes.Structure):
-    """Mirrors `decoder_layer` of source/decoder.h."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Embed:
+    """output = table[token] + positions[position]."""
+
+    output: str
+    table: Tensor | PackedLinear  # [vocab_size, width] of any dtype that kernels know, or what has such a weight
+    positions: Tensor | None = None  # [number of positions, width] of any dtype that kernels know
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normalize:
+    """input += update, where there is one; then output = input / rms(input) * weight; or, centered, layer
+    normalization: (input - mean) / deviation * weight + bias."""
+
+    input: str
+    output: str
+    weight: Tensor  # [width] float32
+    eps: float
+    update: str | None = None
+    bias: Tensor | None = None
+    is_centered: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Multiply:
+    """output = input W^T + b; gated, silu of its first half times its second (`can_gate`)."""
+
+    input: str
+    output: str
+    linear: PackedLinear
+    is_gated: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activate:
+    """output = f(input); of silu_gate, silu of the first half of the input times the second."""
+
+    input: str
+    output: str
+    function: Literal["silu_gate", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """Of heads (queries, then keys, then values), normalizes those of queries and keys where there is a weight, turns
+    them by their position where there are cosines, gives the queries, and stores keys and values."""
+
+    input: str  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    output: str  # [T, num_heads * head_dim]
+    layer: int
+    head_dim: int
+    query_norm: Tensor | None = None  # [head_dim] float32
+    key_norm: Tensor | None = None
+    eps: float = 0.0
+    cos: Tensor | None = None  # [positions, head_dim] float32, as `CpuKernels.norm_rope` takes them
+    sin: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendTo:
+    """Queries to all that a layer has stored of their row."""
+
+    input: str
+    output: str
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predict:
+    """The input is the final hidden states, and the head's product of it the logits."""
+
+    input: str
+    head: PackedLinear
+
+
+Operation: TypeAlias = Embed | Normalize | Multiply | Activate | Turn | AttendTo | Predict
+
+# The orders of source/decoder.h.
+_KINDS = (Embed, Normalize, Multiply, Activate, Turn, AttendTo, Predict)
+_FUNCTIONS = ("silu_gate", "gelu", "gelu_tanh")
+_NO_BUFFER, _MAX_BUFFERS = -1, 32
+PARTS = ("norms", "products", "rotary", "attention", "head")
+
+
+class _Operation(ctypes.Structure):
+    """Mirrors `operation` of source/decoder.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, LinearLayer) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_int64) for name in ("kind", "input", "output", "update")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("is_centered", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("layer", LinearLayer),
+        *((name, ctypes.c_int64) for name in ("is_gated", "function")),
+        *((name, ctypes.c_void_p) for name in ("table", "positions")),
+        *((name, ctypes.c_int64) for name in ("table_element", "positions_element")),
+        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm", "cos", "sin")),
+        ("rotary_size", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("key_cache", "value_cache")),
         ("window", ctypes.c_int64),
     )
@@ -31,13 +128,10 @@ class _Decoder(ctypes.Structure):
     """Mirrors `decoder` of source/decoder.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "norm")),
-        ("head", LinearLayer),
-        ("embedding", ctypes.c_void_p),
-        ("embedding_element", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "intermediate_size", "cache_element")),
-        ("eps", ctypes.c_float),
+        ("operations", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_operations", "num_buffers")),
+        ("widths", ctypes.c_void_p),
+        ("cache_element", ctypes.c_int64),
     )
 
 
@@ -51,82 +145,62 @@ class _DecoderStep(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """The weights of one decoder layer. Norms are float32, [hidden_size] or, of heads, [head_dim] or None."""
-
-    attention_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    qkv: PackedLinear
-    output: PackedLinear
-    mlp_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderWeights:
-    """The weights of a decoder with a vocabulary of V tokens, which is computed at P positions at most."""
-
-    embedding: Tensor | None  # [V, hidden_size] of any dtype that kernels know; None: the head's
-    cos: Tensor  # [P, head_dim] float32, as `CpuKernels.norm_rope` takes them
-    sin: Tensor
-    layers: Sequence[LayerWeights]
-    norm: Tensor  # [hidden_size] float32
-    head: PackedLinear
-
-
-# The order of source/decoder.h.
-PARTS = ("norms", "products", "rotary", "attention", "head")
-
-
 class DecoderKernel:
-    """A decoder (Llama, Mistral, Qwen2, Qwen3) from token ids to logits, computed in float32.
+    """A model as a list of operations, from token ids to logits.
 
-    The cache may be of any dtype that kernels know.
+    Activations are float32, and rounded as its products say. The cache may be of any dtype that kernels know.
     """
 
-    def __init__(self, kernels: CpuKernels, weights: DecoderWeights, eps: float, num_heads: int) -> None:
-        """Raises ValueError if a weight does not fit."""
-        layers, norm, embedding = weights.layers, weights.norm, weights.embedding
+    def __init__(self, kernels: CpuKernels, operations: Sequence[Operation], num_heads: int) -> None:
+        """`num_heads` are those of queries. One operation predicts, the last. Raises ValueError if a weight does not
+        fit, or a buffer is read that nothing has written."""
         self._library = kernels.library
-        self._weights = weights
+        self._model = tuple(operations)
         self._num_heads = num_heads
-        self._hidden_size = len(norm)
-        self._heads_size = layers[0].qkv.out_size
-        for name, table in (("cos", weights.cos), ("sin", weights.sin)):
-            check(name, table, torch.float32, tuple(weights.cos.shape))
-        check("norm", norm, torch.float32, (self._hidden_size,))
-        if embedding is not None:
-            dtype = embedding.dtype if embedding.dtype in ELEMENTS else torch.float32
-            check("embedding", embedding, dtype, (len(embedding), self._hidden_size))
-        self._layers = (_Layer * len(layers))(*map(self._layer, layers))
+        self._widths = dict(_widths(self._model, num_heads))
+        if len(self._widths) > _MAX_BUFFERS:
+            raise ValueError(f"there are {len(self._widths)} buffers; {_MAX_BUFFERS} fit")
+        (self._head,) = [operation.head for operation in operations if isinstance(operation, Predict)]
+        self._buffers = {name: number for number, name in enumerate(self._widths)}
+        self._operations = (_Operation * len(self._model))(*map(self._mirror, self._model))
+        self._sizes = (ctypes.c_int64 * len(self._widths))(*self._widths.values())
         self._decoder = _Decoder(
-            layers=ctypes.addressof(self._layers),
-            norm=norm.data_ptr(),
-            head=weights.head.layer(),
-            embedding=None if embedding is None else embedding.data_ptr(),
-            embedding_element=0 if embedding is None else ELEMENTS[embedding.dtype],
-            cos=weights.cos.data_ptr(),
-            sin=weights.sin.data_ptr(),
-            num_layers=len(layers),
-            hidden_size=self._hidden_size,
-            intermediate_size=layers[0].down.in_size,
-            eps=eps,
+            ctypes.addressof(self._operations), len(self._model), len(self._widths), ctypes.addressof(self._sizes)
         )
         self._kv_cache: Sequence[LayerCache] | None = None
         self._times = (ctypes.c_int64 * len(PARTS))()
 
-    def _layer(self, weights: LayerWeights) -> _Layer:
-        for name, norm in (("attention_norm", weights.attention_norm), ("mlp_norm", weights.mlp_norm)):
-            check(name, norm, torch.float32, (self._hidden_size,))
-        pointers = (weights.attention_norm, weights.mlp_norm, weights.query_norm, weights.key_norm)
-        products = (weights.qkv, weights.output, weights.gate_up, weights.down)
-        return _Layer(
-            *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
-            *(product.layer() for product in products),
+    def _mirror(self, operation: Operation) -> _Operation:
+        mirror = _Operation(
+            kind=_KINDS.index(type(operation)),
+            **{name: self._number(getattr(operation, name, None)) for name in ("input", "output", "update")},
         )
+        match operation:
+            case Embed(table=table, positions=positions):
+                if isinstance(table, PackedLinear):
+                    mirror.layer = table.layer()
+                else:
+                    mirror.table, mirror.table_element = table.data_ptr(), ELEMENTS[table.dtype]
+                if positions is not None:
+                    mirror.positions, mirror.positions_element = positions.data_ptr(), ELEMENTS[positions.dtype]
+            case Normalize():
+                mirror.weight, mirror.bias = _pointer(operation.weight), _pointer(operation.bias)
+                mirror.eps, mirror.is_centered = operation.eps, operation.is_centered
+            case Multiply():
+                mirror.layer, mirror.is_gated = operation.linear.layer(), operation.is_gated
+            case Activate():
+                mirror.function = _FUNCTIONS.index(operation.function)
+            case Turn():
+                for name in ("query_norm", "key_norm", "cos", "sin"):
+                    setattr(mirror, name, _pointer(getattr(operation, name)))
+                mirror.eps = operation.eps
+                mirror.rotary_size = 0 if operation.cos is None else operation.cos.shape[1]
+            case Predict():
+                mirror.layer = operation.head.layer()
+        return mirror
+
+    def _number(self, buffer: str | None) -> int:
+        return _NO_BUFFER if buffer is None else self._buffers[buffer]
 
     def forward(
         self,
@@ -163,9 +237,10 @@ class DecoderKernel:
         if len(rows.slot_mapping) != num_tokens:
             raise ValueError(f"there are {num_tokens} token_ids and {len(rows.slot_mapping)} in rows; they must agree")
         self._use_cache(kv_cache, scorings)
-        step = cache_step(rows, scorings[0], num_tokens, self._num_heads, self._heads_size, *kv_cache[0])
-        hidden = torch.empty(num_tokens, self._hidden_size)
-        logits = torch.empty(num_logits, self._weights.head.out_size)
+        # The stride of queries is the operation's.
+        step = cache_step(rows, scorings[0], num_tokens, self._num_heads, 0, *kv_cache[0])
+        hidden = torch.empty(num_tokens, self._head.in_size)
+        logits = torch.empty(num_logits, self._head.out_size)
         highest = torch.empty(num_logits, dtype=torch.int64)
         tokens = _DecoderStep(
             token_ids.data_ptr(),
@@ -181,16 +256,16 @@ class DecoderKernel:
         return hidden, logits, highest
 
     def times(self) -> dict[str, int]:
-        """Nanoseconds of the last step by part, `PARTS`; the activation is a part of the products."""
+        """Nanoseconds of the last step by part, `PARTS`; activations are a part of the products."""
         return dict(zip(PARTS, self._times, strict=True))
 
     def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring]) -> None:
-        """Points the layers to a cache. Raises ValueError if its layers differ in dtype, shape or strides."""
+        """Points the operations to a cache. Raises ValueError if its layers differ in dtype, shape or strides."""
         if kv_cache is self._kv_cache:
             return
         first_key, first_value = kv_cache[0]
         self._check_heads(*first_key.shape[2:])
-        for layer, scoring, (key, value) in zip(self._layers, scorings, kv_cache, strict=True):
+        for key, value in kv_cache:
             found = (key.shape, key.stride(), value.shape, value.stride(), key.dtype, value.dtype)
             first = (first_key.shape, first_key.stride(), first_value.shape, first_value.stride())
             if found != (*first, first_key.dtype, first_key.dtype) or key.dtype not in ELEMENTS:
@@ -199,21 +274,83 @@ class DecoderKernel:
                     f"{tuple(first_key.shape)} with strides {first_key.stride()}: all layers have one shape, in one of "
                     f"{', '.join(map(str, ELEMENTS))}"
                 )
-            layer.key_cache, layer.value_cache, layer.window = key.data_ptr(), value.data_ptr(), scoring.window
+        for mirror, operation in zip(self._operations, self._model, strict=True):
+            if isinstance(operation, Turn | AttendTo):
+                key, value = kv_cache[operation.layer]
+                mirror.key_cache, mirror.value_cache = key.data_ptr(), value.data_ptr()
+                mirror.window = scorings[operation.layer].window
         self._decoder.cache_element = ELEMENTS[first_key.dtype]
         self._kv_cache = kv_cache
 
     def _check_heads(self, num_kv_heads: int, head_dim: int) -> None:
-        """Raises ValueError unless the weights give and take heads of this number and size."""
-        check("cos", self._weights.cos, torch.float32, (len(self._weights.cos), head_dim))
+        """Raises ValueError unless heads have this number and size."""
         num_all = self._num_heads + 2 * num_kv_heads
-        for weights in self._weights.layers:
-            sizes = (weights.qkv.out_size, weights.output.in_size)
+        for operation in self._model:
+            if not isinstance(operation, Turn):
+                continue
+            sizes = (self._widths[operation.input], self._widths[operation.output])
             if sizes != (num_all * head_dim, self._num_heads * head_dim):
                 raise ValueError(
-                    f"qkv gives {sizes[0]} and output takes {sizes[1]}; {self._num_heads} query heads and "
+                    f"heads are {sizes[0]} wide and queries {sizes[1]}; {self._num_heads} query heads and "
                     f"{num_kv_heads} KV heads of {head_dim} need {num_all * head_dim} and {self._num_heads * head_dim}"
                 )
-            for name, norm in (("query_norm", weights.query_norm), ("key_norm", weights.key_norm)):
+            for name in ("query_norm", "key_norm"):
+                norm = getattr(operation, name)
                 if norm is not None:
                     check(name, norm, torch.float32, (head_dim,))
+            for name in ("cos", "sin"):
+                table = getattr(operation, name)
+                if table is not None:
+                    check(name, table, torch.float32, (len(table), head_dim))
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _widths(operations: Sequence[Operation], num_heads: int) -> Iterator[tuple[str, int]]:
+    """The width of each buffer, as the operations write it. Raises ValueError if one reads another."""
+    widths: dict[str, int] = {}
+
+    def read(buffer: str, width: int | None = None) -> int:
+        found = widths.get(buffer)
+        if found is None or width not in (None, found):
+            raise ValueError(f"buffer {buffer} is {found or 'not written'}; {width or 'something'} is read from it")
+        return found
+
+    for operation in operations:
+        match operation:
+            case Embed(output, table, positions):
+                width = _table_width("embedding", table)
+                if positions is not None and _table_width("positions", positions) != width:
+                    raise ValueError(f"positions are {positions.shape[1]} wide and tokens {width}")
+            case Normalize():
+                output, width = operation.output, read(operation.input)
+                check("norm", operation.weight, torch.float32, (width,))
+                if operation.bias is not None:
+                    check("norm's bias", operation.bias, torch.float32, (width,))
+                if operation.update is not None:
+                    read(operation.update, width)
+            case Multiply(input, output, linear, is_gated):
+                read(input, linear.in_size)
+                width = linear.out_size // (2 if is_gated else 1)
+            case Activate(input, output, function):
+                width = read(input) // (2 if function == "silu_gate" else 1)
+            case Turn(input, output):
+                read(input)
+                width = num_heads * operation.head_dim
+            case AttendTo(input, output):
+                width = read(input)
+            case Predict(input, head):
+                read(input, head.in_size)
+                continue
+        if widths.setdefault(output, width) != width:
+            raise ValueError(f"buffer {output} is {widths[output]} wide and {width} elsewhere")
+    yield from widths.items()
+
+
+def _table_width(name: str, table: Tensor | PackedLinear) -> int:
+    if isinstance(table, PackedLinear):
+        return table.in_size
+    check(name, table, table.dtype if table.dtype in ELEMENTS else torch.float32, (len(table), table.shape[1]))
+    return table.shape[1]

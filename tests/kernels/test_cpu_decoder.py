@@ -1,45 +1,55 @@
 """What a decoder refuses before it touches memory; what it computes is tested with the models."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.cpu import DecoderKernel, DecoderWeights, LayerWeights, PagedRows
+from pagewire.kernels.cpu import (
+    Activate,
+    AttendTo,
+    DecoderKernel,
+    Embed,
+    Multiply,
+    Normalize,
+    PagedRows,
+    Predict,
+    Turn,
+)
 
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 32, 4, 2, 8, 50
 
 
-def layer(cpu_kernels, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM):
+def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=None):
     def packed(out_size, in_size):
         return cpu_kernels.pack_linear(torch.randn(out_size, in_size))
 
-    return LayerWeights(
-        attention_norm=torch.ones(HIDDEN),
-        query_norm=torch.ones(norm_dim),
-        key_norm=torch.ones(norm_dim),
-        qkv=packed((NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, HIDDEN),
-        output=packed(HIDDEN, NUM_HEADS * head_dim),
-        mlp_norm=torch.ones(HIDDEN),
-        gate_up=packed(96, HIDDEN),
-        down=packed(HIDDEN, 48),
-    )
+    angles = torch.ones(16, head_dim) if angles is None else angles
+    update = "update" if number else None
+    return [
+        Normalize("x", "normed", torch.ones(HIDDEN), 1e-6, update),
+        Multiply("normed", "heads", packed((NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, HIDDEN)),
+        Turn("heads", "queries", number, head_dim, torch.ones(norm_dim), torch.ones(norm_dim), 1e-6, angles, angles),
+        AttendTo("queries", "attended", number),
+        Multiply("attended", "update", packed(HIDDEN, NUM_HEADS * head_dim)),
+        Normalize("x", "normed", torch.ones(HIDDEN), 1e-6, "update"),
+        Multiply("normed", "gate_up", packed(96, HIDDEN)),
+        Activate("gate_up", "activated", "silu_gate"),
+        Multiply("activated", "update", packed(HIDDEN, 48)),
+    ]
 
 
-def decoder(cpu_kernels, second=None, **changed):
+def decoder(cpu_kernels, *, embedding=None, norm=None, head=None, is_tied=False, **changed):
     """Of two layers. The table of the embedding is of float16, the head's weight of float32."""
-    layers = [layer(cpu_kernels), second or layer(cpu_kernels)]
-    angles = torch.ones(16, HEAD_DIM)
-    weights = DecoderWeights(
-        embedding=torch.randn(VOCAB, HIDDEN).half(),
-        cos=angles,
-        sin=angles,
-        layers=layers,
-        norm=torch.ones(HIDDEN),
-        head=cpu_kernels.pack_linear(torch.randn(VOCAB, HIDDEN)),
-    )
-    return DecoderKernel(cpu_kernels, replace(weights, **changed), 1e-6, NUM_HEADS)
+    head = head or cpu_kernels.pack_linear(torch.randn(VOCAB, HIDDEN))
+    table = torch.randn(VOCAB, HIDDEN).half() if embedding is None else embedding
+    operations = [
+        Embed("x", head if is_tied else table),
+        *layer(cpu_kernels, 0),
+        *layer(cpu_kernels, 1, **changed),
+        Normalize("x", "normed", torch.ones(HIDDEN) if norm is None else norm, 1e-6, "update"),
+        Predict("normed", head),
+    ]
+    return DecoderKernel(cpu_kernels, operations, NUM_HEADS)
 
 
 def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, logit_rows=(0, 1, 2)):
@@ -59,12 +69,11 @@ def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, l
         ({}, {"logit_rows": (0, 1, 2, 0)}, "4 of 3 tokens are to have logits"),
         ({}, {"dtypes": (torch.float32, torch.bfloat16)}, "all layers have one shape, in one of torch.float32"),
         ({}, {"dtypes": (torch.float64,) * 2}, "all layers have one shape, in one of torch.float32"),
-        ({"head_dim": 4}, {}, "qkv gives 32 and output takes 16; .* need 64 and 32"),
         ({"norm_dim": 4}, {}, r"query_norm is .*must be torch.float32 \(8,\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(cpu_kernels, weights, step, message):
-    kernel = decoder(cpu_kernels, layer(cpu_kernels, **weights))
+    kernel = decoder(cpu_kernels, **weights)
     with pytest.raises(ValueError, match=message):
         forward(kernel, **step)
 
@@ -72,9 +81,9 @@ def test_what_does_not_fit_is_refused(cpu_kernels, weights, step, message):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"head_dim": 4}, "buffer heads is 64 wide and 32 elsewhere"),
         ({"embedding": torch.ones(VOCAB, HIDDEN, dtype=torch.float64)}, "embedding is torch.float64"),
         ({"embedding": torch.ones(HIDDEN, VOCAB).t()}, "embedding is .* contiguous"),
-        ({"sin": torch.ones(16, HEAD_DIM - 2)}, r"sin is .*must be torch.float32 \(16, 8\)"),
         ({"norm": torch.ones(HIDDEN).half()}, "norm is torch.float16"),
     ],
 )
@@ -86,7 +95,7 @@ def test_weights_that_do_not_fit_are_refused(cpu_kernels, changed, message):
 def test_angles_of_another_size_are_refused(cpu_kernels):
     angles = torch.ones(16, 2 * HEAD_DIM)
     with pytest.raises(ValueError, match=r"cos is .*must be torch.float32 \(16, 8\)"):
-        forward(decoder(cpu_kernels, cos=angles, sin=angles))
+        forward(decoder(cpu_kernels, angles=angles))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
@@ -107,8 +116,7 @@ def test_what_fits_is_computed(cpu_kernels, is_tied, num_tokens):
     """With few tokens threads norm all of them, with many a share each; logits are of any rows, in any order."""
     torch.manual_seed(2)
     weight = torch.randn(VOCAB, HIDDEN)
-    changed = {"embedding": None} if is_tied else {}
-    kernel = decoder(cpu_kernels, head=cpu_kernels.pack_linear(weight), **changed)
+    kernel = decoder(cpu_kernels, head=cpu_kernels.pack_linear(weight), is_tied=is_tied)
     for logit_rows in ((), (2,), (2, 0), tuple(range(num_tokens))):
         hidden, logits, highest = forward(kernel, num_slots=num_tokens, num_tokens=num_tokens, logit_rows=logit_rows)
         # The norm after the layers has weights of one.

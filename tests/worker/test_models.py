@@ -102,7 +102,7 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
     """Logits at every position of one sequence, computed chunk by chunk: [sum(chunks), vocab_size]."""
     config = model.config
     is_fused = getattr(model, "is_fused", False)
-    host = host_model(model, dtype, create_attention(config)) if is_fused else LayeredModel(model)
+    host = host_model(model, create_attention(config)) if is_fused else LayeredModel(model)
     num_blocks = -(-sum(chunks) // block_size)
     shape = (num_blocks + 1, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
     storage = torch.full(shape, float("nan"), dtype=dtype)
@@ -224,12 +224,13 @@ def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
     use_kernels(monkeypatch, "require")
     operations = host_operations()
     for family, dtype, expected in [
-        ("qwen3", torch.float32, True), ("qwen3", torch.bfloat16, False), ("gpt2", torch.float32, False),
+        ("qwen3", torch.float32, True), ("qwen3", torch.bfloat16, True), ("gpt2", torch.bfloat16, True),
+        ("gpt2", torch.float16, False),
     ]:  # fmt: skip
         path = make_checkpoint(tmp_path / f"{family}-{dtype}", family, seed=22)
         model = loading.load_model(path, dtype=dtype, device=CPU, operations=operations)
-        assert isinstance(host_model(model, dtype, create_attention(model.config)), CpuDecoder) == expected
-        assert isinstance(host_model(model, dtype, create_attention(model.config, "torch")), LayeredModel)
+        assert isinstance(host_model(model, create_attention(model.config)), CpuDecoder) == expected
+        assert isinstance(host_model(model, create_attention(model.config, "torch")), LayeredModel)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -10,6 +10,9 @@ from pagewire.kernels.cpu import CpuKernels, PackedLinear
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations, Product, TorchOperations
 
+# What models compute in with the kernels' products.
+_COMPUTED = (torch.float32, torch.bfloat16)
+
 
 def create_host_operations(kernels: CpuKernels | None) -> Operations:
     """The C kernels where there are any, else plain torch."""
@@ -17,7 +20,8 @@ def create_host_operations(kernels: CpuKernels | None) -> Operations:
 
 
 class CpuOperations:
-    """The C kernels. Products are theirs in float32, over weights of any dtype; in bfloat16 they are oneDNN's."""
+    """The C kernels. Products in float32 are over weights of any dtype; those in bfloat16, whose inputs are rounded to
+    it, over weights of bfloat16. In float16 they are torch's."""
 
     def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
@@ -27,18 +31,18 @@ class CpuOperations:
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Every bfloat16 and float16 is a float32, so nothing is lost, and half as much is read."""
-        return computed == torch.float32 and held in (torch.float32, torch.bfloat16, torch.float16)
+        return held == computed or (computed == torch.float32 and held in (torch.bfloat16, torch.float16))
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
-        if computed == torch.float32:
-            return CpuProduct(self.kernels, weight, bias)
+        if computed in _COMPUTED:
+            return CpuProduct(self.kernels, weight, bias, computed)
         return TorchOperations().prepare_product(weight, bias, computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        return computed == torch.float32 or TorchOperations().packs(computed, device)
+        return computed in _COMPUTED or TorchOperations().packs(computed, device)
 
     def takes_rows(self, computed: torch.dtype) -> bool:
-        return computed == torch.float32
+        return computed in _COMPUTED
 
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
         return attend(layer, *self.kernels.norm_rope(heads, preparation))
@@ -50,12 +54,14 @@ class CpuOperations:
 class CpuProduct:
     """A weight in the panels that the C kernels read, in the dtype it has."""
 
-    def __init__(self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None) -> None:
-        self._kernels = kernels
-        self.packed: PackedLinear = kernels.pack_linear(weight.contiguous(), bias)
+    def __init__(self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> None:
+        self.kernels = kernels
+        self._computed = computed
+        bias = None if bias is None else bias.float()
+        self.packed: PackedLinear = kernels.pack_linear(weight.contiguous(), bias, computed)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(x.contiguous(), self.packed)
+        return self.kernels.linear(x.float().contiguous(), self.packed).to(x.dtype)
 
     def take_rows(self, indexes: Tensor) -> Tensor:
-        return self._kernels.take_rows(self.packed, indexes)
+        return self.kernels.take_rows(self.packed, indexes).to(self._computed)

@@ -193,7 +193,7 @@ class _Assembly:
     def _computation(self, cache: CacheEngine, limits: TableLimits) -> Computation:
         table = SequenceTable(limits)
         if self.streams is None:
-            return HostComputation(host_model(self.model, self.dtype, self.backend), cache.layers, self.backend, table)
+            return HostComputation(host_model(self.model, self.backend), cache.layers, self.backend, table)
         # A graph would hold what ranks exchange by the connections of one epoch.
         max_graph_batch_size = self.config.max_graph_batch_size if self.communicator.size == 1 else 0
         sampler = create_sampler(limits.vocab_size)

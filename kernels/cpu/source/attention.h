@@ -7,95 +7,108 @@
 // where they are few, those of several KV heads take turns at each tile of positions, in the order in which keys lie.
 // Positions that no pair of a tile sees are never read.
 
-// Loads the item's queries, as they are and scaled.
-static void PAGED(load_queries)(const attention_step* step, const item* work, const ELEMENT* query, tile* t,
-                                bfloat16* raw_queries) {
+// Loads the item's queries, as words.
+static void PAGED(load_queries)(const attention_step* step, const item* work, const ELEMENT* query, tile* t) {
   const int64_t group = step->num_heads / step->num_kv_heads;
+  memset(t->queries, 0, sizeof(float) * (size_t)(t->num_rows * t->stride));
   for (int m = 0; m < t->num_rows; m++) {
     const int64_t pair = work->first_pair + m % work->num_pairs;
     const int64_t token = step->query_start_loc[work->row] + pair / group;
     const int64_t head = (work->kv_head + m / work->num_pairs) * group + pair % group;
     const ELEMENT* source = query + token * step->query_token_stride + head * step->head_dim;
-    for (int64_t d = 0; d < step->head_dim; d++)
-      t->queries[m * t->stride + d] = NAME(value)(source[d]) * step->scale;
-    if (raw_queries) {
-      memset(raw_queries + m * MAX_HEAD_DIM, 0, sizeof(bfloat16) * MAX_HEAD_DIM);
-      memcpy(raw_queries + m * MAX_HEAD_DIM, source, sizeof(bfloat16) * (size_t)step->head_dim);
-    }
+    float* words = t->queries + m * t->stride;
+    t->positions[m] = query_position(step, work->row, pair);
+    t->slopes[m] = step->alibi_slopes ? step->alibi_slopes[head] : 0.0f;
+    if (IN_PAIRS)
+      memcpy(words, source, sizeof(ELEMENT) * (size_t)step->head_dim);
+    else
+      for (int64_t d = 0; d < step->head_dim; d++) words[d] = NAME(value)(source[d]);
   }
 }
 
-// Attends for one item: sums, maxima and totals of its rows, not yet divided. The first keys of the item that the thread
-// takes next, NULL if there is none, are fetched meanwhile.
-static void PAGED(attend_item)(const attention_step* step, const item* work, const item* next, const ELEMENT* query,
-                               const CACHE* key_cache, const CACHE* value_cache, tile* t, float* packed) {
-  HELD(places) both[2] = {0};
-  bfloat16* raw_queries = NULL;
-#if defined(SCORES_IN_PAIRS) && defined(IS_BFLOAT16)
-  bfloat16 raw[TILE_ROWS * MAX_HEAD_DIM];
-  if (work->num_pairs <= DIRECT_ROWS) raw_queries = raw;
+static NOINLINE void PAGED(score)(const tile* t, const HELD(places)* at, float* packed) {
+#if IN_PAIRS
+  if (t->num_rows <= DIRECT_ROWS) {
+    HELD(score_directly)(1, t, at);
+  } else {
+    HELD(pack_keys)(1, t, at->keys, packed);
+    score_packed_pairs(t, packed);
+  }
+#else
+  HELD(score)(t, at, packed);
 #endif
-  start_tile(step, work, t);
-  PAGED(load_queries)(step, work, query, t, raw_queries);
-  const int is_direct = work->num_pairs <= DIRECT_ROWS;
-  const int max_positions = is_direct ? DIRECT_POSITIONS : TILE_POSITIONS;
-  HELD(find_places)(step, work, work->start, max_positions, key_cache, value_cache, &both[0]);
-  int turn = 0;
-  for (int64_t first = work->start; first < work->end; first += max_positions) {
-    const int64_t later = first + max_positions;
-    t->num_positions = later > work->end ? (int)(work->end - first) : max_positions;
-    for (int nth = 0; nth < work->num_kv_heads; nth++, turn = 1 - turn) {
-      const HELD(places)* at = &both[turn];
-      HELD(places)* after = &both[1 - turn];
-      if (nth + 1 < work->num_kv_heads)
-        HELD(move_places)(step, t->num_positions, at, after);
-      else if (later < work->end)
-        HELD(find_places)(step, work, later, max_positions, key_cache, value_cache, after);
-      else if (next)
-        HELD(find_places)(step, next, next->start, max_positions, key_cache, value_cache, after);
-      tile head = head_tile(work, t, nth);
-      if (is_direct) {
-        HELD(score_directly)(&head, raw_queries ? raw_queries + nth * work->num_pairs * MAX_HEAD_DIM : NULL, at);
-      } else {
-        HELD(pack_keys)(&head, at->keys, packed);
-        score_packed(&head, packed);
-      }
-      weigh_scores(step, work, &head, first);
+}
+
+// What a thread reads, and what it will read next.
+typedef struct {
+  const attention_step* step;
+  const item *work, *next;  // NULL: there is no next item
+  const CACHE *key_cache, *value_cache;
+  HELD(places) both[2];
+  int turn;  // which of both is read
+} PAGED(reader);
+
+// Finds what is read after the nth KV head of the tile from position `first` on, of which the keys are fetched already
+// while values are weighed: the same positions of the next head, the next tile, or the next item's first one.
+static const HELD(places)* PAGED(find_next)(PAGED(reader)* r, const tile* t, int64_t first, int nth) {
+  const HELD(places)* at = &r->both[r->turn];
+  HELD(places)* after = &r->both[1 - r->turn];
+  if (nth + 1 < r->work->num_kv_heads)
+    HELD(move_places)(r->step, t, at, after);
+  else if (first + TILE_POSITIONS < r->work->end)
+    HELD(find_places)(r->step, r->work, first + TILE_POSITIONS, r->key_cache, r->value_cache, after);
+  else if (r->next)
+    HELD(find_places)(r->step, r->next, first_tile(r->next), r->key_cache, r->value_cache, after);
+  return after;
+}
+
+// Sums up a span's tiles from position `first` on.
+static void PAGED(attend_span)(PAGED(reader)* r, tile* t, int64_t first, float* packed) {
+  const int64_t end = (first / SPAN_POSITIONS + 1) * SPAN_POSITIONS;
+  for (; first < end && first < r->work->end; first += TILE_POSITIONS) {
+    bound_tile(r->work, first, &t->begin, &t->end);
+    for (int nth = 0; nth < r->work->num_kv_heads; nth++, r->turn = 1 - r->turn) {
+      const HELD(places)* after = PAGED(find_next)(r, t, first, nth);
+      const HELD(places)* at = &r->both[r->turn];
+      tile head = head_tile(r->work, t, nth);
+      PAGED(score)(&head, at, packed);
+      weigh_scores(r->step, &head, first);
       HELD(weigh_values)(&head, at->values, after->keys);
     }
   }
 }
 
-// output[pair] = the parts' sums, divided by their totals; `parts` are consecutive tiles of one item. Where there are
-// groups, tokens are interleaved as the next product takes them.
-static void PAGED(write_pairs)(const attention_step* step, const item* work, const tile* parts, int num_parts,
-                               const row_groups* groups, ELEMENT* output) {
-  const int64_t group = step->num_heads / step->num_kv_heads;
-  for (int m = 0; m < parts->num_rows; m++) {
-    float maximum = -INFINITY, total = 0.0f, factors[MAX_PARTS];
-    for (int i = 0; i < num_parts; i++) maximum = parts[i].maxima[m] > maximum ? parts[i].maxima[m] : maximum;
-    const float base = maximum == -INFINITY ? 0.0f : maximum;
-    for (int i = 0; i < num_parts; i++) {
-      factors[i] = num_parts == 1 ? 1.0f : expf(parts[i].maxima[m] - base);
-      total += factors[i] * parts[i].totals[m];
-    }
+// Attends for one item, one span after the other. Those of a part are left in `partial`; else what all of them give is
+// returned, in `own`. The first keys of the item that the thread takes next are fetched meanwhile.
+static state PAGED(attend_item)(PAGED(reader)* r, const ELEMENT* query, scratch* own, float* partial) {
+  const item* work = r->work;
+  tile t = start_tile(r->step, work, own, IN_PAIRS);
+  const state merged = state_at(own->merged, t.num_rows, t.stride);
+  const int64_t spans = num_spans(work->start, work->end), begin = work->start / SPAN_POSITIONS;
+  PAGED(load_queries)(r->step, work, query, &t);
+  if (spans < 1) start_span(&t, own->span);
+  for (int64_t i = 0; i < spans; i++) {
+    start_span(&t, partial ? partial + i * state_floats(t.num_rows, t.stride) : own->span);
+    PAGED(attend_span)(r, &t, i ? (begin + i) * SPAN_POSITIONS : first_tile(work), own->packed);
+    if (!partial && spans > 1) merge_span(r->step, work, (begin + i) * SPAN_POSITIONS, &t.sums, &merged);
+  }
+  return spans > 1 ? merged : t.sums;
+}
+
+// output[pair] = sums / totals
+static void PAGED(write_pairs)(const attention_step* step, const item* work, const state* all, ELEMENT* output) {
+  const int64_t group = step->num_heads / step->num_kv_heads, stride = padded(step->head_dim);
+  for (int m = 0; m < work->num_pairs * work->num_kv_heads; m++) {
     const int64_t pair = work->first_pair + m % work->num_pairs;
-    const int64_t kv_head = work->kv_head + m / work->num_pairs;
+    const int64_t head = (work->kv_head + m / work->num_pairs) * group + pair % group;
     const int64_t token = step->query_start_loc[work->row] + pair / group;
-    const int64_t size = step->num_heads * step->head_dim;
-    int64_t stride = 1;
-    ELEMENT* target = output + (groups ? row_place(groups, token, size, &stride) : token * size);
-    target += (kv_head * group + pair % group) * step->head_dim * stride;
-    int64_t d = 0;
-    for (; d < step->head_dim; d += LANES) {
-      floats sum = splat(0.0f);
-      for (int i = 0; i < num_parts; i++)
-        sum += splat(factors[i]) * load_float(parts[i].sums + m * parts[i].stride + d);
-      sum = sum / splat(total);
-      if (stride == 1 && d + LANES <= step->head_dim)
-        NAME(store)(target + d, sum);
+    ELEMENT* target = output + (token * step->num_heads + head) * step->head_dim;
+    for (int64_t d = 0; d < step->head_dim; d += LANES) {
+      const floats average = load_float(all->sums + m * stride + d) / splat(all->totals[m]);
+      if (d + LANES <= step->head_dim)
+        NAME(store)(target + d, average);
       else
-        for (int64_t i = d; i < d + LANES && i < step->head_dim; i++) target[i * stride] = NAME(from_value)(sum[i - d]);
+        for (int64_t i = d; i < step->head_dim; i++) target[i] = NAME(from_value)(average[i - d]);
     }
   }
 }
@@ -131,33 +144,32 @@ void PAGED(store_kv)(const attention_step* step, const ELEMENT* key, const ELEME
 // A `task_function`: an item. Repeatable where no item is a part of one.
 static void PAGED(attend_task)(const void* context, int64_t task, int64_t next) {
   const attention* a = context;
-  const item *work = &a->list->items[task], *following = next < 0 ? NULL : &a->list->items[next];
+  const item* work = &a->list->items[task];
   scratch own;
-  tile t = scratch_tile(&own);
-  if (work->partial >= 0) {
-    t.sums = a->list->partials + work->partial * PARTIAL_FLOATS;
-    t.maxima = t.sums + TILE_ROWS * PADDED_HEAD_DIM;
-    t.totals = t.maxima + TILE_ROWS;
-  }
-  PAGED(attend_item)(a->step, work, following, a->query, a->key_cache, a->value_cache, &t, own.packed);
-  if (work->partial < 0) PAGED(write_pairs)(a->step, work, &t, 1, a->groups, a->output);
+  PAGED(reader) r = {.step = a->step, .work = work, .next = next < 0 ? NULL : &a->list->items[next],
+                     .key_cache = a->key_cache, .value_cache = a->value_cache};
+  HELD(find_places)(a->step, work, first_tile(work), a->key_cache, a->value_cache, &r.both[0]);
+  float* partial = work->partial < 0 ? NULL : a->list->partials + work->partial;
+  const state all = PAGED(attend_item)(&r, a->query, &own, partial);
+  if (!partial) PAGED(write_pairs)(a->step, work, &all, a->output);
 }
 
-// A `task_function`, after all items: puts together the parts of an item that begins here.
+// A `task_function`, after all items: puts together the spans of an item whose first part this is.
 static void PAGED(merge_task)(const void* context, int64_t task, int64_t next) {
   const attention* a = context;
-  const item* work = &a->list->items[task];
+  const item *work = &a->list->items[task], *last = work + work->num_parts - 1;
   (void)next;
   if (work->num_parts == 1 || work->part > 0) return;
-  tile parts[MAX_PARTS];
-  for (int p = 0; p < work->num_parts; p++) {
-    parts[p].num_rows = work->num_pairs * work->num_kv_heads;
-    parts[p].stride = padded(a->step->head_dim);
-    parts[p].sums = a->list->partials + (work->partial + p) * PARTIAL_FLOATS;
-    parts[p].maxima = parts[p].sums + TILE_ROWS * PADDED_HEAD_DIM;
-    parts[p].totals = parts[p].maxima + TILE_ROWS;
+  const int64_t num_rows = work->num_pairs * work->num_kv_heads, stride = padded(a->step->head_dim);
+  const int64_t begin = work->start / SPAN_POSITIONS, spans = num_spans(work->start, last->end);
+  float memory[TILE_ROWS * (PADDED_HEAD_DIM + 2)] __attribute__((aligned(64)));
+  const state merged = state_at(memory, num_rows, stride);
+  for (int64_t i = 0; i < spans; i++) {
+    float* partial = a->list->partials + work->partial + i * state_floats(num_rows, stride);
+    const state span = state_at(partial, num_rows, stride);
+    merge_span(a->step, work, (begin + i) * SPAN_POSITIONS, &span, &merged);
   }
-  PAGED(write_pairs)(a->step, work, parts, work->num_parts, a->groups, a->output);
+  PAGED(write_pairs)(a->step, work, &merged, a->output);
 }
 
 // output: [num_tokens, num_heads, head_dim]. 0, or 1 if there is no memory.
@@ -165,7 +177,7 @@ int PAGED(paged_attention)(const attention_step* step, const ELEMENT* query, con
                            const CACHE* value_cache, ELEMENT* output) {
   work_list list;
   if (!list_work(step, &list)) return 1;
-  const attention a = {step, &list, query, key_cache, value_cache, NULL, output};
+  const attention a = {step, &list, query, key_cache, value_cache, output};
   task_list items = {.num_tasks = list.num_items}, merges = {.num_tasks = list.partials ? list.num_items : 0};
 #pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1 && list.num_items > 1 && list.cost >= MIN_PARALLEL_ELEMENTS)
   {

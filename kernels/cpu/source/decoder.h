@@ -1,30 +1,53 @@
-// A decoder-only transformer (Llama, Mistral, Qwen2, Qwen3) over one step, from token ids to logits, in one region of
-// threads: they meet after each part of a layer instead of being sent home. Activations are float32, weights and cache of
-// any element type.
+// A model over one step, from token ids to logits, in one region of threads: a list of operations, which `decoder.py` makes
+// of the model, carried out one after the other. Nothing here knows what model it is. Activations are float32, products
+// round what they read as their layers say, weights and cache are of any element type.
 //
-// Where a step has few tokens, its parts are repeatable (tasks.h), so that no thread waits for one that has lost its core:
-// every layer has buffers of its own, and every thread norms all tokens for itself, which takes less time than to meet
-// once more.
+// An operation reads and writes *buffers*: float32, [num_tokens, width]. Some operations work token by token (embed,
+// normalize, activate, and preparing what a product reads): threads share out the tokens. The others are cut into tasks.
+//
+// Where a step has few tokens, tasks are repeatable (tasks.h), so that no thread waits for one that has lost its core:
+// whatever an operation writes by tasks has memory of its own, and what is done token by token every thread does for
+// itself, in its own memory, which takes less time than to meet once more.
 
-// `decoder.py` mirrors these structures.
+enum { EMBED, NORMALIZE, MULTIPLY, ACTIVATE, TURN, ATTEND, PREDICT };  // kinds of operations
+
+enum { SILU_GATE, GELU, GELU_TANH };  // functions of ACTIVATE
+
+enum { NO_BUFFER = -1, MAX_BUFFERS = 32 };
+
+// `decoder.py` mirrors this structure. Each kind says which fields it uses.
 typedef struct {
-  const float *attention_norm, *mlp_norm;  // [hidden_size]
-  const float *query_norm, *key_norm;      // [head_dim], or NULL
-  linear_layer qkv, output, gate_up, down;
+  int64_t kind;
+  int64_t input, output;  // buffers; NO_BUFFER: none
+  // NORMALIZE: input += update where there is one, then output = (input - mean) / deviation * weight + bias; without
+  // `is_centered` the mean counts as 0. TURN: eps.
+  int64_t update;
+  const float *weight, *bias;  // [width]; bias may be NULL
+  int64_t is_centered;
+  float eps;
+  // MULTIPLY: output = input W^T + b, or, gated, silu of its first half times its second. PREDICT: the head.
+  linear_layer layer;
+  int64_t is_gated;
+  int64_t function;  // ACTIVATE
+  // EMBED: output = table[token] + positions[position]. Tables are [rows, width] of an element type; without one the rows are those
+  // of `layer`; positions may be NULL.
+  const void *table, *positions;
+  int64_t table_element, positions_element;
+  // TURN: of heads [num_heads + 2 * num_kv_heads, head_dim], queries, keys and values, the queries and keys are normalized
+  // where there is a weight, [head_dim], and their first `rotary_size` values turned by cos and sin, [positions,
+  // rotary_size], where there are any; queries are the output, keys and values are stored. ATTEND: over what is stored.
+  const float *query_norm, *key_norm, *cos, *sin;
+  int64_t rotary_size;
   void *key_cache, *value_cache;
   int64_t window;  // positions that a query attends to, its own included; 0: all up to its own
-} decoder_layer;
+} operation;
 
+// `decoder.py` mirrors this structure.
 typedef struct {
-  const decoder_layer* layers;
-  const float* norm;  // [hidden_size]
-  linear_layer head;
-  const void* embedding;  // [vocab_size, hidden_size] of an element type; NULL: the head's weights
-  int64_t embedding_element;
-  const float *cos, *sin;  // [positions, head_dim]
-  int64_t num_layers, hidden_size, intermediate_size;
+  const operation* operations;
+  int64_t num_operations, num_buffers;
+  const int64_t* widths;  // [num_buffers]
   int64_t cache_element;  // what the cache holds: ELEMENT_FLOAT and so on
-  float eps;
 } decoder;
 
 // Attention over a cache of some element type.
@@ -42,31 +65,26 @@ static const attention_functions ATTENTION_OVER[] = {
 // Which of a step's parts takes how long. `decoder.py` mirrors their order.
 enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, NUM_PARTS };
 
+static const int PART_OF[] = {[EMBED] = NORMS,  [NORMALIZE] = NORMS,  [MULTIPLY] = PRODUCTS, [ACTIVATE] = PRODUCTS,
+                              [TURN] = ROTARY,  [ATTEND] = ATTENTION, [PREDICT] = HEAD};
+
 enum {
   FEW_TOKENS = 8,
   HEADS_PER_TASK = 4,  // that are turned
+  LISTS = 2,           // of tasks of an operation: attention's items and their merging, logits and the highest of them
 };
-
-typedef struct {
-  int64_t last;              // nanoseconds on the clock
-  int64_t parts[NUM_PARTS];  // nanoseconds
-} step_times;
-
-enum { QKV, TURN, ATTEND, MERGE, OUTPUT, GATE_UP, DOWN, NUM_LISTS };  // of each layer
-enum { LOGITS, HIGHEST, NUM_LAST_LISTS };                              // behind those of all layers
 
 // What a step is given and, beside keys and values, computes. `decoder.py` mirrors this structure.
 typedef struct {
   const int64_t *token_ids, *positions;  // [num_tokens]
   const int64_t* logit_rows;             // [num_logits]: which tokens have logits
   int64_t num_logits;                    // at most num_tokens
-  float* hidden;                         // [num_tokens, hidden_size], normed
+  float* hidden;                         // [num_tokens, width]: what PREDICT reads
   float* logits;                         // [num_logits, out_size of the head]
   int64_t* highest;                      // [num_logits]: which logit is, the first of equals; -1: there is a NaN
 } decoder_step;
 
-// What all threads of a step share. Buffers of a layer are `layer_size` floats behind those of the layer before where
-// there are few tokens, and the same else.
+// What all threads of a step share.
 typedef struct {
   const decoder* model;
   const attention_step* step;
@@ -74,25 +92,28 @@ typedef struct {
   row_groups groups;       // of tokens
   row_groups head_groups;  // of those that have logits
   int is_few;
-  int64_t layer_size;
-  float* heads;           // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
-  float* queries;         // [num_tokens, num_heads, head_dim], turned
-  float* attended;        // [num_tokens, num_heads, head_dim], interleaved
-  float* update;          // [num_tokens, hidden_size]: what attention adds to x
-  float* gate_up;         // [num_tokens, 2 * intermediate_size], where the two are not computed together
-  float* activated;       // [num_tokens, intermediate_size], interleaved
-  float* last_update;     // [num_tokens, hidden_size]: what the layer adds last
-  float* x;               // [num_tokens, hidden_size]: the residual stream, where there are many tokens; of all layers
-  float* normed;          // [num_tokens, hidden_size], interleaved, where there are many tokens; of all layers
-  float* own;             // [num_threads, 2, FEW_TOKENS, hidden_size], where there are few tokens; of all layers
-  task_list* lists;       // [num_layers, NUM_LISTS], and NUM_LAST_LISTS
-  step_times* times;
+  float* memory;
+  // Floats from `memory` on. With few tokens, what is done token by token has its buffer behind `own` in each thread's part
+  // of own_size floats, and what is done by tasks the place of its operation; else each buffer has one place.
+  int64_t *buffer_places, *operation_places;  // [num_buffers], [num_operations]
+  int64_t prepared;                           // what a product reads; in the thread's part where there are few tokens
+  int64_t own, own_size;
+  work_list* works;     // [num_operations]: those of ATTEND with equal windows are one
+  int* work_of;         // [num_operations]: which list
+  task_list* lists;     // [num_operations, LISTS]
+  int64_t last;         // nanoseconds on the clock
+  int64_t* times;       // [NUM_PARTS] nanoseconds
 } decoding;
 
-// What a thread norms: its own where there are few tokens, else what all share.
+// A thread's way through the operations.
 typedef struct {
-  float *x, *normed;
-} residual;
+  decoding* d;
+  float* own;                   // its part, where there are few tokens
+  float* places[MAX_BUFFERS];   // of what each buffer holds at the moment
+  int is_settled;               // whether all threads have met since something was done token by token
+} walk;
+
+INLINE int is_by_tasks(int64_t kind) { return kind == MULTIPLY || kind == TURN || kind == ATTEND || kind == PREDICT; }
 
 static int64_t nanoseconds(void) {
   struct timespec now;
@@ -100,112 +121,130 @@ static int64_t nanoseconds(void) {
   return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-// Books the time since the last call to a part, as the first thread sees it.
-static void end_part(const decoding* d, int part) {
-#pragma omp master
-  {
-    const int64_t now = nanoseconds();
-    d->times->parts[part] += now - d->times->last;
-    d->times->last = now;
+// Does something to every token. The same thread has the same tokens each time, so that what is done token by token needs no
+// meeting before the next.
+#define FOR_TOKENS(w, num, body) \
+  if ((w)->d->is_few) { \
+    for (int64_t token = 0; token < (num); token++) body; \
+  } else { \
+    _Pragma("omp for schedule(static) nowait") for (int64_t token = 0; token < (num); token++) body; \
+    (w)->is_settled = 0; \
   }
+
+static void settle(walk* w) {
+  if (!w->is_settled && !w->d->is_few) {
+#pragma omp barrier
+  }
+  w->is_settled = 1;
 }
 
-static void run_part(const decoding* d, int64_t layer, int list, task_function run, const void* context, int part) {
-  task_list* tasks = &d->lists[layer * NUM_LISTS + list];
-  if (d->is_few) {
+static void run_tasks(walk* w, int64_t op, int list, task_function run, const void* context) {
+  task_list* tasks = &w->d->lists[op * LISTS + list];
+  settle(w);
+  if (w->d->is_few) {
     finish_tasks(tasks, run, context);
   } else {
     share_tasks(tasks, run, context);
 #pragma omp barrier
   }
-  end_part(d, part);
 }
 
-static void embed_token(const decoding* d, int64_t token, float* x) {
-  const decoder* model = d->model;
-  const int64_t size = model->hidden_size, *id = &d->tokens->token_ids[token];
-#define EMBED(type) \
-  if (model->embedding) \
-    widen_row_##type(model->embedding, *id, x, size); \
-  else \
-    take_rows_##type(model->head.panels, id, x, 1, size); \
-  break;
-  switch (model->embedding ? model->embedding_element : model->head.element) {
-    case ELEMENT_FLOAT: EMBED(float)
-    case ELEMENT_BFLOAT16: EMBED(bfloat16)
-    default: EMBED(float16)
+// Token by token
+
+enum { ROW_PART = 256 };
+
+// output = `size` values of an element type, from the one at `first` on.
+static void widen(const void* values, int64_t element, int64_t first, float* output, int64_t size) {
+  switch (element) {
+    case ELEMENT_FLOAT: widen_float((const float*)values + first, output, size); break;
+    case ELEMENT_BFLOAT16: widen_bfloat16((const bfloat16*)values + first, output, size); break;
+    default: widen_float16((const float16*)values + first, output, size);
   }
-#undef EMBED
 }
 
-static residual embed_tokens(const decoding* d) {
-  const int64_t num_tokens = d->step->num_tokens, size = d->model->hidden_size;
-  residual r = {d->x, d->normed};
-  if (d->is_few) {
-    r.x = d->own + omp_get_thread_num() * 2 * FEW_TOKENS * size;
-    r.normed = r.x + FEW_TOKENS * size;
-    for (int64_t token = 0; token < num_tokens; token++) embed_token(d, token, r.x + token * size);
-  } else {
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < num_tokens; token++) embed_token(d, token, r.x + token * size);
+static NOINLINE void embed_token(const operation* o, int64_t id, int64_t position, float* x, int64_t size) {
+  if (!o->table)
+    take_row(&o->layer, id, x);
+  else
+    widen(o->table, o->table_element, id * size, x, size);
+  if (!o->positions) return;
+  float position_row[ROW_PART];
+  for (int64_t first = 0; first < size; first += ROW_PART) {
+    const int64_t num = size - first < ROW_PART ? size - first : ROW_PART;
+    widen(o->positions, o->positions_element, position * size + first, position_row, num);
+    add_float(x + first, position_row, num);
   }
-#pragma omp master
-  d->times->last = nanoseconds();
-  return r;
 }
 
-// normed = norm(x), after x += update where there is one.
-static void norm_token(const decoding* d, const residual* r, int64_t token, const float* weight, const float* update) {
-  const int64_t size = d->model->hidden_size;
-  float* x = r->x + token * size;
-  if (update) add_float(x, update + token * size, size);
-  const float factor = inverse_rms_float(x, size, d->model->eps);
-  int64_t stride;
-  float* target = r->normed + row_place(&d->groups, token, size, &stride);
-  for (int64_t i = 0; i < size; i++) target[i * stride] = x[i] * factor * weight[i];
+INLINE float sum_floats(const float* x, int64_t size) {
+  floats sums = splat(0.0f);
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) sums += load_float(x + i);
+  float sum = sum_lanes(sums);
+  for (; i < size; i++) sum += x[i];
+  return sum;
 }
 
-static void norm_tokens(const decoding* d, const residual* r, const float* weight, const float* update) {
-  if (d->is_few) {
-    for (int64_t token = 0; token < d->step->num_tokens; token++) norm_token(d, r, token, weight, update);
-  } else {
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < d->step->num_tokens; token++) norm_token(d, r, token, weight, update);
+// Layer normalization (Ba et al., 2016, https://arxiv.org/abs/1607.06450), or that of the root mean square.
+static NOINLINE void normalize_token(const operation* o, float* x, const float* update, float* output, int64_t size) {
+  if (update) add_float(x, update, size);
+  if (!o->is_centered) {
+    normalize_float(x, o->weight, output, size, o->eps);
+    return;
   }
-  end_part(d, NORMS);
+  const float mean = sum_floats(x, size) / (float)size;
+  for (int64_t i = 0; i < size; i++) output[i] = x[i] - mean;
+  const float factor = inverse_rms_float(output, size, o->eps);
+  for (int64_t i = 0; i < size; i++) output[i] = output[i] * factor * o->weight[i] + (o->bias ? o->bias[i] : 0.0f);
 }
 
-// hidden = norm(x + update), and what the head takes of it.
-static void norm_last(const decoding* d, const residual* r, const float* update) {
-  const int64_t size = d->model->hidden_size, num_tokens = d->step->num_tokens;
-  const decoder_step* tokens = d->tokens;
-  if (d->is_few) {
-    for (int64_t token = 0; token < num_tokens; token++) {
-      float* x = r->x + token * size;
-      add_float(x, update + token * size, size);
-      normalize_float(x, d->model->norm, x, size, d->model->eps);
-    }
-    for (int64_t i = 0; i < tokens->num_logits; i++)
-      interleave_row(&d->head_groups, i, r->x + tokens->logit_rows[i] * size, size, r->normed);
-#pragma omp master
-    memcpy(tokens->hidden, r->x, sizeof(float) * (size_t)(num_tokens * size));
-  } else {
-#pragma omp for schedule(static)
-    for (int64_t token = 0; token < num_tokens; token++) {
-      float* x = r->x + token * size;
-      add_float(x, update + token * size, size);
-      normalize_float(x, d->model->norm, tokens->hidden + token * size, size, d->model->eps);
-    }
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < tokens->num_logits; i++)
-      interleave_row(&d->head_groups, i, tokens->hidden + tokens->logit_rows[i] * size, size, r->normed);
+// x / 2 * (1 + erf(x / sqrt(2))), or its approximation by tanh (Hendrycks and Gimpel, 2016, https://arxiv.org/abs/1606.08415).
+INLINE floats gelu(floats x, int64_t function) {
+  const floats inner = function == GELU ? error_function(x * splat(0.70710678118654752f))
+                                        : hyperbolic_tangent((x * x * x * splat(0.044715f) + x) *
+                                                             splat(0.79788456080286536f));
+  return splat(0.5f) * x * (splat(1.0f) + inner);
+}
+
+// input: [size] of the output, or twice that where it is gates and ups.
+static NOINLINE void activate_token(const operation* o, const float* input, float* output, int64_t size) {
+  if (o->function == SILU_GATE) {
+    silu_mul_token_float(input, input + size, output, size);
+    return;
   }
-  end_part(d, NORMS);
+  for (int64_t i = 0; i < size; i += LANES) {
+    float part[LANES] = {0};
+    const int64_t num = size - i < LANES ? size - i : LANES;
+    memcpy(part, input + i, sizeof(float) * (size_t)num);
+    store_float(part, gelu(load_float(part), o->function));
+    memcpy(output + i, part, sizeof(float) * (size_t)num);
+  }
+}
+
+// By tasks
+
+// `rows`: which tokens' x are the rows of the groups; NULL: all.
+static const void* prepare(walk* w, const linear_layer* layer, const row_groups* groups, const float* x,
+                           const int64_t* rows) {
+  const decoding* d = w->d;
+  void* prepared = (d->is_few ? w->own : d->memory) + d->prepared;
+  const int64_t kind = activation_kind(layer), size = layer->in_size;
+  FOR_TOKENS(w, groups->num_rows, prepare_row(kind, groups, token, x + (rows ? rows[token] : token) * size, size, prepared))
+  return prepared;
+}
+
+static void multiply(walk* w, int64_t op, const float* input, float* output) {
+  const operation* o = &w->d->model->operations[op];
+  const row_groups* groups = &w->d->groups;
+  const void* prepared = prepare(w, &o->layer, groups, input, NULL);
+  const product p = o->is_gated ? gated_product(&o->layer, groups, prepared, output)
+                                : plain_product(&o->layer, groups, prepared, output);
+  run_tasks(w, op, 0, multiply_task, &p);
 }
 
 typedef struct {
   const decoding* d;
-  const decoder_layer* layer;
+  const operation* o;
   const float* heads;
   float* queries;
 } turning;
@@ -213,6 +252,7 @@ typedef struct {
 // A `task_function`: norms and turns heads of queries and keys, and stores keys and values.
 static void turn_task(const void* context, int64_t task, int64_t next) {
   const turning* t = context;
+  const operation* o = t->o;
   const attention_step* step = t->d->step;
   const int64_t size = step->head_dim, num_turned = step->num_heads + step->num_kv_heads;
   const int64_t num_all = step->num_tokens * num_turned, end = (task + 1) * HEADS_PER_TASK;
@@ -220,230 +260,273 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
   for (int64_t i = task * HEADS_PER_TASK; i < end && i < num_all; i++) {
     const int64_t token = i / num_turned, head = i % num_turned;
     const float* source = t->heads + (token * (num_turned + step->num_kv_heads) + head) * size;
-    const float* weight = head < step->num_heads ? t->layer->query_norm : t->layer->key_norm;
+    const float* weight = head < step->num_heads ? o->query_norm : o->key_norm;
     float x[MAX_HEAD_DIM];
     if (weight)
-      normalize_float(source, weight, x, size, t->d->model->eps);
+      normalize_float(source, weight, x, size, o->eps);
     else
       memcpy(x, source, sizeof(float) * (size_t)size);
-    const int64_t angle = t->d->tokens->positions[token] * size;
-    rotate_float(x, t->d->model->cos + angle, t->d->model->sin + angle, size);
+    const int64_t angle = t->d->tokens->positions[token] * o->rotary_size;
+    if (o->rotary_size) rotate_float(x, o->cos + angle, o->sin + angle, o->rotary_size);
     if (head < step->num_heads)
       memcpy(t->queries + (token * step->num_heads + head) * size, x, sizeof(float) * (size_t)size);
     else
       ATTENTION_OVER[t->d->model->cache_element].store_head(step, token, head - step->num_heads, x,
-                                                            source + step->num_kv_heads * size, t->layer->key_cache,
-                                                            t->layer->value_cache);
+                                                            source + step->num_kv_heads * size, o->key_cache,
+                                                            o->value_cache);
   }
 }
 
-static void silu_tokens(const decoding* d, float* gate_up, float* activated) {
-  const int64_t size = d->model->intermediate_size;
-#pragma omp for schedule(static)
-  for (int64_t token = 0; token < d->step->num_tokens; token++) {
-    float* row = gate_up + token * 2 * size;
-    silu_mul_token_float(row, row + size, row, size);
-    interleave_row(&d->groups, token, row, size, activated);
-  }
+static void turn(walk* w, int64_t op, const float* input, float* output) {
+  const turning t = {w->d, &w->d->model->operations[op], input, output};
+  run_tasks(w, op, 0, turn_task, &t);
 }
 
-static void attend_layer(const decoding* d, int64_t l, const work_list* list, const float* normed) {
-  const decoder_layer* layer = &d->model->layers[l];
-  const int64_t offset = l * d->layer_size;
-  const product qkv = plain_product(&layer->qkv, &d->groups, normed, d->heads + offset);
-  run_part(d, l, QKV, multiply_task, &qkv, PRODUCTS);
-  const turning t = {d, layer, d->heads + offset, d->queries + offset};
-  run_part(d, l, TURN, turn_task, &t, ROTARY);
+static void attend_tokens(walk* w, int64_t op, const float* input, float* output) {
+  const decoding* d = w->d;
+  const operation* o = &d->model->operations[op];
+  const work_list* list = &d->works[d->work_of[op]];
   attention_step step = *d->step;
-  step.window = layer->window;
+  step.window = o->window;
   step.query_token_stride = step.num_heads * step.head_dim;
-  const attention a = {&step, list, d->queries + offset, layer->key_cache, layer->value_cache, &d->groups,
-                       d->attended + offset};
+  const attention a = {&step, list, input, o->key_cache, o->value_cache, output};
   const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
-  run_part(d, l, ATTEND, functions->attend, &a, ATTENTION);
-  if (list->partials) run_part(d, l, MERGE, functions->merge, &a, ATTENTION);
-  const product output = plain_product(&layer->output, &d->groups, d->attended + offset, d->update + offset);
-  run_part(d, l, OUTPUT, multiply_task, &output, PRODUCTS);
+  run_tasks(w, op, 0, functions->attend, &a);
+  if (list->partials) run_tasks(w, op, 1, functions->merge, &a);
 }
 
-static void feed_forward(const decoding* d, int64_t l, const float* normed) {
-  const decoder_layer* layer = &d->model->layers[l];
-  const int64_t offset = l * d->layer_size;
-  float* activated = d->activated + offset;
-  if (can_gate(&layer->gate_up)) {
-    const product gate_up = gated_product(&layer->gate_up, &d->groups, normed, activated);
-    run_part(d, l, GATE_UP, multiply_task, &gate_up, PRODUCTS);
-  } else {
-    const product gate_up = plain_product(&layer->gate_up, &d->groups, normed, d->gate_up);
-    run_part(d, l, GATE_UP, multiply_task, &gate_up, PRODUCTS);
-    silu_tokens(d, d->gate_up, activated);
-  }
-  const product down = plain_product(&layer->down, &d->groups, activated, d->last_update + offset);
-  run_part(d, l, DOWN, multiply_task, &down, PRODUCTS);
-}
+typedef struct {
+  const decoder_step* tokens;
+  int64_t size;
+} choice;
 
 // A `task_function`: looks for the highest logit of a row; repeatable.
 static void highest_task(const void* context, int64_t row, int64_t next) {
-  const decoding* d = context;
-  const int64_t size = d->model->head.out_size;
-  const float* logits = d->tokens->logits + row * size;
+  const choice* c = context;
+  const float* logits = c->tokens->logits + row * c->size;
   floats highest = splat(-INFINITY);
   ints is_nan = {0};
   int has_nan = 0;
   int64_t i = 0, found = 0;
   (void)next;
-  for (; i + LANES <= size; i += LANES) {
+  for (; i + LANES <= c->size; i += LANES) {
     const floats values = load_float(logits + i);
     highest = larger(values, highest);
     is_nan |= values != values;
   }
   for (int lane = 0; lane < LANES; lane++) has_nan |= is_nan[lane];
   float value = largest_lane(highest);
-  for (; i < size; i++) {
+  for (; i < c->size; i++) {
     value = logits[i] > value ? logits[i] : value;
     has_nan |= isnan(logits[i]);
   }
   while (!has_nan && logits[found] != value) found++;
-  d->tokens->highest[row] = has_nan ? -1 : found;
+  c->tokens->highest[row] = has_nan ? -1 : found;
 }
 
-static void compute_logits(const decoding* d, const float* normed) {
-  const int64_t num_layers = d->model->num_layers;
-  const product head = plain_product(&d->model->head, &d->head_groups, normed, d->tokens->logits);
-  run_part(d, num_layers, LOGITS, multiply_task, &head, HEAD);
-  run_part(d, num_layers, HIGHEST, highest_task, d, HEAD);
-}
-
-// Of one thread.
-static void decode_tokens(const decoding* d, const work_list* lists, const int* list_of_layer) {
-  const decoder* model = d->model;
-  const residual r = embed_tokens(d);
-  const float* update = NULL;
-  for (int64_t l = 0; l < model->num_layers; l++) {
-    norm_tokens(d, &r, model->layers[l].attention_norm, update);
-    attend_layer(d, l, &lists[list_of_layer[l]], r.normed);
-    norm_tokens(d, &r, model->layers[l].mlp_norm, d->update + l * d->layer_size);
-    feed_forward(d, l, r.normed);
-    update = d->last_update + l * d->layer_size;
+static void predict(walk* w, int64_t op, const float* input) {
+  const decoding* d = w->d;
+  const operation* o = &d->model->operations[op];
+  const decoder_step* tokens = d->tokens;
+  const int64_t size = o->layer.in_size, num_tokens = d->step->num_tokens;
+  if (!d->is_few || omp_get_thread_num() == 0) {
+    FOR_TOKENS(w, num_tokens, memcpy(tokens->hidden + token * size, input + token * size, sizeof(float) * (size_t)size))
   }
-  norm_last(d, &r, update);
-  if (d->tokens->num_logits) compute_logits(d, r.normed);
+  if (!tokens->num_logits) return;
+  settle(w);  // logits are of any tokens
+  const void* prepared = prepare(w, &o->layer, &d->head_groups, input, tokens->logit_rows);
+  const product head = plain_product(&o->layer, &d->head_groups, prepared, tokens->logits);
+  run_tasks(w, op, 0, multiply_task, &head);
+  const choice c = {tokens, o->layer.out_size};
+  run_tasks(w, op, 1, highest_task, &c);
 }
 
-// A list of work for each window that a layer has; layers with equal windows share one. 0 if there is no memory.
-static int list_layers(const decoder* model, const attention_step* step, work_list* lists, int* list_of_layer) {
-  int num_lists = 0;
-  for (int64_t l = 0; l < model->num_layers; l++) {
-    int found = 0;
-    while (found < num_lists && lists[found].window != model->layers[l].window) found++;
-    list_of_layer[l] = found;
-    if (found < num_lists) continue;
-    attention_step windowed = *step;
-    windowed.window = model->layers[l].window;
-    if (!list_work(&windowed, &lists[num_lists++])) return 0;
-  }
-  return 1;
+// The operations, as one thread carries them out
+
+static float* place_output(walk* w, int64_t op) {
+  const decoding* d = w->d;
+  const operation* o = &d->model->operations[op];
+  if (o->output == NO_BUFFER) return NULL;
+  float* place = !d->is_few              ? d->memory + d->buffer_places[o->output]
+                 : is_by_tasks(o->kind) ? d->memory + d->operation_places[op]
+                                         : w->own + d->buffer_places[o->output];
+  return w->places[o->output] = place;
 }
+
+static void carry_out(walk* w, int64_t op) {
+  const decoding* d = w->d;
+  const operation* o = &d->model->operations[op];
+  const decoder_step* tokens = d->tokens;
+  const int64_t num_tokens = d->step->num_tokens;
+  float* input = o->input == NO_BUFFER ? NULL : w->places[o->input];
+  float* output = place_output(w, op);
+  const int64_t in_size = input ? d->model->widths[o->input] : 0, size = output ? d->model->widths[o->output] : 0;
+  const float* update = o->update == NO_BUFFER ? NULL : w->places[o->update];
+  switch (o->kind) {
+    case EMBED:
+      FOR_TOKENS(w, num_tokens, embed_token(o, tokens->token_ids[token], tokens->positions[token], output + token * size, size))
+      break;
+    case NORMALIZE:
+      FOR_TOKENS(w, num_tokens, normalize_token(o, input + token * size, update ? update + token * size : NULL,
+                                                output + token * size, size))
+      break;
+    case ACTIVATE:
+      FOR_TOKENS(w, num_tokens, activate_token(o, input + token * in_size, output + token * size, size))
+      break;
+    case MULTIPLY: multiply(w, op, input, output); break;
+    case TURN: turn(w, op, input, output); break;
+    case ATTEND: attend_tokens(w, op, input, output); break;
+    default: predict(w, op, input);
+  }
+}
+
+static void decode_tokens(decoding* d) {
+  walk w = {.d = d, .own = d->memory + d->own + omp_get_thread_num() * d->own_size, .is_settled = 1};
+#pragma omp master
+  d->last = nanoseconds();
+  for (int64_t op = 0; op < d->model->num_operations; op++) {
+    carry_out(&w, op);
+#pragma omp master
+    {
+      const int64_t now = nanoseconds();
+      d->times[PART_OF[d->model->operations[op].kind]] += now - d->last;
+      d->last = now;
+    }
+  }
+}
+
+// Before threads begin
 
 INLINE int64_t aligned(int64_t size) { return (size + 15) / 16 * 16; }
 
-// Points the buffers into `memory`, unless that is NULL; returns how many floats they take.
-static int64_t share_out(decoding* d, float* memory) {
-  const attention_step* step = d->step;
-  const int64_t num_tokens = step->num_tokens, hidden = d->model->hidden_size * num_tokens;
-  const int64_t intermediate = d->model->intermediate_size * num_tokens;
-  const int64_t attended = step->num_heads * step->head_dim * num_tokens;
-  const int is_gated = can_gate(&d->model->layers[0].gate_up);
-  const int64_t of_layer[] = {step->query_token_stride * num_tokens, attended, attended, hidden, intermediate, hidden};
-  float** layer_parts[] = {&d->heads, &d->queries, &d->attended, &d->update, &d->activated, &d->last_update};
-  const int64_t of_all[] = {d->is_few ? 0 : hidden, d->is_few ? 0 : hidden, is_gated ? 0 : 2 * intermediate,
-                            d->is_few ? step->num_threads * 2 * FEW_TOKENS * d->model->hidden_size : 0};
-  float** parts[] = {&d->x, &d->normed, &d->gate_up, &d->own};
-  int64_t total = 0;
-  for (int i = 0; i < 6; i++) {
-    if (memory) *layer_parts[i] = memory + total;
-    total += aligned(of_layer[i]);
+// How much a product's input takes, prepared.
+static int64_t prepared_floats(const decoding* d, const operation* o) {
+  if (o->kind != MULTIPLY && o->kind != PREDICT) return 0;
+  const int64_t num_rows = o->kind == PREDICT ? d->tokens->num_logits : d->step->num_tokens;
+  return ceil_div(prepared_bytes(activation_kind(&o->layer), num_rows, o->layer.in_size), (int64_t)sizeof(float));
+}
+
+// Gives everything its place; returns how many floats that takes.
+static int64_t share_out(decoding* d) {
+  const decoder* model = d->model;
+  const int64_t num_tokens = d->step->num_tokens;
+  int64_t buffers = 0, prepared = 0, total;
+  for (int64_t i = 0; i < model->num_buffers; i++) {
+    d->buffer_places[i] = buffers;
+    buffers += aligned(model->widths[i] * num_tokens);
   }
-  d->layer_size = d->is_few ? total : 0;
-  if (d->is_few) total *= d->model->num_layers;
-  for (int i = 0; i < 4; i++) {
-    if (memory) *parts[i] = memory + total;
-    total += aligned(of_all[i]);
+  for (int64_t op = 0; op < model->num_operations; op++) {
+    const int64_t size = prepared_floats(d, &model->operations[op]);
+    prepared = size > prepared ? size : prepared;
+  }
+  d->prepared = buffers;
+  total = buffers + aligned(prepared);
+  d->own = d->own_size = 0;
+  if (!d->is_few) return total;
+  d->own_size = total;
+  total *= d->step->num_threads;
+  for (int64_t op = 0; op < model->num_operations; op++) {
+    const operation* o = &model->operations[op];
+    d->operation_places[op] = total;
+    if (is_by_tasks(o->kind) && o->output != NO_BUFFER) total += aligned(model->widths[o->output] * num_tokens);
   }
   return total;
 }
 
-// How many tasks the parts of a layer have.
-static void count_tasks(const decoding* d, const decoder_layer* layer, const work_list* list, int64_t* counts) {
-  const int64_t num_turned = d->step->num_tokens * (d->step->num_heads + d->step->num_kv_heads);
-  const linear_layer* layers[] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down};
-  const int lists[] = {QKV, OUTPUT, GATE_UP, DOWN};
-  for (int i = 0; i < 4; i++) {
-    const int is_gated = lists[i] == GATE_UP && can_gate(layers[i]);
-    const product p = is_gated ? gated_product(layers[i], &d->groups, NULL, NULL)
-                               : plain_product(layers[i], &d->groups, NULL, NULL);
-    counts[lists[i]] = num_product_tasks(&p);
+// A list of work for each window that an operation has; equal windows share one. 0 if there is no memory.
+static int list_windows(decoding* d) {
+  int num_lists = 0;
+  for (int64_t op = 0; op < d->model->num_operations; op++) {
+    const operation* o = &d->model->operations[op];
+    if (o->kind != ATTEND) continue;
+    int found = 0;
+    while (found < num_lists && d->works[found].window != o->window) found++;
+    d->work_of[op] = found;
+    if (found < num_lists) continue;
+    attention_step windowed = *d->step;
+    windowed.window = o->window;
+    if (!list_work(&windowed, &d->works[num_lists++])) return 0;
   }
-  counts[TURN] = (num_turned + HEADS_PER_TASK - 1) / HEADS_PER_TASK;
-  counts[ATTEND] = list->num_items;
-  counts[MERGE] = list->partials ? list->num_items : 0;
+  return 1;
 }
 
-// The lists of tasks of all layers. NULL if there is no memory.
-static task_list* list_tasks(const decoding* d, const work_list* lists, const int* list_of_layer) {
-  const int64_t num_layers = d->model->num_layers;
-  int64_t counts[NUM_LISTS], total = 0;
-  for (int64_t l = 0; l < num_layers; l++) {
-    count_tasks(d, &d->model->layers[l], &lists[list_of_layer[l]], counts);
-    for (int i = 0; i < NUM_LISTS; i++) total += counts[i];
+// How many tasks an operation's lists have. Returns whether they are repeatable.
+static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
+  const operation* o = &d->model->operations[op];
+  const int64_t num_turned = d->step->num_tokens * (d->step->num_heads + d->step->num_kv_heads);
+  counts[0] = counts[1] = 0;
+  if (o->kind == MULTIPLY || o->kind == PREDICT) {
+    const row_groups* groups = o->kind == PREDICT ? &d->head_groups : &d->groups;
+    const product p = o->is_gated ? gated_product(&o->layer, groups, NULL, NULL) : plain_product(&o->layer, groups, NULL, NULL);
+    counts[0] = num_product_tasks(&p);
+    counts[1] = o->kind == PREDICT ? d->tokens->num_logits : 0;
+  } else if (o->kind == TURN) {
+    counts[0] = ceil_div(num_turned, HEADS_PER_TASK);
+  } else if (o->kind == ATTEND) {
+    const work_list* list = &d->works[d->work_of[op]];
+    counts[0] = list->num_items;
+    counts[1] = list->partials ? list->num_items : 0;
+    return d->is_few && !list->partials;  // operations share their parts' memory
   }
-  const product head = plain_product(&d->model->head, &d->head_groups, NULL, NULL);
-  const int64_t last_counts[] = {num_product_tasks(&head), d->tokens->num_logits};
-  const int64_t num_lists = num_layers * NUM_LISTS;
-  for (int i = 0; i < NUM_LAST_LISTS; i++) total += last_counts[i];
-  const size_t size = sizeof(task_list) * (size_t)(num_lists + NUM_LAST_LISTS);
+  return d->is_few;
+}
+
+// The lists of tasks of all operations. NULL if there is no memory.
+static task_list* list_tasks(const decoding* d) {
+  const int64_t num_operations = d->model->num_operations;
+  int64_t counts[LISTS], total = 0;
+  for (int64_t op = 0; op < num_operations; op++) {
+    count_tasks(d, op, counts);
+    total += counts[0] + counts[1];
+  }
+  const size_t size = sizeof(task_list) * (size_t)(num_operations * LISTS);
   task_list* tasks = aligned_alloc(64, size + (size_t)(total + 63) / 64 * 64);
   if (!tasks) return NULL;
   memset(tasks, 0, size + (size_t)total);
   _Atomic uint8_t* done = (_Atomic uint8_t*)((char*)tasks + size);
-  for (int64_t l = 0; l < num_layers; l++) {
-    const work_list* list = &lists[list_of_layer[l]];
-    count_tasks(d, &d->model->layers[l], list, counts);
-    for (int i = 0; i < NUM_LISTS; i++) {
-      const int is_split = (i == ATTEND || i == MERGE) && list->partials;  // layers share their parts' memory
-      tasks[l * NUM_LISTS + i].num_tasks = counts[i];
-      tasks[l * NUM_LISTS + i].done = d->is_few && !is_split ? done : NULL;
-      done += counts[i];
+  for (int64_t op = 0; op < num_operations; op++) {
+    const int is_repeatable = count_tasks(d, op, counts);
+    for (int i = 0; i < LISTS; i++, done += counts[i - 1]) {
+      tasks[op * LISTS + i].num_tasks = counts[i];
+      tasks[op * LISTS + i].done = is_repeatable ? done : NULL;
     }
   }
-  for (int i = 0; i < NUM_LAST_LISTS; i++, done += last_counts[i - 1])
-    tasks[num_lists + i] = (task_list){.num_tasks = last_counts[i], .done = d->is_few ? done : NULL};
   return tasks;
 }
 
+// 0 if there is no memory.
+static int prepare_step(decoding* d) {
+  const decoder* model = d->model;
+  d->works = calloc((size_t)model->num_operations, sizeof(work_list));
+  d->work_of = calloc((size_t)model->num_operations, sizeof(int));
+  d->buffer_places = calloc((size_t)(model->num_buffers + model->num_operations), sizeof(int64_t));
+  if (!d->works || !d->work_of || !d->buffer_places) return 0;
+  d->operation_places = d->buffer_places + model->num_buffers;
+  d->memory = aligned_alloc(64, sizeof(float) * (size_t)share_out(d));
+  if (!d->memory || !list_windows(d)) return 0;
+  d->lists = list_tasks(d);
+  return d->lists != NULL;
+}
+
+// Whether a layer's first half of outputs can gate the second within the product.
+int is_gateable(const linear_layer* layer) { return can_gate(layer); }
+
 // times: [NUM_PARTS] nanoseconds. 0, or 1 if there is no memory.
 int decode(const decoder* model, const attention_step* step, const decoder_step* tokens, int64_t* times) {
-  step_times clock = {0};
   decoding d = {.model = model, .step = step, .tokens = tokens, .groups = group_rows(step->num_tokens),
-                .head_groups = group_rows(tokens->num_logits), .times = &clock};
-  d.is_few = step->num_tokens <= FEW_TOKENS && can_gate(&model->layers[0].gate_up);
-  work_list* lists = calloc((size_t)model->num_layers, sizeof(work_list));
-  int* list_of_layer = malloc(sizeof(int) * (size_t)model->num_layers);
-  float* memory = aligned_alloc(64, sizeof(float) * (size_t)share_out(&d, NULL));
-  const int is_listed = lists && list_of_layer && memory && list_layers(model, step, lists, list_of_layer);
-  d.lists = is_listed ? list_tasks(&d, lists, list_of_layer) : NULL;
-  if (d.lists) {
-    share_out(&d, memory);
+                .head_groups = group_rows(tokens->num_logits), .is_few = step->num_tokens <= FEW_TOKENS, .times = times};
+  const int is_ready = prepare_step(&d);
+  memset(times, 0, sizeof(int64_t) * NUM_PARTS);
+  if (is_ready) {
 #pragma omp parallel num_threads((int)step->num_threads) if (step->num_threads > 1)
-    decode_tokens(&d, lists, list_of_layer);
-    memcpy(times, clock.parts, sizeof clock.parts);
+    decode_tokens(&d);
   }
-  if (lists)
-    for (int64_t l = 0; l < model->num_layers; l++) free_work(&lists[l]);
-  const int has_failed = !d.lists;
+  if (d.works)
+    for (int64_t op = 0; op < model->num_operations; op++) free_work(&d.works[op]);
+  free(d.works);
+  free(d.work_of);
+  free(d.buffer_places);
   free(d.lists);
-  free(lists);
-  free(list_of_layer);
-  free(memory);
-  return has_failed;
+  free(d.memory);
+  return !is_ready;
 }

@@ -29,9 +29,8 @@ enum {
   MAX_HEAD_DIM = 256,
   TILE_ROWS = 64,        // (query, head) pairs that attend together: keys are loaded once for all of them
   TILE_POSITIONS = 64,   // scored at once
-  DIRECT_POSITIONS = 32, // the same of a few rows: keys and values of a tile stay in the nearest cache
+  SPAN_POSITIONS = 512,  // summed up by themselves: whole tiles
   DIRECT_ROWS = 8,       // up to so many rows, packing the keys costs more than it saves
-  MIN_PART = 256,        // positions below which a row's context is not split between threads
   LONG_CONTEXT = 2048,   // positions from which on a row is split rather than its KV heads
   TASKS_PER_THREAD = 4,  // wanted before contexts are split no further
 };
@@ -43,9 +42,14 @@ enum {
 
 #include "rows.h"
 
+#include "activations.h"
+
 #include "work.h"
 
 #include "softmax.h"
+
+// Whether queries are scored in pairs of bfloat16.
+#define IN_PAIRS 0
 
 #define ELEMENT float
 #define ELEMENT_NAME float
@@ -64,10 +68,14 @@ enum {
 #include "pages.h"
 #include "fused.h"
 #include "linear.h"
+#undef IS_BFLOAT16
 #define CACHE bfloat16
 #define CACHE_NAME bfloat16
+#undef IN_PAIRS
+#define IN_PAIRS HAS_PAIRS
 #include "attention.h"
-#undef IS_BFLOAT16
+#undef IN_PAIRS
+#define IN_PAIRS 0
 #undef ELEMENT
 #undef ELEMENT_NAME
 
@@ -92,10 +100,12 @@ enum {
 #define CACHE_NAME float16
 #include "attention.h"
 
+#include "bfloat16.h"
+
+#include "integers.h"
+
 #include "product.h"
 
 #include "decoder.h"
-
-int64_t panel_width(void) { return PANEL; }
 
 const char* variant(void) { return VARIANT; }

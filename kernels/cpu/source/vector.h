@@ -11,8 +11,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -27,7 +32,7 @@
 
 #if defined(HAS_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define VARIANT "avx512_bf16"
-#define SCORES_IN_PAIRS 1
+#define HAS_BFLOAT16_DOTS 1
 #elif defined(HAS_AVX512)
 #define VARIANT "avx512"
 #elif defined(HAS_AVX2)
@@ -49,46 +54,94 @@ typedef struct {
   uint16_t bits;
 } float16;
 
+// Lanes are summed up by one tree everywhere: the upper half is added to the lower one until one lane is left.
+
+#if defined(__x86_64__)
+INLINE __m128 sum_to_four_lanes(floats v) {
+#if defined(HAS_AVX512)
+  const __m256 s = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+#elif defined(HAS_AVX2)
+  return _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+#else
+  return (__m128)v;
+#endif
+}
+#endif
+
 INLINE floats splat(float x) { return x - (floats){0}; }
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
 // The other one where one is NaN: whoever needs NaN must find it elsewhere.
 INLINE floats larger(floats a, floats b) { return choose(a > b, a, b); }
 
-INLINE float sum_lanes(floats v) {
+// a * b + c, rounded once where the processor can: written so where several pieces of code must give the same bits.
+INLINE floats multiply_add(floats a, floats b, floats c) {
 #if defined(HAS_AVX512)
-  return _mm512_reduce_add_ps((__m512)v);
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(HAS_AVX2)
-  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// The nearest integers, to even; of numbers that fit.
+INLINE ints round_to_ints(floats v) {
+#if defined(HAS_AVX512)
+  return (ints)_mm512_cvtps_epi32((__m512)v);
+#elif defined(HAS_AVX2)
+  return (ints)_mm256_cvtps_epi32((__m256)v);
+#else
+  ints rounded;
+  for (int i = 0; i < LANES; i++) rounded[i] = (int32_t)lrintf(v[i]);
+  return rounded;
+#endif
+}
+
+INLINE float sum_lanes(floats v) {
+#if defined(__x86_64__)
+  __m128 s = sum_to_four_lanes(v);
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, _MM_SHUFFLE(1, 1, 1, 1))));
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
 }
 
 // The same of four vectors.
-INLINE void sum_lanes_of_four(const floats* v, float* sums) {
-#if defined(HAS_AVX2)
-  __m128 s[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++)
-    s[i] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[i]), _mm256_extractf128_ps((__m256)v[i], 1));
-  const __m128 low = _mm_add_ps(_mm_movelh_ps(s[0], s[1]), _mm_movehl_ps(s[1], s[0]));
-  const __m128 high = _mm_add_ps(_mm_movelh_ps(s[2], s[3]), _mm_movehl_ps(s[3], s[2]));
-  _mm_storeu_ps(sums, _mm_add_ps(_mm_shuffle_ps(low, high, _MM_SHUFFLE(2, 0, 2, 0)),
-                                 _mm_shuffle_ps(low, high, _MM_SHUFFLE(3, 1, 3, 1))));
+INLINE floats4 sum_lanes_of_four(floats a, floats b, floats c, floats d) {
+#if defined(__x86_64__)
+  const __m128 s = sum_to_four_lanes(a), t = sum_to_four_lanes(b);
+  const __m128 u = sum_to_four_lanes(c), v = sum_to_four_lanes(d);
+  const __m128 low = _mm_add_ps(_mm_movelh_ps(s, t), _mm_movehl_ps(t, s));
+  const __m128 high = _mm_add_ps(_mm_movelh_ps(u, v), _mm_movehl_ps(v, u));
+  return (floats4)_mm_add_ps(_mm_shuffle_ps(low, high, _MM_SHUFFLE(2, 0, 2, 0)),
+                             _mm_shuffle_ps(low, high, _MM_SHUFFLE(3, 1, 3, 1)));
 #else
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) sums[i] = sum_lanes(v[i]);
+  return (floats4){sum_lanes(a), sum_lanes(b), sum_lanes(c), sum_lanes(d)};
 #endif
 }
 
 INLINE float largest_lane(floats v) {
-  float lanes[LANES];
-  memcpy(lanes, &v, sizeof lanes);
-  for (int size = LANES / 2; size > 0; size /= 2)
-    for (int i = 0; i < size; i++) lanes[i] = lanes[i] > lanes[i + size] ? lanes[i] : lanes[i + size];
-  return lanes[0];
+#if defined(__x86_64__)
+#if defined(HAS_AVX512)
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+#elif defined(HAS_AVX2)
+  const __m256 half = (__m256)v;
+#endif
+#if LANES > 4
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#else
+  __m128 m = (__m128)v;
+#endif
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, _MM_SHUFFLE(1, 1, 1, 1))));
+#else
+  const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+  return a > b ? a : b;
+#endif
 }
 
 // e^x to 2 units in the last place (the polynomial of Cephes' expf, S. Moshier); 0 below -87.3, 2.4e38 above 88.3.
@@ -125,6 +178,26 @@ INLINE floats hyperbolic_tangent(floats x) {
   const floats large = splat(1.0f) - splat(2.0f) / (exponential(size + size) + splat(1.0f));
   const floats signed_large = (floats)((ints)large | ((ints)x & (ints)splat(-0.0f)));
   return choose(size < splat(0.625f), small, signed_large);
+}
+
+// erf x to 4 units in the last place (the rational function of Eigen's generic_fast_erf); +-1 beyond 4.
+INLINE floats error_function(floats x) {
+  x = choose(x > splat(4.0f), splat(4.0f), x);
+  x = choose(x < splat(-4.0f), splat(-4.0f), x);
+  const floats square = x * x;
+  floats p = splat(-2.72614225801306e-10f);
+  p = p * square + splat(2.77068142495902e-08f);
+  p = p * square + splat(-2.10102402082508e-06f);
+  p = p * square + splat(-5.69250639462346e-05f);
+  p = p * square + splat(-7.34990630326855e-04f);
+  p = p * square + splat(-2.95459980854025e-03f);
+  p = p * square + splat(-1.60960333262415e-02f);
+  floats q = splat(-1.45660718464996e-05f);
+  q = q * square + splat(-2.13374055278905e-04f);
+  q = q * square + splat(-1.68282697438203e-03f);
+  q = q * square + splat(-7.37332916720468e-03f);
+  q = q * square + splat(-1.42647390514189e-02f);
+  return x * p / q;
 }
 
 // float32

@@ -1,12 +1,17 @@
 // How a step is cut into items that threads take one after the other, and what an item works on.
 
-// Some (query, head) pairs of a row for each of some KV heads, and the positions they attend to; or a part of those. It
-// has up to TILE_ROWS rows: all pairs of its first KV head, then those of the next one.
+// What a query gives is the same bits whatever it shares its step with, however that is cut. So positions are counted
+// from the row's own first one: tiles begin at multiples of TILE_POSITIONS and spans at multiples of SPAN_POSITIONS. A
+// span is summed up by itself, tile after tile, and a query's spans are merged from the first to the last. Items and
+// threads share spans out and cut none.
+
+// Some (query, head) pairs of a row for each of some KV heads, and the positions they attend to; or the part of those
+// that some whole spans hold. It has up to TILE_ROWS rows: all pairs of its first KV head, then those of the next one.
 typedef struct {
   int64_t start, end;  // positions
   int64_t first_pair;
   int32_t row, kv_head, num_kv_heads, num_pairs, part, num_parts;
-  int64_t partial;  // where its unfinished sums go; -1: nowhere, it is whole
+  int64_t partial;  // where the sums of its spans go, one span behind the other; -1: nowhere, it is whole
 } item;
 
 typedef struct {
@@ -16,67 +21,89 @@ typedef struct {
   int64_t window;           // that it was made for
 } work_list;
 
-// What the tasks of attention work on. Where there are groups, outputs are interleaved as the next product takes them.
+// What the tasks of attention work on.
 typedef struct {
   const attention_step* step;
   const work_list* list;
   const void *query, *key_cache, *value_cache;
-  const row_groups* groups;
   void* output;
 } attention;
+
+// What has been summed up of a row's values: relative to e^maximum, and the total of their weights.
+typedef struct {
+  float* sums;    // [num_rows, stride]
+  float* maxima;  // [num_rows]
+  float* totals;  // [num_rows]
+} state;
 
 // An item while it is computed, or what it has of one KV head.
 typedef struct {
   int num_rows;
-  int64_t kv_head;    // the first one
-  int num_positions;  // that are scored at once
+  int64_t kv_head;  // the first one
+  int begin, end;   // of the tile's positions, those that are there
   int64_t head_dim, stride;
-  float scale;
-  float* queries;  // [num_rows, stride], scaled
-  float* scores;   // [num_rows, TILE_POSITIONS], then the weights
-  float* sums;     // [num_rows, stride]
-  float* maxima;   // [num_rows]
-  float* totals;   // [num_rows]
+  int64_t width;           // words of a query: a value each, or two of bfloat16 where scores are added in pairs
+  float* queries;          // [num_rows, stride], words; zero past the head's end
+  int64_t* positions;      // [num_rows], of the queries
+  float* slopes;           // [num_rows], of ALiBi
+  float* scores;           // [num_rows, TILE_POSITIONS], then the weights
+  int32_t *begins, *ends;  // [num_rows]: the tile's positions that each row sees
+  state sums;              // of the span
 } tile;
 
-enum {
-  MAX_PARTS = 64,
-  PADDED_HEAD_DIM = MAX_HEAD_DIM + LANES,
-  PARTIAL_FLOATS = TILE_ROWS * (PADDED_HEAD_DIM + 2),
-};
+enum { PADDED_HEAD_DIM = MAX_HEAD_DIM + LANES };
 
 // What a thread computes in.
 typedef struct {
   float queries[TILE_ROWS * PADDED_HEAD_DIM] __attribute__((aligned(64)));
   float scores[TILE_ROWS * TILE_POSITIONS] __attribute__((aligned(64)));
-  float sums[TILE_ROWS * PADDED_HEAD_DIM] __attribute__((aligned(64)));
-  float packed[MAX_HEAD_DIM * TILE_POSITIONS] __attribute__((aligned(64)));
-  float maxima[TILE_ROWS], totals[TILE_ROWS];
+  float span[TILE_ROWS * (PADDED_HEAD_DIM + 2)] __attribute__((aligned(64)));
+  float merged[TILE_ROWS * (PADDED_HEAD_DIM + 2)] __attribute__((aligned(64)));
+  float packed[PADDED_HEAD_DIM * TILE_POSITIONS] __attribute__((aligned(64)));
+  int64_t positions[TILE_ROWS];
+  float slopes[TILE_ROWS];
+  int32_t begins[TILE_ROWS], ends[TILE_ROWS];
 } scratch;
 
 INLINE int64_t padded(int64_t head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
 
-INLINE tile scratch_tile(scratch* own) {
-  return (tile){.queries = own->queries,
-                .scores = own->scores,
-                .sums = own->sums,
-                .maxima = own->maxima,
-                .totals = own->totals};
+// Floats of a state, in whole lines.
+INLINE int64_t state_floats(int64_t num_rows, int64_t stride) { return (num_rows * (stride + 2) + 15) / 16 * 16; }
+
+INLINE state state_at(float* memory, int64_t num_rows, int64_t stride) {
+  float* maxima = memory + num_rows * stride;
+  return (state){.sums = memory, .maxima = maxima, .totals = maxima + num_rows};
 }
 
-static void start_tile(const attention_step* step, const item* work, tile* t) {
-  t->num_rows = work->num_pairs * work->num_kv_heads;
-  t->kv_head = work->kv_head;
-  t->head_dim = step->head_dim;
-  t->stride = padded(step->head_dim);
-  t->scale = step->scale;
+static void start_span(tile* t, float* memory) {
+  t->sums = state_at(memory, t->num_rows, t->stride);
+  memset(t->sums.sums, 0, sizeof(float) * (size_t)(t->num_rows * t->stride));
   for (int m = 0; m < t->num_rows; m++) {
-    t->maxima[m] = -INFINITY;
-    t->totals[m] = 0.0f;
+    t->sums.maxima[m] = -INFINITY;
+    t->sums.totals[m] = 0.0f;
   }
-  memset(t->sums, 0, sizeof(float) * (size_t)(t->num_rows * t->stride));
-  // Zero past the head's end, against keys that are zero there too.
-  memset(t->queries, 0, sizeof(float) * (size_t)(t->num_rows * t->stride));
+}
+
+INLINE tile start_tile(const attention_step* step, const item* work, scratch* own, const int in_pairs) {
+  return (tile){.num_rows = work->num_pairs * work->num_kv_heads,
+                .kv_head = work->kv_head,
+                .head_dim = step->head_dim,
+                .stride = padded(step->head_dim),
+                .width = padded(in_pairs ? (step->head_dim + 1) / 2 : step->head_dim),
+                .queries = own->queries,
+                .positions = own->positions,
+                .slopes = own->slopes,
+                .scores = own->scores,
+                .begins = own->begins,
+                .ends = own->ends};
+}
+
+INLINE int64_t first_tile(const item* work) { return work->start / TILE_POSITIONS * TILE_POSITIONS; }
+
+// The part of an item's tile from position `first` on that is there.
+INLINE void bound_tile(const item* work, int64_t first, int* begin, int* end) {
+  *begin = work->start > first ? (int)(work->start - first) : 0;
+  *end = work->end - first < TILE_POSITIONS ? (int)(work->end - first) : TILE_POSITIONS;
 }
 
 // The rows of the nth KV head.
@@ -87,9 +114,13 @@ INLINE tile head_tile(const item* work, const tile* t, int nth) {
   head.kv_head += nth;
   head.queries += first * t->stride;
   head.scores += first * TILE_POSITIONS;
-  head.sums += first * t->stride;
-  head.maxima += first;
-  head.totals += first;
+  head.positions += first;
+  head.slopes += first;
+  head.begins += first;
+  head.ends += first;
+  head.sums.sums += first * t->stride;
+  head.sums.maxima += first;
+  head.sums.totals += first;
   return head;
 }
 
@@ -101,6 +132,10 @@ INLINE int64_t query_position(const attention_step* step, int64_t row, int64_t p
 
 INLINE int64_t first_visible(const attention_step* step, int64_t position) {
   return step->window > 0 && position >= step->window ? position - step->window + 1 : 0;
+}
+
+INLINE int64_t num_spans(int64_t start, int64_t end) {
+  return start < end ? (end - 1) / SPAN_POSITIONS - start / SPAN_POSITIONS + 1 : 0;
 }
 
 static int64_t count_pairs(const attention_step* step, int64_t row) {
@@ -136,7 +171,7 @@ static int64_t longest_context(const attention_step* step) {
 }
 
 // So that threads have something to do where there are few items: first fewer KV heads for each, then parts; but parts of
-// long contexts, which are to be read as fast as memory gives them.
+// long contexts, which are to be read as fast as memory gives them. None of it changes what an item gives.
 static cut choose_cut(const attention_step* step) {
   const int64_t wanted = step->num_threads > 1 ? TASKS_PER_THREAD * step->num_threads : 1;
   const int is_long = longest_context(step) >= LONG_CONTEXT;
@@ -146,33 +181,35 @@ static cut choose_cut(const attention_step* step) {
     c.num_kv_heads--;
   const int64_t num_items = count_items(step, &c);
   if (num_items > 0 && num_items < wanted) c.max_parts = (wanted + num_items - 1) / num_items;
-  if (c.max_parts > MAX_PARTS) c.max_parts = MAX_PARTS;
   return c;
 }
 
-// Appends the parts of one tile; only counts where there are no items yet.
-static void list_tile(const attention_step* step, work_list* list, item whole, int64_t max_parts, int64_t* num_partials) {
-  const int64_t length = whole.end - whole.start;
-  int64_t parts = length / MIN_PART < max_parts ? length / MIN_PART : max_parts;
-  if (parts < 1) parts = 1;
-  const int64_t share = ((length + parts - 1) / parts + TILE_POSITIONS - 1) / TILE_POSITIONS * TILE_POSITIONS;
-  parts = (length + share - 1) / share;
+// Appends the parts of one tile, each of whole spans; only counts where there are no items yet. `num_floats` are those
+// of all partial sums.
+static void list_tile(const attention_step* step, work_list* list, item whole, int64_t max_parts, int64_t* num_floats) {
+  const int64_t spans = num_spans(whole.start, whole.end), wanted = spans < max_parts ? spans : max_parts;
+  const int64_t share = wanted > 1 ? (spans + wanted - 1) / wanted : spans;
+  const int64_t parts = share ? (spans + share - 1) / share : 1;
+  const int64_t first = whole.start / SPAN_POSITIONS;
   for (int64_t part = 0; part < parts; part++, list->num_items++) {
-    const int64_t partial = parts > 1 ? (*num_partials)++ : -1;
+    item work = whole;
+    work.part = (int32_t)part;
+    work.num_parts = (int32_t)parts;
+    work.partial = parts > 1 ? *num_floats : -1;
+    if (part > 0) work.start = (first + part * share) * SPAN_POSITIONS;
+    if (part + 1 < parts) work.end = (first + (part + 1) * share) * SPAN_POSITIONS;
+    if (parts > 1)
+      *num_floats += num_spans(work.start, work.end) *
+                     state_floats(work.num_pairs * work.num_kv_heads, padded(step->head_dim));
     if (!list->items) continue;
-    item* work = &list->items[list->num_items];
-    *work = whole;
-    work->start = whole.start + part * share;
-    work->end = part + 1 == parts ? whole.end : work->start + share;
-    work->part = (int32_t)part;
-    work->num_parts = (int32_t)parts;
-    work->partial = partial;
-    list->cost += (work->end - work->start) * step->head_dim * work->num_kv_heads;
+    list->items[list->num_items] = work;
+    list->cost += (work.end - work.start) * step->head_dim * work.num_kv_heads;
   }
 }
 
+// Returns how many floats all partial sums take.
 static int64_t list_items(const attention_step* step, work_list* list, const cut* c) {
-  int64_t num_partials = 0;
+  int64_t num_floats = 0;
   list->num_items = list->cost = 0;
   for (int64_t row = 0; row < step->num_rows; row++) {
     const int64_t num_pairs = count_pairs(step, row);
@@ -184,11 +221,11 @@ static int64_t list_items(const attention_step* step, work_list* list, const cut
       whole.num_kv_heads = (int32_t)item_kv_heads(c, num_pairs);
       for (int64_t kv_head = 0; kv_head < step->num_kv_heads; kv_head += whole.num_kv_heads) {
         whole.kv_head = (int32_t)kv_head;
-        list_tile(step, list, whole, c->max_parts, &num_partials);
+        list_tile(step, list, whole, c->max_parts, &num_floats);
       }
     }
   }
-  return num_partials;
+  return num_floats;
 }
 
 static void free_work(work_list* list) {
@@ -201,10 +238,10 @@ static void free_work(work_list* list) {
 static int list_work(const attention_step* step, work_list* list) {
   const cut c = choose_cut(step);
   *list = (work_list){.window = step->window};
-  const int64_t num_partials = list_items(step, list, &c);
+  const int64_t num_floats = list_items(step, list, &c);
   list->items = malloc(sizeof(item) * (size_t)(list->num_items + 1));
-  list->partials = num_partials ? malloc(sizeof(float) * (size_t)num_partials * PARTIAL_FLOATS) : NULL;
-  if (!list->items || (num_partials && !list->partials)) {
+  list->partials = num_floats ? aligned_alloc(64, sizeof(float) * (size_t)num_floats) : NULL;
+  if (!list->items || (num_floats && !list->partials)) {
     free_work(list);
     return 0;
   }

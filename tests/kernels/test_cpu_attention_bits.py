@@ -1,0 +1,182 @@
+"""What a query gives is the same bits whatever it shares its step with: compared bit by bit, for every variant of the
+kernels that runs here, over caches that hold NaN wherever a query may not look."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import VARIANTS, CpuKernels
+from tests.kernels.variants import load_variant
+
+# Of queries, and of the cache.
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+]
+NAN = float("nan")
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def kernels(request) -> CpuKernels:
+    return load_variant(request.param)
+
+
+@dataclass
+class Prompt:
+    """One sequence, and how it attends."""
+
+    query: Tensor  # [N, num_heads, head_dim]
+    key: Tensor  # [N, num_kv_heads, head_dim], of the cache's dtype
+    value: Tensor
+    scoring: Scoring
+
+    def __len__(self):
+        return len(self.query)
+
+
+@dataclass
+class Company:
+    """How a chunk of a prompt is computed, and beside what."""
+
+    block_size: int = 16
+    num_threads: int = 1
+    others: tuple[tuple[int, int], ...] = ()  # (context, queries) of the other rows of the step
+    index: int = 0  # of the prompt's row among them
+
+
+ALONE = Company()
+
+
+def make_prompt(rng, length, dtypes, *, head_dim, num_kv_heads=1, group=2, window=0, softcap=0.0, is_biased=False):
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    num_heads = num_kv_heads * group
+    query = 3 * torch.randn(length, num_heads, head_dim, generator=generator)
+    key, value = torch.randn(2, length, num_kv_heads, head_dim, generator=generator).to(dtypes[1])
+    slopes = torch.rand(num_heads, generator=generator) if is_biased else None
+    return Prompt(query.to(dtypes[0]), key, value, Scoring(head_dim**-0.5, window, slopes, softcap))
+
+
+def attend(rng, kernels, prompt, start, end, company=ALONE):
+    """Outputs of the prompt's queries from `start` to `end`. Whatever no query of its row may see is NaN."""
+    lengths = list(company.others)
+    lengths.insert(company.index, (start, end - start))
+    block_size = company.block_size
+    num_blocks = [-(-sum(length) // block_size) for length in lengths]
+    ids = list(range(sum(num_blocks) + 2))
+    rng.shuffle(ids)
+    cache = torch.full((2, len(ids), block_size, *prompt.key.shape[1:]), NAN, dtype=prompt.key.dtype)
+    tables = torch.full((len(lengths), max(num_blocks)), ids.pop())
+    queries = []
+    for row, (context, num_queries) in enumerate(lengths):
+        table = torch.tensor([ids.pop() for _ in range(num_blocks[row])])
+        positions = torch.arange(context + num_queries)
+        if row == company.index:
+            first = max(0, start - prompt.scoring.window + 1) if prompt.scoring.window else 0
+            positions = positions[first:]
+            fresh = torch.stack([prompt.key[first:end], prompt.value[first:end]])
+            queries.append(prompt.query[start:end])
+        else:
+            fresh = torch.randn(2, len(positions), *prompt.key.shape[1:]).to(prompt.key.dtype)
+            fresh[0, rng.randrange(len(positions))] = rng.choice([NAN, float("inf"), 1.0])
+            fresh[1, rng.randrange(len(positions))] = rng.choice([NAN, float("inf"), 1.0])
+            queries.append(torch.randn(num_queries, *prompt.query.shape[1:]).to(prompt.query.dtype))
+        cache[:, table[positions // block_size], positions % block_size] = fresh
+        tables[row, : len(table)] = table
+    starts = [0]
+    for _, num_queries in lengths:
+        starts.append(starts[-1] + num_queries)
+    output = kernels.paged_attention(
+        torch.cat(queries), *cache, tables, [sum(length) for length in lengths], starts, prompt.scoring,
+        num_threads=company.num_threads,
+    )  # fmt: skip
+    return output[starts[company.index] : starts[company.index + 1]]
+
+
+def random_company(rng):
+    others = tuple((rng.randint(0, 700), rng.choice([1, 1, 1, 4, 40])) for _ in range(rng.choice([0, 0, 1, 3, 8])))
+    return Company(rng.choice([1, 8, 16, 32, 100]), rng.choice([1, 2]), others, rng.randint(0, len(others)))
+
+
+def random_chunks(rng, length):
+    """Of all sizes, so that a query is computed alone and beside others of its prompt."""
+    sizes = rng.choice([(1, 2, 3), (5, 8, 9), (40, 200), (1, 64, 500)])
+    start = max(0, length - 60) if sizes == (1, 2, 3) else 0
+    while start < length:
+        end = min(length, start + rng.choice(sizes))
+        yield start, end
+        start = end
+
+
+def assert_same_bits(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert expected.isfinite().all()
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_chunks_neighbours_blocks_and_threads_change_no_bit(kernels, dtypes, seed):
+    rng = random.Random(seed)
+    shape = {
+        "head_dim": rng.choice([1, 7, 16, 33, 64, 80, 128, 256]),
+        "num_kv_heads": rng.choice([1, 2, 4]),
+        "group": rng.choice([1, 2, 3, 4, 7]),
+        "window": rng.choice([0, 0, 0, 1, 5, 40, 300, 600]),
+        "softcap": rng.choice([0.0, 0.0, 5.0]),
+        "is_biased": rng.random() < 0.3,
+    }
+    length = rng.choice([5, 70, 300, 530, 1100])
+    print(f"seed {seed}: {length} positions, {shape}")
+    prompt = make_prompt(rng, length, dtypes, **shape)
+    expected = attend(rng, kernels, prompt, 0, length)
+    for _ in range(3):
+        for start, end in random_chunks(rng, length):
+            company = random_company(rng)
+            print(f"queries {start} to {end}, {company}")
+            assert_same_bits(attend(rng, kernels, prompt, start, end, company), expected[start:end])
+
+
+@pytest.mark.parametrize("dtypes", DTYPES[1:4:2], ids=str)
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 2047, 2049, 3100])
+def test_a_last_query_alone_beside_many_and_in_its_prompt(kernels, length, dtypes):
+    """Around the edges of tiles and spans, and where contexts become so long that threads share them out otherwise."""
+    rng = random.Random(length)
+    prompt = make_prompt(rng, length, dtypes, head_dim=64, num_kv_heads=4)
+    expected = attend(rng, kernels, prompt, length - 1, length)
+    for company in (
+        Company(num_threads=2),
+        Company(num_threads=3, block_size=128),
+        Company(num_threads=2, others=((3000, 1),), index=1),
+        Company(num_threads=2, others=((length, 1),) * 31, index=13),
+    ):
+        assert_same_bits(attend(rng, kernels, prompt, length - 1, length, company), expected)
+    start = max(0, length - 70)
+    for num_threads in (1, 2):
+        company = Company(num_threads=num_threads)
+        assert_same_bits(attend(rng, kernels, prompt, start, length, company)[-1:], expected)
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+@pytest.mark.parametrize("dtypes", DTYPES[1:4:2], ids=str)
+@pytest.mark.parametrize("group", [2, 9])
+@pytest.mark.parametrize("window", [0, 1, 70])
+def test_what_a_query_does_not_see_does_not_reach_it(kernels, window, group, dtypes, value):
+    """Neither a later position of its tile nor one before its window, though the queries beside it see those."""
+    rng = random.Random(5)
+    prompt = make_prompt(rng, 150, dtypes, head_dim=40, group=group, window=window)
+    expected = attend(rng, kernels, prompt, 0, 150)
+    for position in (1, 63, 64, 65, 127, 140):
+        poisoned = Prompt(prompt.query, prompt.key.clone(), prompt.value.clone(), prompt.scoring)
+        poisoned.key[position] = poisoned.value[position] = value
+        output = attend(rng, kernels, poisoned, 0, 150)
+        is_reached = torch.zeros(150, dtype=torch.bool)
+        is_reached[position : position + window if window else None] = True
+        assert_same_bits(output[~is_reached], expected[~is_reached])
+        assert not output[is_reached].isfinite().flatten(1).any(1).any()
