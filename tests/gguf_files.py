@@ -133,16 +133,20 @@ def _settings(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _tokenizer_keys(
-    checkpoint: Path, config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def _tokenizer_keys(checkpoint: Path, config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
     if tokenizer is None:
         path = checkpoint / "tokenizer.json"
         if path.is_file():
             tokenizer = byte_level_keys(json.loads(path.read_text()), config["vocab_size"])
         else:
             tokens = [f"<{token}>" for token in range(config["vocab_size"])]
-            tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": [], "token_type": [1] * len(tokens)}
+            tokenizer = {
+                "model": "gpt2",
+                "pre": "gpt-2",
+                "tokens": tokens,
+                "merges": [],
+                "token_type": [1] * len(tokens),
+            }
     found = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
     end = config.get("eos_token_id")
     if end is not None:

@@ -157,6 +157,23 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is {shown(taken)}, which is not UTF-8") from error
 
+    def texts(self, number: int, key: str) -> list[str]:
+        """Read many texts, as `text` reads one, in a third of the time."""
+        self.expect(8 * number)
+        read, found, left = self._stream.read, [], self._end - self.position
+        for _ in range(number):
+            length = int.from_bytes(read(8), "little")
+            left -= 8 + length
+            if left < 0:
+                self.position = self._end - left - 8 - length
+                self.expect(8 + length)
+            found.append(read(length))
+        self.position = self._end - left
+        try:
+            return [taken.decode("utf-8") for taken in found]
+        except UnicodeDecodeError as error:
+            raise self.error(f"{shown(key)} has {shown(error.object)}, which is not UTF-8") from error
+
     def error(self, why: str) -> GgufError:
         return GgufError(f"{self.path} is not a whole GGUF file: {why}")
 
@@ -203,8 +220,7 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
         raise cursor.error(f"{shown(key)} is of type {kind}, which the format does not have")
     item_kind, length = cursor.number("I"), cursor.number("Q")
     if item_kind == _STRING:
-        cursor.expect(8 * length)
-        return [cursor.text(f"an item of {shown(key)}") for _ in range(length)]
+        return cursor.texts(length, key)
     if item_kind not in _SCALARS:
         raise cursor.error(f"{shown(key)} is an array of type {item_kind}, which is not read")
     code = _SCALARS[item_kind]

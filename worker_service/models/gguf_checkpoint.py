@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagewire.gguf import ElementType, GgufError
+from pagewire.gguf import ElementType, GgufError, config_json
 from worker_service.models.checkpoint import Piece
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.gguf_decoding import decode_rows
-from worker_service.models.gguf_files import load_gguf_config, open_gguf
+from worker_service.models.gguf_files import open_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class GgufCheckpoint:
         self._file = open_gguf(path)
         self._names = {_our_name(name): name for name in self._file.tensors if name not in _IN_CONFIG}
         is_interleaved = self._file.metadata.get("general.architecture") == _INTERLEAVED
-        self._turned_rows = load_gguf_config(path).head_dim if is_interleaved else 0
+        self._turned_rows = config_json(self._file)["head_dim"] if is_interleaved else 0
         self._has_told = False
 
     @property
