@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
@@ -139,14 +139,8 @@ def _tokenizer_keys(checkpoint: Path, config: Mapping[str, Any], tokenizer: Mapp
         if path.is_file():
             tokenizer = byte_level_keys(json.loads(path.read_text()), config["vocab_size"])
         else:
-            tokens = [f"<{token}>" for token in range(config["vocab_size"])]
-            tokenizer = {
-                "model": "gpt2",
-                "pre": "gpt-2",
-                "tokens": tokens,
-                "merges": [],
-                "token_type": [1] * len(tokens),
-            }
+            tokens = ["a", "b", "ab", *(f"<{token}>" for token in range(3, config["vocab_size"]))]
+            tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": ["a b"]}
     found = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
     end = config.get("eos_token_id")
     if end is not None:
@@ -177,3 +171,27 @@ def byte_level_keys(tokenizer: Mapping[str, Any], vocab_size: int, pre: str = "g
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     kinds.get(type(value), writer.add_array)(key, value)
+
+
+def write_dequantized(directory: Path, path: Path, checkpoint: Path) -> Path:
+    """Writes the checkpoint that a GGUF file was made of, with the weights that PyPI `gguf` reads of it, in float32."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    arch = ARCHITECTURES[config["architectures"][0]]
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    values, weights = dequantized(path), {}
+    for name in load_file(checkpoint / "model.safetensors"):
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None, name
+        tensor = torch.from_numpy(values[own_name].copy())
+        if arch is gguf.MODEL_ARCH.LLAMA and (".attn_q." in own_name or ".attn_k." in own_name):
+            heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
+            # As transformers does it.
+            tensor = tensor.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(2, 1).reshape(tensor.shape)
+        weights[name] = tensor.contiguous()
+    directory.mkdir()
+    for file in checkpoint.iterdir():
+        if file.suffix == ".json":
+            (directory / file.name).write_bytes(file.read_bytes())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32", "torch_dtype": "float32"}))
+    save_file(weights, directory / "model.safetensors")
+    return directory
