@@ -15,7 +15,7 @@ from tests.worker.checkpoints import make_checkpoint
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import ModelConfig, RopeConfig
-from worker_service.models.gguf_checkpoint import GgufCheckpoint
+from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.loading import load_model
 from worker_service.models.rope import inverse_frequencies
 from worker_service.models.source import load_config, model_digest, read_headers
@@ -138,7 +138,7 @@ def test_parts_of_a_tensor_are_those_of_the_whole(
         "model.layers.0.mlp.down_proj.weight": (slice(None), slice(200, 312)),
     }
     for max_chunk in (1 << 20, 5000, 1):
-        monkeypatch.setattr("worker_service.models.gguf_checkpoint._MAX_CHUNK", max_chunk)
+        monkeypatch.setattr("worker_service.models.gguf.checkpoint._MAX_CHUNK", max_chunk)
         for name, index in cases.items():
             shape = shapes(checkpoints["llama"])[name]
             whole = read(ours, name, shape)

@@ -7,7 +7,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 
 from pagewire.gguf import SERVED_TYPES
-from worker_service.models.gguf_decoding import decode_rows
+from worker_service.models.gguf.decoding import decode_rows
 
 QUANTIZED = {served.name: served for served in SERVED_TYPES.values() if served.is_quantized}
 # Where the float16 numbers of a block stand.

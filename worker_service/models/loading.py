@@ -12,7 +12,7 @@ from worker_service.models import decoder, gpt2
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import GPT2, ModelConfig
-from worker_service.models.gguf_checkpoint import GgufCheckpoint
+from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations

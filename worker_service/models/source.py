@@ -9,7 +9,7 @@ from pagewire.gguf import is_gguf
 from worker_service.models import checkpoint_files
 from worker_service.models.checkpoint_files import TensorHeader
 from worker_service.models.config import ModelConfig
-from worker_service.models.gguf_files import load_gguf_config, open_gguf, read_gguf_headers
+from worker_service.models.gguf.files import load_gguf_config, open_gguf, read_gguf_headers
 
 
 def load_config(path: Path) -> ModelConfig:

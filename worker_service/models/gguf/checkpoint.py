@@ -11,8 +11,8 @@ from torch import Tensor
 from pagewire.gguf import ElementType, GgufError, config_json
 from worker_service.models.checkpoint import Piece
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.gguf_decoding import decode_rows
-from worker_service.models.gguf_files import open_gguf
+from worker_service.models.gguf.decoding import decode_rows
+from worker_service.models.gguf.files import open_gguf
 
 logger = logging.getLogger(__name__)
 
