@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pagewire.gguf import ElementType, GgufError, config_json
+from pagewire.kernels.quantized import QuantizedWeight
 from worker_service.models.checkpoint import Piece
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.gguf.decoding import decode_rows
+from worker_service.models.gguf.decoding import decode_rows, is_finite
 from worker_service.models.gguf.files import open_gguf
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class GgufCheckpoint:
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`. There is none of quantized weights."""
-        return _DTYPES.get(self._file.tensors[self._names[name]].type_name)
+        return _DTYPES.get(self._file.tensors[self._names[name]].type_name) if name in self._names else None
 
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`."""
@@ -87,21 +88,27 @@ class GgufCheckpoint:
 
         The piece has been checked. Raises CheckpointError if the file cannot be read, or a scale is no number.
         """
-        own_name = self._names[name]
-        self._tell(own_name, piece.target.dtype)
-        rows, *columns = piece.index or (slice(None),)
-        first, stop, _ = rows.indices(self._file.tensors[own_name].shape[0])
-        for start, values in self._read(own_name, first, stop):
+        self._tell(self._names[name], piece.target.dtype)
+        row_index, *columns = piece.index or (slice(None),)
+        first = 0
+        for rows in self.rows(name, row_index):
+            values = rows.dequantized() if isinstance(rows, QuantizedWeight) else rows
             part = values[(slice(None), *columns)]
-            piece.target[start - first : start - first + len(part)].copy_(part)
+            piece.target[first : first + len(part)].copy_(part)
+            first += len(part)
 
-    def _read(self, own_name: str, first: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index of the first row, rows) until all from `first` to `stop` are there."""
+    def rows(self, name: str, index: slice = slice(None)) -> Iterator[Tensor | QuantizedWeight]:
+        """Yield rows of a tensor as they are stored, some at a time, until all of `index` are there.
+
+        Of what makes queries and keys, `index` has whole heads. Raises CheckpointError as `copy` does.
+        """
+        own_name = self._names[name]
         info, element_type = self._file.tensors[own_name], self._file.element_type(own_name)
         row_size = info.shape[1] if len(info.shape) > 1 else 1
         row_bytes = row_size * element_type.block_bytes // element_type.block_size
         unit = self._turned_rows if self._turned_rows and _TURNED.fullmatch(own_name) else 1
         num_rows = max(1, _MAX_CHUNK // row_size // unit) * unit
+        first, stop, _ = index.indices(info.shape[0])
         try:
             with self._file.path.open("rb") as stream:
                 for start in range(first, stop, num_rows):
@@ -110,19 +117,25 @@ class GgufCheckpoint:
                     buffer = bytearray(length * row_bytes)
                     if stream.readinto(buffer) != len(buffer):
                         raise CheckpointError(f"tensor {own_name} cannot be read: {self._file.path} is cut off")
-                    values = self._values(own_name, element_type, buffer, length)
-                    values = values.reshape(length, *info.shape[1:])
-                    yield start, values if unit == 1 else _halved(values, unit)
+                    yield self._decode(own_name, element_type, buffer, (length, *info.shape[1:]), unit)
         except OSError as error:
             raise CheckpointError(f"tensor {own_name} cannot be read from {self._file.path}: {error}") from error
 
-    def _values(self, own_name: str, element_type: ElementType, buffer: bytearray, num_rows: int) -> Tensor:
+    def _decode(
+        self, own_name: str, element_type: ElementType, buffer: bytearray, shape: tuple[int, ...], head_dim: int
+    ) -> Tensor | QuantizedWeight:
+        """Decode whole rows, which the file has in pairs of neighbours if heads have more than one."""
         if not element_type.is_quantized:
-            return torch.frombuffer(buffer, dtype=_DTYPES[element_type.name])
-        decoded = decode_rows(element_type.name, torch.frombuffer(buffer, dtype=torch.uint8).view(num_rows, -1))
-        if not decoded.is_finite():
+            return _halved(torch.frombuffer(buffer, dtype=_DTYPES[element_type.name]).view(shape), head_dim)
+        weight = decode_rows(element_type.name, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
+        if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not a number")
-        return decoded.dequantized()
+        return QuantizedWeight(
+            _halved(weight.codes, head_dim),
+            _halved(weight.scale, head_dim),
+            None if weight.minimum is None else _halved(weight.minimum, head_dim),
+            weight.group_size,
+        )
 
     def _tell(self, own_name: str, dtype: torch.dtype) -> None:
         """Log, once, that quantized weights do not stay so."""
@@ -138,9 +151,12 @@ class GgufCheckpoint:
 
 
 def _halved(rows: Tensor, head_dim: int) -> Tensor:
-    """Bring rows of whole heads from pairs of neighbours, (0, 1), (2, 3) and so on, to pairs of two halves."""
-    heads = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
-    return heads.swapaxes(1, 2).reshape(rows.shape)
+    """Bring rows of whole heads from pairs of neighbours, (0, 1), (2, 3) and so on, to pairs of two halves. Heads of
+    one row stay as they are."""
+    if head_dim == 1:
+        return rows
+    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.swapaxes(1, 2).flatten(0, 2)
 
 
 def _our_name(own_name: str) -> str:

@@ -10,39 +10,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.kernels.quantized import QuantizedWeight
+
 _CODE_BITS = torch.arange(8, dtype=torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedRows:
-    """Rows of a weight. Each `group_size` columns of a row share a scale, and a minimum where the type has one."""
-
-    codes: Tensor  # [rows, columns], int8
-    scale: Tensor  # [rows, columns / group_size], float32
-    minimum: Tensor | None  # as scale
-    group_size: int
-
-    def is_finite(self) -> bool:
-        """Return whether scales and minimums are numbers."""
-        parts = [self.scale] if self.minimum is None else [self.scale, self.minimum]
-        return all(bool(part.isfinite().all()) for part in parts)
-
-    def dequantized(self) -> Tensor:
-        """[rows, columns], float32"""
-        groups = self.codes.unflatten(1, (-1, self.group_size)).float() * self.scale[..., None]
-        if self.minimum is not None:
-            groups -= self.minimum[..., None]
-        return groups.flatten(1)
-
-
-def decode_rows(type_name: str, rows: Tensor) -> DecodedRows:
+def decode_rows(type_name: str, rows: Tensor) -> QuantizedWeight:
     """Decode rows of bytes, [rows, bytes of a row]. `type_name` is that of a quantized type that is served."""
     layout = _LAYOUTS[type_name]
     blocks = rows.unflatten(1, (-1, layout.block_bytes))  # [rows, blocks, block_bytes]
     codes, scale, minimum = layout.decode(blocks)
-    return DecodedRows(
+    return QuantizedWeight(
         codes.flatten(1), scale.flatten(1), None if minimum is None else minimum.flatten(1), layout.group_size
     )
+
+
+def is_finite(weight: QuantizedWeight) -> bool:
+    """Return whether scales and minimums are numbers."""
+    parts = [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]
+    return all(bool(part.isfinite().all()) for part in parts)
 
 
 # Codes [rows, blocks, columns of a block], scales and minimums [rows, blocks, groups of a block].
