@@ -38,7 +38,8 @@ _IN_CONFIG = frozenset({"rope_freqs.weight"})  # tensors that hold no weights
 # Files of this architecture turn pairs of neighbours: halves of heads are interleaved in what makes queries and keys.
 _INTERLEAVED = "llama"
 _TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
-_MAX_CHUNK = 1 << 20  # elements that are decoded at once, which take 15 bytes each meanwhile
+_MAX_CHUNK = 1 << 20  # elements that are decoded at once; one row, or head, that is longer too
+_WORKING_BYTES = 16  # that an element takes meanwhile: codes and their parts, and twice float32
 
 
 class GgufCheckpoint:
@@ -59,6 +60,14 @@ class GgufCheckpoint:
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`. There is none of quantized weights."""
         return _DTYPES.get(self._file.tensors[self._names[name]].type_name) if name in self._names else None
+
+    def stored_names(self, name: str) -> frozenset[str]:
+        """Return the names of the tensors that a weight is made of: there is one."""
+        return frozenset((name,))
+
+    def working_bytes(self, name: str, num_elements: int) -> int:
+        """Return how much memory beside the target reading a weight of this many elements takes at most."""
+        return _WORKING_BYTES * min(num_elements, _MAX_CHUNK)
 
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`."""
