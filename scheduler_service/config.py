@@ -20,7 +20,7 @@ _TENANT_WAITING_TEXT_BYTES = (
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    model: str = option("", "checkpoint directory, or the id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
+    model: str = option("", "checkpoint directory, GGUF file, or id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
     worker: str = option(
         "127.0.0.1:50061",
         "address of the worker, HOST:PORT, or unix:PATH of its --socket; for several ranks, all their addresses in "
@@ -164,7 +164,7 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class FrontEndConfig:
     scheduler: str = option("127.0.0.1:50051", "address of the scheduler, HOST:PORT")
-    model: str = option("", "the scheduler's model: its checkpoint directory, or its Hugging Face id")
+    model: str = option("", "the scheduler's model: its checkpoint directory, GGUF file, or Hugging Face id")
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50052, "port to listen on; 0 picks a free one", PORT)
     drain_timeout: float = option(30.0, "how long running requests get to finish at shutdown, in seconds", at_least(0))
@@ -216,7 +216,7 @@ class FrontEndConfig:
 
 def _check_model(model: str) -> None:
     if not model:
-        raise ValueError("--model is missing: name a checkpoint directory")
+        raise ValueError("--model is missing: name a checkpoint directory or a GGUF file")
 
 
 def _check_worker_address(address: str) -> None:

@@ -17,7 +17,7 @@ _MEMORY_UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1
 class WorkerConfig:
     """Every field is a flag, an environment variable and a YAML key. Values of None are worked out at the start."""
 
-    model: str = option("", "checkpoint directory, or the id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
+    model: str = option("", "checkpoint directory, GGUF file, or id of a Hugging Face model, such as Qwen/Qwen3-0.6B")
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(50061, "port to listen on; 0 picks a free one", PORT)
     socket: str | None = option(
@@ -130,7 +130,7 @@ class WorkerConfig:
     def validate(self) -> None:
         """Raises ValueError that names the flag, its value and what it may be."""
         if not self.model:
-            raise ValueError("--model is empty; give a checkpoint directory")
+            raise ValueError("--model is empty; give a checkpoint directory or a GGUF file")
         check_options(self, _MUST_BE)
         if self.socket is not None:
             _check_socket("--socket", self.socket)

@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tokenizer",
         metavar="MODEL",
-        help="checkpoint directory or Hugging Face id with the model's tokenizer (default: --model)",
+        help="checkpoint directory, GGUF file or Hugging Face id with the model's tokenizer (default: --model)",
     )
     group.add_argument(
         "--extra-body",

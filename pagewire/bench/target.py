@@ -18,7 +18,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="checkpoint directory or Hugging Face id to start `pagewire serve` for; flags for it can follow after --",
+        help="checkpoint directory, GGUF file or Hugging Face id to start `pagewire serve` for; flags for it can "
+        "follow after --",
     )
     connection.add_flags(parser, without_url="a server is started for --model")
 

@@ -13,18 +13,17 @@ class TextTokenizer:
     """A model's tokenizer. `chat_template` is the model's, or None."""
 
     def __init__(self, model: str) -> None:
-        """Loads the tokenizer of a checkpoint directory or a hub id. Raises CommandError if there is none."""
-        from tokenizers import Tokenizer
-
+        """Loads the tokenizer of a directory, a GGUF file or a hub id. Raises CommandError if there is none."""
         from scheduler_service.serving.model_info import read_model_info
+        from scheduler_service.serving.tokenizer import load_tokenizer
 
         try:
             info = read_model_info(locate(model, with_weights=False).directory)
+            if info.tokenizer_path is None:
+                raise ValueError(f"{Path(info.directory) / 'tokenizer.json'} is missing")
+            self._tokenizer = load_tokenizer(info.tokenizer_path)
         except ValueError as error:
             raise CommandError(f"--tokenizer: {error}") from None
-        if info.tokenizer_path is None:
-            raise CommandError(f"--tokenizer: {Path(info.directory) / 'tokenizer.json'} is missing")
-        self._tokenizer = Tokenizer.from_file(str(info.tokenizer_path))
         self.chat_template = info.chat_template
         self.vocab_size = self._tokenizer.get_vocab_size()
 

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         metavar="MODEL",
         nargs="?",
         default=str(BUNDLED_MODEL),
-        help="checkpoint directory or Hugging Face id (default: the bundled model, which tells short stories)",
+        help="checkpoint directory, GGUF file or Hugging Face id (default: the bundled model, which tells stories)",
     )
     parser.add_argument("--prompt", default=PROMPT, help=f"the prompt (default: {PROMPT!r})")
     parser.add_argument(

@@ -16,6 +16,7 @@ from typing import Any
 
 from pagewire import installation, options
 from pagewire.cli.option_groups import GROUPS
+from pagewire.gguf import is_gguf
 from pagewire.hosting import freed_memory, garbage_collection, logs
 from pagewire.hosting.gateway import ADMIN_KEY_VARIABLE, GatewayConfig, gateway_command, level_of
 from pagewire.hosting.model_source import (
@@ -80,7 +81,8 @@ def serve(arguments: Sequence[str]) -> int:
         log.critical("%s", error)
         return 1
     found = _locate(resolved, with_weights=True)
-    if gateway_config.gateway and not (Path(found.directory) / "tokenizer.json").is_file():
+    has_tokenizer = is_gguf(Path(found.directory)) or (Path(found.directory) / "tokenizer.json").is_file()
+    if gateway_config.gateway and not has_tokenizer:
         parser.error(f"--gateway needs a tokenizer, but {found.directory} has no tokenizer.json")
     scheduler_config = _at(scheduler_config, found)
     ranks = [_at(rank, found) for rank in ranks]

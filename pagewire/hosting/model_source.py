@@ -1,4 +1,4 @@
-"""Finds MODEL: a checkpoint directory, or a model of the Hugging Face hub, which becomes one.
+"""Finds MODEL: a checkpoint directory, a GGUF file, or a model of the Hugging Face hub, which becomes a directory.
 
 A hub id is looked up in the local cache of huggingface_hub. Files that are not there are downloaded into it, unless
 HF_HUB_OFFLINE says otherwise. Only files that are read are taken: never pickled weights, never a second format.
@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagewire.errors import CommandError
+from pagewire.gguf import is_gguf
 from pagewire.options import suggestion
 
 log = logging.getLogger(__name__)
 
 EXAMPLE = "Qwen/Qwen3-0.6B"
-GIVE = f"give a checkpoint directory, or the id of a Hugging Face model such as {EXAMPLE}"
+GIVE = f"give a checkpoint directory, a GGUF file, or the id of a Hugging Face model such as {EXAMPLE}"
 MISSING = f"MODEL is missing (also --model): {GIVE}; `pagewire demo` serves the bundled model"
-NO_GGUF = f"GGUF files are not supported yet: {GIVE} with safetensors weights"
 REQUIREMENT = "huggingface_hub>=2.4"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -64,14 +64,14 @@ class ModelSourceConfig:
 
 @dataclass(frozen=True, slots=True)
 class LocatedModel:
-    """A checkpoint directory, and the hub id by which it was found, or None."""
+    """A checkpoint directory or a GGUF file, and the hub id by which it was found, or None."""
 
     directory: str
     hub_id: str | None = None
 
 
 def locate(model: str, revision: str | None = None, *, with_weights: bool = True) -> LocatedModel:
-    """Returns the checkpoint directory of MODEL, which it downloads if it has to.
+    """Returns the checkpoint directory of MODEL, which it downloads if it has to; or the GGUF file that MODEL is.
 
     `with_weights` False asks only for the files that a scheduler or a front end reads. Raises ModelSourceError for a
     MODEL that cannot be served.
@@ -82,10 +82,14 @@ def locate(model: str, revision: str | None = None, *, with_weights: bool = True
             raise ModelSourceError(f"--revision {revision} is for Hugging Face models, but {model} is a directory")
         check_directory(path, with_weights=with_weights)
         return LocatedModel(str(path))
+    if is_gguf(path):
+        if revision is not None:
+            raise ModelSourceError(f"--revision {revision} is for Hugging Face models, but {model} is a GGUF file")
+        return LocatedModel(str(path))
     if path.exists():
         raise ModelSourceError(_file_refusal(path))
-    if model.lower().endswith(".gguf"):
-        raise ModelSourceError(f"{model}: {NO_GGUF}")
+    if _is_gguf_name(model):
+        raise ModelSourceError(_missing_file(path))
     if not _is_hub_id(model):
         raise ModelSourceError(_path_refusal(path))
     return LocatedModel(str(_HubModel(model, revision, with_weights=with_weights).directory()), model)
@@ -101,8 +105,9 @@ def check_directory(path: Path, *, with_weights: bool) -> None:
         raise ModelSourceError(f"{path} is empty: {GIVE}")
     if "config.json" not in names:
         inside = [path / name for name in names if (path / name / "config.json").is_file()]
-        if not inside and any(name.lower().endswith(".gguf") for name in names):
-            raise ModelSourceError(f"{path} holds GGUF files. {NO_GGUF}")
+        files = [name for name in names if _is_gguf_name(name)]
+        if not inside and files:
+            raise ModelSourceError(f"{path} holds GGUF files: give one of them, such as {path / files[0]}")
         hint = f"; did you mean {inside[0]}?" if inside else f": {GIVE}"
         raise ModelSourceError(f"{path} has no config.json, so it is no checkpoint directory{hint}")
     if with_weights and not {SINGLE, INDEX} & set(names):
@@ -117,14 +122,24 @@ def _without_safetensors(names: Iterable[str]) -> str:
             f"only pickled weights ({pickled[0]}), which can run any code and are never loaded: convert them to "
             "safetensors, for instance with save_pretrained of transformers"
         )
-    if any(name.lower().endswith(".gguf") for name in names):
-        return f"no safetensors weights. {NO_GGUF}"
+    files = [name for name in names if _is_gguf_name(name)]
+    if files:
+        return f"no safetensors weights, but GGUF files: give one of them by its path, such as {files[0]}"
     return f"no weights: neither {SINGLE} nor {INDEX} is there"
 
 
+def _is_gguf_name(name: str) -> bool:
+    return name.lower().endswith(".gguf")
+
+
+def _missing_file(path: Path) -> str:
+    near = ""
+    if path.parent.is_dir():
+        near = suggestion(path.name, [entry.name for entry in path.parent.iterdir() if _is_gguf_name(entry.name)])
+    return f"there is no file {path}{near.replace('did you mean ', f'did you mean {path.parent}/') or f': {GIVE}'}"
+
+
 def _file_refusal(path: Path) -> str:
-    if path.suffix.lower() == ".gguf":
-        return f"{path}: {NO_GGUF}"
     if path.suffix == ".safetensors" or path.name == "config.json":
         return f"{path} is a file: give the directory that holds it, {path.parent}"
     return f"{path} is a file, not a checkpoint directory: {GIVE}"
@@ -229,11 +244,19 @@ class _HubModel:
         # The commit is known now, and its list of files is on the disk: weights come from the same commit.
         sizes = {file.path: file.size for file in get_cached_repo_tree(self._id, revision=snapshot.name)}
         if "config.json" not in sizes:
-            kind = NO_GGUF if any(name.lower().endswith(".gguf") for name in sizes) else GIVE
-            raise ModelSourceError(f"the Hugging Face repository {self._name} has no config.json. {kind}")
+            raise ModelSourceError(f"the Hugging Face repository {self._name} has {self._without_config(sizes)}")
         if self._with_weights:
             self._download_weights(snapshot, sizes)
         return snapshot
+
+    def _without_config(self, names: Iterable[str]) -> str:
+        files = sorted(name for name in names if _is_gguf_name(name))
+        if not files:
+            return f"no config.json: {GIVE}"
+        return (
+            f"GGUF files and no config.json: run `hf download {self._id} {files[0]}`, or for another of them, and give "
+            "the path that it prints"
+        )
 
     def _download_weights(self, snapshot: Path, sizes: Mapping[str, int]) -> None:
         names = _weight_files(snapshot)

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that the scheduler reads: everything but the weights."""
+"""The parts of a model that the scheduler reads, of a checkpoint directory or of a GGUF file: all but the weights."""
 
 import hashlib
 import json
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from pagewire.gguf import GgufFile, config_json, generation_config_json, is_gguf, tokenizer_config_json
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.chat_template import ChatTemplate, read_chat_template
 from scheduler_service.serving.sampling_options import API_DEFAULTS, SAMPLING_OPTIONS
@@ -19,11 +20,11 @@ _MAX_SHOWN = 100  # characters of a value in an error
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    name: str  # of the directory
-    directory: Path  # absolute
+    name: str  # of the directory, or of the GGUF file without its ending
+    directory: Path  # absolute; or that of the GGUF file
     model_type: str
     architectures: tuple[str, ...]
-    digest: bytes  # SHA-256 over config.json and, where there is one, tokenizer.json
+    digest: bytes  # SHA-256 over config.json and, where there is one, tokenizer.json; or over a GGUF file's header
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -32,7 +33,7 @@ class ModelInfo:
     sampling_defaults: SamplingParams  # what requests mean that leave sampling unset
     template_file: ChatTemplate | None
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
-    tokenizer_path: Path | None
+    tokenizer_path: Path | None  # a tokenizer.json or a GGUF file
 
     @property
     def has_tokenizer(self) -> bool:
@@ -58,33 +59,90 @@ class ModelInfo:
         return found
 
 
-def read_model_info(directory: str) -> ModelInfo:
-    """Raises ValueError, one line that names the file at fault."""
-    path = Path(directory)
+def read_model_info(model: str) -> ModelInfo:
+    """Read a checkpoint directory or a GGUF file. Raises ValueError, one line that names the file at fault."""
+    path = Path(model)
+    if is_gguf(path):
+        return _model_info(_read_gguf(path))
     if not path.is_dir():
-        raise ValueError(f"--model is {directory!r}, but that is not a directory")
-    config = _read_json(path / "config.json", required=True)
-    generation = _read_json(path / "generation_config.json")
-    tokenizer_path = path / "tokenizer.json"
+        raise ValueError(f"--model is {model!r}, but that is neither a directory nor a GGUF file")
+    return _model_info(_read_directory(path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What a model's small files hold, and which file says so."""
+
+    path: Path  # of the model
+    name: str
+    config: dict[str, Any]
+    config_path: Path
+    generation: dict[str, Any]
+    generation_path: Path
+    tokenizer_config: dict[str, Any]
+    template_file: ChatTemplate | None
+    tokenizer_path: Path | None
+    digest: bytes
+
+
+def _read_directory(path: Path) -> _Settings:
+    config_path, tokenizer_path = path / "config.json", path / "tokenizer.json"
+    config = _read_json(config_path, required=True)
+    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    digest = hashlib.sha256(config_path.read_bytes())
     has_tokenizer = tokenizer_path.is_file()
-    digest = hashlib.sha256((path / "config.json").read_bytes())
     if has_tokenizer:
         digest.update(tokenizer_path.read_bytes())
+    return _Settings(
+        path,
+        path.resolve().name,
+        config,
+        config_path,
+        _read_json(path / "generation_config.json"),
+        path / "generation_config.json",
+        tokenizer_config,
+        read_chat_template(path, tokenizer_config),
+        tokenizer_path if has_tokenizer else None,
+        digest.digest(),
+    )
+
+
+def _read_gguf(path: Path) -> _Settings:
+    """What is wrong in a file's settings is told of the file, under the names that config.json has for them."""
+    file = GgufFile.open(path)
+    tokenizer_config = tokenizer_config_json(file)
+    template = tokenizer_config.get("chat_template")
+    return _Settings(
+        path,
+        path.resolve().stem,
+        config_json(file),
+        path,
+        generation_config_json(file),
+        path,
+        tokenizer_config,
+        None if template is None else ChatTemplate(template, path),
+        path,
+        file.digest,
+    )
+
+
+def _model_info(settings: _Settings) -> ModelInfo:
+    config, config_path = settings.config, settings.config_path
     return ModelInfo(
-        name=path.resolve().name,
-        directory=path.resolve(),
-        model_type=_text(config, "model_type", path),
-        architectures=_names(config, "architectures", path),
-        digest=digest.digest(),
-        vocab_size=_positive(config, ("vocab_size",), path),
-        max_model_len=_positive(config, _LENGTH_KEYS, path),
-        eos_token_ids=_end_token_ids(config, generation, path),
+        name=settings.name,
+        directory=settings.path.resolve(),
+        model_type=_text(config, "model_type", config_path),
+        architectures=_names(config, "architectures", config_path),
+        digest=settings.digest,
+        vocab_size=_positive(config, ("vocab_size",), config_path),
+        max_model_len=_positive(config, _LENGTH_KEYS, config_path),
+        eos_token_ids=_end_token_ids(config, config_path, settings.generation, settings.generation_path),
         bos_token_id=_token_id(config, "bos_token_id"),
         pad_token_id=_token_id(config, "pad_token_id"),
-        sampling_defaults=_sampling_defaults(generation, path),
-        template_file=read_chat_template(path, _read_json(path / "tokenizer_config.json")),
-        special_tokens=_special_tokens(path),
-        tokenizer_path=tokenizer_path if has_tokenizer else None,
+        sampling_defaults=_sampling_defaults(settings.generation, settings.generation_path),
+        template_file=settings.template_file,
+        special_tokens=_special_tokens(settings.tokenizer_config),
+        tokenizer_path=settings.tokenizer_path,
     )
 
 
@@ -114,32 +172,34 @@ def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _text(config: dict[str, Any], key: str, path: Path) -> str:
+def _text(config: dict[str, Any], key: str, file: Path) -> str:
     value = config.get(key) or ""
     if not isinstance(value, str):
-        raise _error(path / "config.json", key, value, "a text")
+        raise _error(file, key, value, "a text")
     return value
 
 
-def _names(config: dict[str, Any], key: str, path: Path) -> tuple[str, ...]:
+def _names(config: dict[str, Any], key: str, file: Path) -> tuple[str, ...]:
     value = config.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise _error(path / "config.json", key, value, "a list of names")
+        raise _error(file, key, value, "a list of names")
     return tuple(value)
 
 
-def _positive(config: dict[str, Any], keys: tuple[str, ...], path: Path) -> int:
+def _positive(config: dict[str, Any], keys: tuple[str, ...], file: Path) -> int:
     value = next((config[key] for key in keys if config.get(key) is not None), None)
     if not _is_whole(value) or not 1 <= value <= _MAX_SIZE:
-        raise _error(path / "config.json", " or ".join(keys), value, f"a whole number from 1 to {_MAX_SIZE}")
+        raise _error(file, " or ".join(keys), value, f"a whole number from 1 to {_MAX_SIZE}")
     return value
 
 
-def _end_token_ids(config: dict[str, Any], generation: dict[str, Any], path: Path) -> tuple[int, ...]:
+def _end_token_ids(
+    config: dict[str, Any], config_path: Path, generation: dict[str, Any], generation_path: Path
+) -> tuple[int, ...]:
     """generation_config.json's, else config.json's."""
-    key, file, value = "eos_token_id", path / "generation_config.json", generation.get("eos_token_id")
+    key, file, value = "eos_token_id", generation_path, generation.get("eos_token_id")
     if value is None:
-        file, value = path / "config.json", config.get(key)
+        file, value = config_path, config.get(key)
     token_ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(_is_whole(token_id) and 0 <= token_id < 2**31 for token_id in token_ids):
         raise _error(file, key, value, f"a token id from 0 to {2**31 - 1} or a list of them")
@@ -152,7 +212,7 @@ def _token_id(config: dict[str, Any], key: str) -> int | None:
     return value if _is_whole(value) and 0 <= value < 2**31 else None
 
 
-def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingParams:
+def _sampling_defaults(generation: dict[str, Any], file: Path) -> SamplingParams:
     """generation_config.json's values, else the API's own."""
     values: dict[str, Any] = {}
     for key, option in SAMPLING_OPTIONS.items():
@@ -163,15 +223,15 @@ def _sampling_defaults(generation: dict[str, Any], path: Path) -> SamplingParams
         is_number = _is_whole(value) or (isinstance(value, float) and not takes_whole)
         if not is_number or not option.holds(value):
             expected = f"a {'whole ' if takes_whole else ''}number {'' if option.excludes_low else 'from '}{option}"
-            raise _error(path / "generation_config.json", key, value, expected)
+            raise _error(file, key, value, expected)
         values[key] = value
     return replace(API_DEFAULTS, **values)
 
 
-def _special_tokens(path: Path) -> dict[str, str]:
+def _special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
     """The texts that tokenizer_config.json gives as `bos_token`, `eos_token` and so on."""
     texts = {}
-    for name, value in _read_json(path / "tokenizer_config.json").items():
+    for name, value in tokenizer_config.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             texts[name] = text

@@ -5,6 +5,7 @@
 
 import asyncio
 import ctypes
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +14,8 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders
+
+from pagewire.gguf import GgufError, GgufFile, is_gguf, tokenizer_json
 
 # Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
 _NUM_CONTEXT_TOKENS = 6
@@ -24,15 +27,24 @@ _REPLACEMENT = "\ufffd"
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
+def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
+    """Load a tokenizer.json, or what stands for it in a GGUF file. Raises ValueError if it cannot be read."""
+    try:
+        if is_gguf(path):
+            return HuggingFaceTokenizer.from_str(json.dumps(tokenizer_json(GgufFile.open(path))))
+        return HuggingFaceTokenizer.from_file(str(path))
+    except GgufError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        raise ValueError(f"{path} is not a tokenizer: {error}") from error
+
+
 class Tokenizer:
-    """A checkpoint's tokenizer.json."""
+    """A model's tokenizer."""
 
     def __init__(self, path: Path, num_threads: int = 2) -> None:
         """Raises ValueError if the file cannot be read."""
-        try:
-            self._tokenizer = HuggingFaceTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer = load_tokenizer(path)
         self._path = path
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -128,8 +128,8 @@ def test_a_revision(served: tuple[Hub, str], tmp_path: Path) -> None:
         ("org/tagged", "v2", "org/tagged has no revision v2: give a branch, tag or commit"),
         ("org/gated", None, "org/gated is gated: accept its terms at http"),
         ("org/pickled", None, "org/pickled has only pickled weights (pytorch_model.bin)"),
-        ("org/gguf", None, "org/gguf has no config.json. GGUF files are not supported yet"),
-        ("org/no-model", None, "org/no-model has no config.json. give a checkpoint directory"),
+        ("org/gguf", None, "org/gguf has GGUF files and no config.json: run `hf download org/gguf model-q4.gguf`"),
+        ("org/no-model", None, "org/no-model has no config.json: give a checkpoint directory"),
         ("org/lacking", None, "org/lacking lacks model-00001-of-00002.safetensors"),
     ],
 )
@@ -237,19 +237,24 @@ def make(directory: Path, *names: str) -> Path:
 def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "sha256-0123").symlink_to("model.gguf")
     make(tmp_path / "good", "config.json", "model.safetensors")
     cases = {
         make(tmp_path / "empty"): "is empty: give a checkpoint directory",
         make(tmp_path / "other", "README.md"): "other has no config.json, so it is no checkpoint directory: give",
-        make(tmp_path / "gguf", "model.gguf"): "holds GGUF files. GGUF files are not supported yet",
+        make(
+            tmp_path / "gguf", "model.gguf"
+        ): f"holds GGUF files: give one of them, such as {tmp_path}/gguf/model.gguf",
+        make(tmp_path / "both", "config.json", "x.gguf"): "no safetensors weights, but GGUF files: give one of them",
         make(tmp_path / "pickled", "config.json", "pytorch_model.bin"): "only pickled weights (pytorch_model.bin)",
         make(tmp_path / "bare", "config.json"): "no weights: neither model.safetensors nor",
         tmp_path: f"did you mean {tmp_path / 'bare'}?",
         tmp_path / "goof": f"there is no directory {tmp_path / 'goof'}; did you mean {tmp_path / 'good'}?",
         tmp_path / "none" / "x": "there is no directory",
-        tmp_path / "model.gguf": "GGUF files are not supported yet: give a checkpoint directory",
-        tmp_path / "gone.gguf": "GGUF files are not supported yet",
-        Path("Qwen/Qwen3-0.6B-Q4_K_M.gguf"): "GGUF files are not supported yet",
+        tmp_path / "modl.gguf": f"there is no file {tmp_path}/modl.gguf; did you mean {tmp_path}/model.gguf?",
+        Path(
+            "Qwen/Qwen3-0.6B-Q4_K_M.gguf"
+        ): "there is no file Qwen/Qwen3-0.6B-Q4_K_M.gguf: give a checkpoint directory",
         tmp_path / "good" / "model.safetensors": f"is a file: give the directory that holds it, {tmp_path / 'good'}",
         tmp_path / "other" / "README.md": "is a file, not a checkpoint directory",
         Path("good/x"): "there is no directory good/x",
@@ -262,7 +267,13 @@ def test_directories_and_files_that_are_no_checkpoint(tmp_path: Path, monkeypatc
         assert "\n" not in str(refused.value)
     with pytest.raises(ModelSourceError, match="--revision v1 is for Hugging Face models, but good is a directory"):
         locate("good", "v1")
+    with pytest.raises(
+        ModelSourceError, match=r"--revision v1 is for Hugging Face models, but model\.gguf is a GGUF file"
+    ):
+        locate("model.gguf", "v1")
     assert locate("good").directory == "good"
+    assert locate("model.gguf").directory == "model.gguf"
+    assert locate("sha256-0123").directory == "sha256-0123"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert locate("~/good").directory == str(tmp_path / "good")
     assert locate("bare", with_weights=False).hub_id is None

@@ -37,9 +37,10 @@ PUBLIC_IMPORTS = (
 ALLOWED_IMPORTS = {
     "pagewire.kernels": ("pagewire.kernels",),
     "pagewire.transport": ("pagewire.transport",),
-    "scheduler_service": ("scheduler_service", "pagewire.transport", "pagewire.__version__"),
+    "pagewire.gguf": ("pagewire.gguf",),
+    "scheduler_service": ("scheduler_service", "pagewire.gguf", "pagewire.transport", "pagewire.__version__"),
     "scheduler_service.core": ("scheduler_service.core",),
-    "scheduler_service.serving": ("scheduler_service.core", "scheduler_service.serving"),
+    "scheduler_service.serving": ("scheduler_service.core", "scheduler_service.serving", "pagewire.gguf"),
     # What several of the packages beside it need, and no more.
     "scheduler_service.rpc": ("scheduler_service.rpc.status", "pagewire.protos.gen.pagewire.scheduler"),
     "scheduler_service.rpc.worker": (
@@ -57,7 +58,7 @@ ALLOWED_IMPORTS = {
         "scheduler_service.rpc.status",
     ),
     "scheduler_service.rpc.public": (*PUBLIC_IMPORTS, "scheduler_service.rpc.trace_context"),
-    "scheduler_service.rpc.vllm": (*PUBLIC_IMPORTS, "scheduler_service.rpc.vllm"),
+    "scheduler_service.rpc.vllm": (*PUBLIC_IMPORTS, "pagewire.gguf", "scheduler_service.rpc.vllm"),
     "scheduler_service.rpc.front_end": (
         *PUBLIC_IMPORTS,
         "scheduler_service.rpc.front_end",
@@ -72,13 +73,18 @@ ALLOWED_IMPORTS = {
         "pagewire.protos.gen.pagewire.worker",
         "pagewire.transport",
     ),
-    "worker_service.startup": ("worker_service", "pagewire.kernels.cpu"),
+    "worker_service.startup": ("worker_service", "pagewire.gguf", "pagewire.kernels.cpu"),
     "worker_service.step": (),
     "worker_service.streams": (),
     "worker_service.rpc.session": ("worker_service.step",),
     "worker_service.models.ranks": ("worker_service.models.ranks",),
     "worker_service.engine": ("worker_service.engine", "worker_service.step", "pagewire.transport"),
-    "worker_service.models": ("worker_service.models", "pagewire.kernels.arguments"),
+    "worker_service.models": (
+        "worker_service.models",
+        "pagewire.gguf",
+        "pagewire.kernels.arguments",
+        "pagewire.kernels.quantized",
+    ),
     "worker_service.models.checkpoint": ("worker_service.models.checkpoint_files",),
     "worker_service.models.checkpoint_files": (),
     "worker_service.attention": (
@@ -133,16 +139,21 @@ ALLOWED_IMPORTS = {
     "pagewire.hosting": (
         "pagewire.hosting",
         "pagewire.errors",
+        "pagewire.gguf",
         "pagewire.options",
         "pagewire.transport",
         "worker_service",
     ),
     "pagewire.llm": ("pagewire",),
     "pagewire.cli": ("pagewire", "scheduler_service", "worker_service"),
-    "pagewire.bench": ("pagewire", "scheduler_service.serving.model_info"),
+    "pagewire.bench": (
+        "pagewire",
+        "scheduler_service.serving.model_info",
+        "scheduler_service.serving.tokenizer.load_tokenizer",
+    ),
 }
 # Packages of pagewire that the client library does without.
-BESIDE_THE_CLIENT = ("bench", "cli", "hosting", "kernels", "llm")
+BESIDE_THE_CLIENT = ("bench", "cli", "gguf", "hosting", "kernels", "llm")
 # Packages whose `__init__` names all that others may use, and modules beside it that load what is not always there.
 DOORS = (
     *(

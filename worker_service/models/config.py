@@ -61,6 +61,7 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
+    divisors: tuple[float, ...] = ()  # [head_dim / 2] of the frequencies, by any type; none: not divided
 
 
 @dataclass(frozen=True, slots=True)

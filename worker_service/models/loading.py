@@ -1,4 +1,4 @@
-"""Loads a checkpoint directory into a model, tensor by tensor."""
+"""Loads a checkpoint directory or a GGUF file into a model, tensor by tensor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,15 +7,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pagewire.gguf import is_gguf
 from worker_service.models import decoder, gpt2
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import GPT2, ModelConfig
+from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Shard, Split
+from worker_service.models.source import load_config
 from worker_service.models.weights import Progress, Weight, check_weights, fill_layers, hold_dtypes, load_weights
 
 
@@ -43,10 +46,10 @@ def load_model(
     is_dummy: bool = False,
     communicator: Communicator | None = None,
 ) -> Model:
-    """Loads the model of a checkpoint directory, or one rank's part of it, ready to run.
+    """Loads a model, or one rank's part of it, ready to run.
 
     Args:
-        path: holds config.json and the safetensors files.
+        path: a directory that holds config.json and the safetensors files, or a GGUF file.
         dtype: what the model computes in. Weights are converted as they are read, except where `operations` multiply
             with them in the dtype of the checkpoint.
         device: where it computes.
@@ -77,8 +80,8 @@ def prepare_model(
     """Return the model that `load_model` would load, compared with the headers of the files. Its arguments and errors
     are those of `load_model`."""
     communicator = communicator or SingleRank()
-    shard = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size)
-    checkpoint: Tensors = DummyTensors() if is_dummy else Checkpoint(path)
+    shard = Shard.of(load_config(path), communicator.rank, communicator.size)
+    checkpoint = DummyTensors() if is_dummy else _open(path)
     code = _GPT2 if shard.config.architecture == GPT2 else _DECODER
     operations = operations or TorchOperations()
     with torch.device("meta"):
@@ -153,6 +156,10 @@ class UnloadedModel:
             model.head.weight = _tied_head(model, shard)
         _finish(model, self.dtype, self.is_tied and shard.size == 1)
         return model.requires_grad_(False).eval()
+
+
+def _open(path: Path) -> Tensors:
+    return GgufCheckpoint(path) if is_gguf(path) else Checkpoint(path)
 
 
 def _tied_head(model: decoder.Decoder | gpt2.GPT2, shard: Shard) -> nn.Parameter:

@@ -44,6 +44,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """Angle per position of each pair: [head_dim / 2], float32."""
     frequencies = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if config.divisors:
+        frequencies = frequencies / torch.tensor(config.divisors)
     if config.rope_type == "linear":
         return frequencies / config.factor
     if config.rope_type == "llama3":

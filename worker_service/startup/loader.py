@@ -20,13 +20,13 @@ from worker_service.device import (
 )
 from worker_service.engine import LoadedWorker
 from worker_service.host import HostComputation, create_host_operations, host_model
-from worker_service.models.checkpoint_files import model_digest
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.ranks import RankGroup
 from worker_service.models.shard import Shard
+from worker_service.models.source import load_config, model_digest
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
 from worker_service.startup.cpu_kernels import load_cpu_kernels
@@ -61,7 +61,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     path = Path(config.model)
     device = choose_device(config.device, config.tensor_parallel_rank)
     communicator = _communicator(config, device)
-    model_config = Shard.of(ModelConfig.load(path), communicator.rank, communicator.size).config
+    model_config = Shard.of(load_config(path), communicator.rank, communicator.size).config
     dtype = choose_dtype(config.dtype, model_config.dtype, device)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)

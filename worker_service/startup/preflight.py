@@ -5,11 +5,12 @@ What only torch knows (whether there is a GPU, which dtype a CPU computes in) is
 
 from pathlib import Path
 
+from pagewire.gguf import is_gguf
 from worker_service.config import WorkerConfig
-from worker_service.models.checkpoint_files import CheckpointError, read_headers
-from worker_service.models.config import ModelConfig
+from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size
+from worker_service.models.source import load_config, read_headers
 from worker_service.startup.device_memory import GIB
 from worker_service.startup.host_memory import available_bytes
 
@@ -21,10 +22,10 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
     """Raises ValueError, one line, for what will not change by trying again. `num_local_ranks`: those to be started."""
     config.validate()
     path = Path(config.model)
-    if not path.is_dir():
-        raise ValueError(f"--model is {config.model!r}, but that is not a directory")
+    if not path.is_dir() and not is_gguf(path):
+        raise ValueError(f"--model is {config.model!r}, but that is neither a directory nor a GGUF file")
     try:
-        model = ModelConfig.load(path)
+        model = load_config(path)
         choose_max_model_len(config.max_model_len, model.max_position_embeddings)
         headers = {} if config.load_format == "dummy" else read_headers(path)
     except CheckpointError as error:

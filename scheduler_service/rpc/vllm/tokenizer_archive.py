@@ -2,11 +2,21 @@
 
 import hashlib
 import io
+import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2
+
+from pagewire.gguf import (
+    GgufFile,
+    config_json,
+    generation_config_json,
+    is_gguf,
+    tokenizer_config_json,
+    tokenizer_json,
+)
 
 _NAMES = (
     "config.json",
@@ -20,17 +30,34 @@ _CHUNK_BYTES = 64 * 1024
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal files make equal archives
 
 
-def read_tokenizer_archive(directory: Path) -> bytes:
-    """Make the zip of the files that are there. Raises OSError."""
-    paths = [directory / name for name in _NAMES]
-    paths += [path for pattern in _PATTERNS for path in sorted(directory.glob(pattern))]
+def read_tokenizer_archive(model: Path) -> bytes:
+    """Make the zip of the files that a checkpoint directory has, or of what stands for them in a GGUF file.
+
+    Raises OSError.
+    """
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
-        for path in paths:
-            if path.is_file():
-                entry = zipfile.ZipInfo(path.name, _EPOCH)
-                file.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+        for name, content in _gguf_files(model) if is_gguf(model) else _directory_files(model):
+            file.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_DEFLATED)
     return archive.getvalue()
+
+
+def _directory_files(directory: Path) -> Iterator[tuple[str, bytes]]:
+    paths = [directory / name for name in _NAMES]
+    paths += [path for pattern in _PATTERNS for path in sorted(directory.glob(pattern))]
+    yield from ((path.name, path.read_bytes()) for path in paths if path.is_file())
+
+
+def _gguf_files(path: Path) -> Iterator[tuple[str, bytes]]:
+    file = GgufFile.open(path)
+    contents = {
+        "config.json": config_json(file),
+        "generation_config.json": generation_config_json(file),
+        "tokenizer.json": tokenizer_json(file),
+        # Without a class transformers knows no way to load it.
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config_json(file)},
+    }
+    yield from ((name, json.dumps(content).encode()) for name, content in contents.items())
 
 
 def archive_chunks(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:

@@ -1,0 +1,23 @@
+"""GGUF files: what both services read of them. The scheduler takes the tokenizer, the worker the weights.
+
+Reading costs neither torch nor numpy, and a file is data of strangers: whatever it claims is compared with its length
+before it is believed. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from pagewire.gguf.checkpoint_files import config_json, generation_config_json, tokenizer_config_json
+from pagewire.gguf.element_types import SERVED_TYPES, ElementType
+from pagewire.gguf.file import GgufError, GgufFile, TensorInfo, is_gguf
+from pagewire.gguf.tokenizer import tokenizer_json
+
+__all__ = [
+    "SERVED_TYPES",
+    "ElementType",
+    "GgufError",
+    "GgufFile",
+    "TensorInfo",
+    "config_json",
+    "generation_config_json",
+    "is_gguf",
+    "tokenizer_config_json",
+    "tokenizer_json",
+]

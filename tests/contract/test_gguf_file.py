@@ -1,0 +1,210 @@
+"""Headers of GGUF files: whole ones, and all that strangers can do to one."""
+
+import math
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from pagewire.gguf import (
+    GgufError,
+    GgufFile,
+    config_json,
+    generation_config_json,
+    is_gguf,
+    tokenizer_config_json,
+)
+from scheduler_service.serving.tokenizer import load_tokenizer
+from tests.gguf_files import write_gguf
+
+BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "storyteller.gguf", BUNDLED, "Q8_0")
+
+
+def written(path: Path, **values: Any) -> Path:
+    """A file of one tensor and these keys, "__" for "."."""
+    writer = gguf.GGUFWriter(path, "qwen3")
+    for key, (add, *arguments) in values.items():
+        getattr(writer, f"add_{add}")(key.replace("__", "."), *arguments)
+    writer.add_tensor("x.weight", np.zeros((3, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refusal_of(path: Path) -> str | None:
+    """Why the services do not take a file, by all that they read before weights."""
+    try:
+        file = GgufFile.open(path)
+        file.check_tensors()
+        config_json(file), generation_config_json(file), tokenizer_config_json(file)
+        load_tokenizer(path)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_metadata_and_tensors_are_those_that_gguf_reads(bundled: Path) -> None:
+    ours, theirs = GgufFile.open(bundled), gguf.GGUFReader(bundled)
+    for name, field in theirs.fields.items():
+        if not name.startswith("GGUF."):
+            value = ours.metadata[name]
+            expected = field.contents()
+            if isinstance(expected, float):
+                assert np.float32(value) == np.float32(expected)
+            else:
+                assert (list(value) if isinstance(expected, list) else value) == expected, name
+    assert len(ours.metadata) == len(theirs.fields) - 3
+    for tensor in theirs.tensors:
+        info = ours.tensors[tensor.name]
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        assert (info.shape, info.type_name, info.offset) == (shape, tensor.tensor_type.name, tensor.data_offset)
+        assert math.prod(info.shape[:-1]) * ours.row_bytes(tensor.name) == tensor.n_bytes
+    assert len(ours.tensors) == len(theirs.tensors)
+
+
+def test_numbers_of_every_type(tmp_path: Path) -> None:
+    numbers = {
+        "uint8": 255, "int8": -128, "uint16": 65535, "int16": -32768, "uint32": 2**32 - 1, "int32": -(2**31),
+        "uint64": 2**64 - 1, "int64": -(2**63), "float32": 0.1, "float64": 0.1, "bool": True, "string": "héllo",
+    }  # fmt: skip
+    path = written(tmp_path / "x.gguf", **{f"k__{kind}": (kind, value) for kind, value in numbers.items()})
+    metadata = GgufFile.open(path).metadata
+    assert {key: metadata[f"k.{key}"] for key in numbers} == numbers
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_float32_is_the_shortest_number_that_names_it(tmp_path: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    drawn = [struct.unpack("<f", rng.randbytes(4))[0] for _ in range(200)]
+    drawn = [number for number in drawn if math.isfinite(number)]
+    path = written(tmp_path / "x.gguf", **{f"k__{index}": ("float32", value) for index, value in enumerate(drawn)})
+    metadata = GgufFile.open(path).metadata
+    for index, value in enumerate(drawn):
+        assert struct.pack("<f", metadata[f"k.{index}"]) == struct.pack("<f", value)
+    assert GgufFile.open(written(tmp_path / "y.gguf", k=("float32", 1e-6))).metadata["k"] == 1e-6
+
+
+def patched(path: Path, at: int, content: bytes) -> Path:
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + content + data[at + len(content) :])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("at", "content", "text"),
+    [
+        (0, b"GGML", r"x\.gguf is not a GGUF file: it begins with b'GGML', not with b'GGUF'"),
+        (4, struct.pack("<I", 1), r"x\.gguf is a GGUF file of version 1; versions 2 and 3 are served, little-endian"),
+        (4, struct.pack("<I", 4), r"of version 4; versions 2 and 3 are served"),
+        (4, struct.pack(">I", 3), r"of a machine of the other byte order; versions 2 and 3"),
+        (8, struct.pack("<Q", 2**60), r"x\.gguf is not a whole GGUF file: it has \d+ bytes, and its header speaks of"),
+        (16, struct.pack("<Q", 2**64 - 1), r"not a whole GGUF file: it has \d+ bytes, and its header speaks of"),
+        (24, struct.pack("<Q", 2**63), r"not a whole GGUF file: it has \d+ bytes, and its header speaks of"),
+    ],
+)  # fmt: skip
+def test_a_broken_beginning_is_named(tmp_path: Path, at: int, content: bytes, text: str) -> None:
+    path = patched(written(tmp_path / "x.gguf"), at, content)
+    with pytest.raises(GgufError, match=text):
+        GgufFile.open(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"split__count": ("uint16", 3)}, r"x\.gguf is one of 3 parts of a model: join them first, with llama-gguf"),
+        ({"general__type": ("string", "adapter")}, r"x\.gguf holds no model: general\.type is 'adapter'"),
+        ({"general__alignment": ("uint32", 48)}, r"general\.alignment is 48, not a power of two"),
+        ({"general__alignment": ("uint32", 0)}, r"general\.alignment is 0, not a power of two"),
+        ({"general__alignment": ("uint32", 1 << 31)}, r"general\.alignment is 2147483648, not a power of two"),
+        ({"deep": ("array", [[1, 2], [3]])}, r"'deep' is an array of type 9, which is not read"),
+    ],
+)
+def test_what_is_no_whole_model_is_refused(tmp_path: Path, values: dict[str, Any], text: str) -> None:
+    with pytest.raises(GgufError, match=text):
+        GgufFile.open(written(tmp_path / "x.gguf", **values))
+
+
+def test_a_type_that_is_not_served_is_named_with_those_that_are(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen3")
+    writer.add_tensor("blk.0.x.weight", np.zeros((3, 84), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q2_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    text = r"x\.gguf: tensor blk\.0\.x\.weight is of type Q2_K, which is not served; F32, F16, Q4_0, .*Q6_K, BF16 are"
+    with pytest.raises(GgufError, match=text):
+        GgufFile.open(tmp_path / "x.gguf").check_tensors()
+
+
+def test_a_file_cut_short_names_the_tensor(bundled: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(bundled.read_bytes()[:-5000])
+    with pytest.raises(GgufError, match=r"cut\.gguf has \d+ bytes, but tensor \S+ ends at byte \d+: the file may be"):
+        GgufFile.open(path).check_tensors()
+
+
+def test_rows_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.gguf")
+    data = path.read_bytes()
+    at = data.index(b"x.weight") + len(b"x.weight") + 4  # its dimensions, the contiguous one first
+    patched(path, at, struct.pack("<QQI", 33, 3, 8))
+    with pytest.raises(GgufError, match=r"tensor x\.weight is Q8_0 with rows of 33 elements, but blocks of this type"):
+        GgufFile.open(path).check_tensors()
+
+
+def test_what_is_a_gguf_file(bundled: Path, tmp_path: Path) -> None:
+    blob = tmp_path / "sha256-0123"  # as caches name files
+    blob.symlink_to(bundled)
+    (tmp_path / "x.gguf").mkdir()
+    (tmp_path / "empty.gguf").touch()
+    assert is_gguf(bundled)
+    assert is_gguf(blob)
+    assert is_gguf(tmp_path / "empty.gguf")
+    assert not is_gguf(tmp_path / "x.gguf")
+    assert not is_gguf(BUNDLED / "config.json")
+    assert not is_gguf(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_broken_file_is_more_than_an_error(bundled: Path, tmp_path: Path, seed: int) -> None:
+    """Cut anywhere, and with bytes of its header turned: read or refused, in little memory."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    whole = bundled.read_bytes()
+    header_bytes = min(info.offset for info in GgufFile.open(bundled).tensors.values())
+    path = tmp_path / "model.gguf"
+    num_refused = 0
+    tracemalloc.start()
+    for case in range(60):
+        data = bytearray(whole)
+        if case % 3 == 0:
+            del data[rng.randrange(len(data)) if case % 2 else rng.randrange(header_bytes) :]
+        for _ in range(rng.choice((1, 4, 30)) if case % 3 else 0):
+            # Half of them in the numbers at the beginning, before the tokens.
+            at = rng.randrange(1200 if rng.random() < 0.5 else header_bytes)
+            data[min(at, len(data) - 1)] = rng.choice((0, 255, rng.randrange(256)))
+        path.write_bytes(data)
+        del data
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        refusal = refusal_of(path)
+        if refusal is not None:
+            num_refused += 1
+            assert str(path) in refusal
+            assert "\n" not in refusal
+        assert tracemalloc.get_traced_memory()[1] - before < 20 << 20
+    tracemalloc.stop()
+    assert num_refused > 20

@@ -1,0 +1,340 @@
+"""Tokenizers of GGUF files against the tokenizer.json that they are made of."""
+
+import io
+import itertools
+import json
+import random
+import unicodedata
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers.tokenization_utils_base import generate_merges
+
+from pagewire.gguf import GgufError, GgufFile, tokenizer_json
+from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
+from scheduler_service.serving.model_info import ModelInfo, read_model_info
+from scheduler_service.serving.tokenizer import load_tokenizer
+from tests.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, byte_level_keys, write_gguf
+
+BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
+DOCS = Path(__file__).parents[2] / "docs"
+VOCAB_SIZE = 1024  # of the bundled model, whose weights stand in every file here
+# As the published tokenizer.json files have them.
+_WORDS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_NAMES = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_OF_CASED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
+QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
+TEKKEN = _WORDS + "|" + _NAMES + r"|\p{N}|" + _REST_OF_CASED
+GPT4O = _WORDS + _ENDINGS + "?|" + _NAMES + _ENDINGS + r"?|\p{N}{1,3}|" + _REST_OF_CASED
+ALPHABET = [
+    *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", *"0123456789" * 2,
+    *" .,;:!?'\"()[]{}<>|/\\-_=+*&^%$#@~`" * 2,
+    *" \t\n\r" * 8, "'s", "'LL", "n't", "  ", "\n\n", "é", "e\u0301", "ß", "Ж", "щ", "中", "文", "かな", "한글",
+    "😀", "👩‍🚀", "\u00a0",
+    "\u3000", "½", "²", "٣", "Ⅷ", "<|im_start|>", "<|end|>", "<think>", "the", "The", " and", " once", "Hello", "WORLD",
+]  # fmt: skip
+
+
+def texts(seed: int, number: int = 200) -> list[str]:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    return ["", " ", *("".join(rng.choices(ALPHABET, k=rng.randrange(1, 60))) for _ in range(number))]
+
+
+def corpus() -> list[str]:
+    return [line for path in sorted(DOCS.glob("*.md"))[:6] for line in path.read_text().splitlines()]
+
+
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+PUBLISHED: dict[str, tuple[pre_tokenizers.PreTokenizer, dict[str, Any]]] = {
+    "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), {}),
+    "llama-bpe": (split(LLAMA3), {"ignores_merges": True, "adds_bos": True}),
+    "smaug-bpe": (split(LLAMA3), {}),
+    "qwen2": (split(QWEN2), {"is_composed": True}),
+    "deepseek-r1-qwen": (split(QWEN2), {}),
+    "tekken": (split(TEKKEN), {"ignores_merges": True, "adds_bos": True}),
+    "gpt-4o": (split(GPT4O), {}),
+    "smollm": (
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
+        {},
+    ),
+}
+
+
+def trained(pre: str) -> Tokenizer:
+    """A byte-level tokenizer as published ones are, but trained on the spot."""
+    pre_tokenizer, traits = PUBLISHED[pre]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=traits.get("ignores_merges", False)))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.normalizer = normalizers.NFC() if traits.get("is_composed") else None
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    special = [AddedToken(text, special=True, normalized=False) for text in ("<|begin|>", "<|end|>", "<|im_start|>")]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    if traits.get("adds_bos"):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A",
+            pair="<|begin|> $A <|begin|> $B",
+            special_tokens=[("<|begin|>", tokenizer.token_to_id("<|begin|>"))],
+        )
+    return tokenizer
+
+
+def assert_same(ours: Tokenizer, theirs: Tokenizer, seed: int) -> None:
+    for text in texts(seed):
+        for add_special_tokens in (True, False):
+            expected = theirs.encode(text, add_special_tokens=add_special_tokens).ids
+            assert ours.encode(text, add_special_tokens=add_special_tokens).ids == expected, repr(text)
+        for skip in (True, False):
+            assert ours.decode(expected, skip_special_tokens=skip) == theirs.decode(expected, skip_special_tokens=skip)
+
+
+def with_tokenizer(path: Path, keys: Mapping[str, Any], **settings: Any) -> Path:
+    """A file of the bundled model with another tokenizer. `settings` are further keys of it."""
+    named = {f"tokenizer.ggml.{key}": value for key, value in settings.items()}
+    return write_gguf(path, BUNDLED, "Q4_0", tokenizer=keys, settings={"tokenizer.ggml.eos_token_id": None, **named})
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_byte_level_tokenizers_are_the_published_ones(pre: str, tmp_path: Path) -> None:
+    theirs = trained(pre)
+    keys = byte_level_keys(json.loads(theirs.to_str()), VOCAB_SIZE, pre)
+    assert UNUSED in keys["token_type"]  # the embedding has more rows than there are tokens
+    path = with_tokenizer(tmp_path / "model.gguf", keys, bos_token_id=theirs.token_to_id("<|begin|>"))
+    ours = load_tokenizer(path)
+    assert_same(ours, theirs, seed=len(pre))
+    assert ours.get_vocab() == theirs.get_vocab()
+
+
+def test_the_bundled_tokenizer_is_the_bundled_one(tmp_path: Path) -> None:
+    ours = load_tokenizer(write_gguf(tmp_path / "model.gguf", BUNDLED, "Q4_0"))
+    assert_same(ours, Tokenizer.from_file(str(BUNDLED / "tokenizer.json")), seed=11)
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken"])
+def test_byte_level_tokenizers_are_those_of_transformers(pre: str, tmp_path: Path) -> None:
+    """Ids of texts alone: transformers takes what stands around a text from classes of its own."""
+    keys = byte_level_keys(json.loads(trained(pre).to_str()), VOCAB_SIZE, pre)
+    path = with_tokenizer(tmp_path / "model.gguf", keys)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    ours = load_tokenizer(path)
+    for text in texts(5, 100):
+        # Nor does it compose what a file cannot say that Qwen's own tokenizer composes.
+        if pre != "qwen2" or unicodedata.is_normalized("NFC", text):
+            assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False)
+
+
+def sentencepiece_keys() -> dict[str, Any]:
+    """A SentencePiece vocabulary as llama.cpp's converter writes one: bytes, then pieces in order of their scores."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.train_from_iterator(
+        [line for line in corpus() if line.isascii()], trainers.BpeTrainer(vocab_size=700, show_progress=False)
+    )
+    learnt = json.loads(tokenizer.to_str())["model"]
+    merged = ["".join(merge) for merge in learnt["merges"]]
+    letters = [token for token in learnt["vocab"] if token not in set(merged)]
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = [*special, *merged, *letters, "<think>"]
+    padding = [f"[PAD{token_id}]" for token_id in range(len(tokens), VOCAB_SIZE)]
+    num_pieces = len(merged) + len(letters)
+    return {
+        "model": "llama",
+        "pre": "default",
+        "tokens": [*tokens, *padding],
+        "scores": [*([0.0] * 259), *(-float(rank) for rank in range(num_pieces)), 0.0, *([-1000.0] * len(padding))],
+        "token_type": [
+            UNKNOWN, CONTROL, CONTROL, *([BYTE] * 256), *([NORMAL] * num_pieces), USER_DEFINED,
+            *([UNUSED] * len(padding)),
+        ],
+    }  # fmt: skip
+
+
+def published_sentencepiece(keys: Mapping[str, Any], *, has_prefix: bool = True) -> Tokenizer:
+    """The tokenizer.json that transformers makes of such a vocabulary for Llama 2."""
+    vocab = {token: token_id for token_id, token in enumerate(keys["tokens"]) if not token.startswith("[PAD")}
+    scores = {token: keys["scores"][token_id] for token, token_id in vocab.items() if token_id >= 259}
+    merges = generate_merges(vocab, scores)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend("▁")] if has_prefix else []), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if has_prefix else []),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<unk>", "<s>", "</s>")])
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_sentencepiece_tokenizers_are_the_published_ones(tmp_path: Path, has_prefix: bool) -> None:
+    keys = sentencepiece_keys()
+    settings = {} if has_prefix else {"add_space_prefix": False}
+    path = with_tokenizer(tmp_path / "model.gguf", keys, **settings)
+    assert_same(load_tokenizer(path), published_sentencepiece(keys, has_prefix=has_prefix), seed=23)
+
+
+def merge_by_score(text: str, scores: Mapping[str, float]) -> list[str]:
+    """SentencePiece's algorithm, plainly: the neighbours that make the piece of the highest score merge first."""
+    parts = list(text)
+    while True:
+        pairs = [(scores.get(left + right), -at) for at, (left, right) in enumerate(itertools.pairwise(parts))]
+        found = [(score, at) for score, at in pairs if score is not None]
+        if not found:
+            return parts
+        at = -max(found)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def test_merges_that_follow_from_scores_are_sentencepieces(tmp_path: Path) -> None:
+    keys = sentencepiece_keys()
+    scores = {token: keys["scores"][token_id] for token_id, token in enumerate(keys["tokens"]) if 259 <= token_id < 940}
+    ours = load_tokenizer(with_tokenizer(tmp_path / "model.gguf", keys))
+    letters = [token for token in scores if len(token) == 1 and token != "▁"]
+    rng = random.Random(31)
+    words = [token.replace("▁", "") for token in scores]
+    for _ in range(300):
+        text = " ".join(rng.choice(words) + rng.choice(letters) for _ in range(8))
+        expected = merge_by_score("▁" + text.replace(" ", "▁"), scores)
+        assert ours.encode(text, add_special_tokens=False).tokens == expected
+
+
+def test_scores_that_are_all_alike_leave_the_order_of_ids(tmp_path: Path) -> None:
+    """A converter that has no scores writes the same for every token."""
+    keys = sentencepiece_keys()
+    alike = load_tokenizer(with_tokenizer(tmp_path / "a.gguf", {**keys, "scores": [-1000.0] * VOCAB_SIZE}))
+    assert_same(alike, load_tokenizer(with_tokenizer(tmp_path / "b.gguf", keys)), seed=41)
+
+
+def test_what_stands_around_a_prompt(tmp_path: Path) -> None:
+    keys = sentencepiece_keys()
+
+    def around(**settings: Any) -> list[int]:
+        ids = load_tokenizer(with_tokenizer(tmp_path / "model.gguf", keys, **settings)).encode("<think>").ids
+        return [token_id for token_id in ids if keys["tokens"][token_id] in ("<s>", "</s>")]
+
+    assert around() == [1]
+    assert around(add_bos_token=False) == []
+    assert around(add_eos_token=True) == [1, 2]
+    assert around(add_bos_token=False, add_eos_token=True) == [2]
+
+
+def test_the_models_info_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    ours = read_model_info(str(write_gguf(tmp_path / "Story-Q4_0.gguf", BUNDLED, "Q4_0")))
+    theirs = read_model_info(str(BUNDLED))
+    assert (ours.name, ours.directory) == ("Story-Q4_0", tmp_path / "Story-Q4_0.gguf")
+    same = (
+        "model_type",
+        "architectures",
+        "vocab_size",
+        "max_model_len",
+        "eos_token_ids",
+        "special_tokens",
+        "chat_template",
+    )
+    for field in same:
+        assert getattr(ours, field) == getattr(theirs, field), field
+    assert ours.has_tokenizer
+    assert ours.warnings() == []
+
+
+def test_ends_of_turns_and_defaults_of_sampling(tmp_path: Path) -> None:
+    tokenizer = trained("qwen2")
+    tokenizer.add_special_tokens(["<|im_end|>", "<|endoftext|>", "<|eot|>"])
+    keys = byte_level_keys(json.loads(tokenizer.to_str()), VOCAB_SIZE, "qwen2")
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        BUNDLED,
+        "Q4_0",
+        tokenizer=keys,
+        settings={
+            "tokenizer.ggml.eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+            "tokenizer.ggml.eot_token_id": tokenizer.token_to_id("<|eot|>"),
+            "tokenizer.ggml.padding_token_id": tokenizer.token_to_id("<|endoftext|>"),
+            "general.sampling.temp": 0.6,
+            "general.sampling.top_k": 20,
+            "general.sampling.top_p": 0.95,
+        },
+    )
+    info: ModelInfo = read_model_info(str(path))
+    # "<|end|>", too, is what some models end a turn with.
+    ends = [tokenizer.token_to_id(text) for text in ("<|end|>", "<|im_end|>", "<|endoftext|>", "<|eot|>")]
+    assert info.eos_token_ids == tuple(sorted(ends))
+    assert info.pad_token_id == tokenizer.token_to_id("<|endoftext|>")
+    assert info.special_tokens == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    defaults = info.sampling_defaults
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
+
+
+def test_gateways_are_given_the_files_that_they_know(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", BUNDLED, "Q4_0")
+    with zipfile.ZipFile(io.BytesIO(read_tokenizer_archive(path))) as archive:
+        archive.extractall(tmp_path / "unpacked")
+    given = transformers.AutoTokenizer.from_pretrained(tmp_path / "unpacked")
+    ours = load_tokenizer(path)
+    for text in texts(3, 20):
+        assert given.encode(text) == ours.encode(text).ids
+    messages = [{"role": "user", "content": "Hello"}]
+    assert given.apply_chat_template(messages, tokenize=False) == "Hello"
+    assert read_tokenizer_archive(path) == read_tokenizer_archive(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": "t5"}, r"tokenizer\.ggml\.model is 't5', but must be gpt2 \(byte-level BPE\) or llama \(Sentence"),
+        ({"model": None}, r"has no tokenizer\.ggml\.model, which must be a text"),
+        ({"pre": "gpt-9"}, r"tokenizer\.ggml\.pre is 'gpt-9', but must be one of default, gpt-2, .*tekken, "),
+        ({"merges": ["a b", "zz yy"]}, r"tokenizer\.ggml\.merges has 'a b', not two tokens that make a third"),
+        ({"merges": ["he"]}, r"tokenizer\.ggml\.merges has 'he', not two tokens"),
+        ({"merges": None}, r"has no tokenizer\.ggml\.merges, which must be an array of texts"),
+        ({"tokens": ["!"] * VOCAB_SIZE}, r"tokenizer\.ggml\.tokens has '!' twice, as 0 and 1"),
+        ({"token_type": [1, 1]}, r"tokenizer\.ggml\.token_type is .*, but must be an array of 1024 numbers"),
+        ({"tokens": ["!", "?"], "token_type": None}, r"tokenizer\.ggml\.tokens has 2 tokens, but token_embd\.weight"),
+        ({"bos_token_id": 5000}, r"tokenizer\.ggml\.bos_token_id is 5000, but must be the id of one of 1024 tokens"),
+        ({"add_bos_token": True}, r"has no tokenizer\.ggml\.bos_token_id, which must be the id of a token: add_bos"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_is_not_known_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    keys = byte_level_keys(json.loads((BUNDLED / "tokenizer.json").read_text()), VOCAB_SIZE)
+    path = with_tokenizer(tmp_path / "model.gguf", {**keys, **changes})
+    with pytest.raises(GgufError, match=r"model\.gguf.*" + text):
+        tokenizer_json(GgufFile.open(path))
+
+
+@pytest.mark.parametrize("changes", [{"scores": None}, {"scores": [1.0]}, {"scores": [float("nan")] * VOCAB_SIZE}])
+def test_scores_that_give_no_merges_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = with_tokenizer(tmp_path / "model.gguf", {**sentencepiece_keys(), **changes})
+    with pytest.raises(GgufError, match=r"tokenizer\.ggml\.scores"):
+        tokenizer_json(GgufFile.open(path))

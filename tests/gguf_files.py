@@ -1,0 +1,197 @@
+"""GGUF files of checkpoints, written with PyPI `gguf` as llama.cpp's converter writes them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+_K_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+
+
+def write_gguf(
+    path: Path,
+    checkpoint: Path,
+    type_name: str,
+    *,
+    types: Mapping[str, str] | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    replaced: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a checkpoint's model and tokenizer.
+
+    Args:
+        type_name: of the matrices; vectors are F32.
+        types: those of some matrices, by the ending of their names.
+        tokenizer: keys of `tokenizer.ggml.`, instead of those that follow from tokenizer.json.
+        settings: further keys and values; None leaves one out that would be there.
+        replaced: values of keys in place of the checkpoint's.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    arch = ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    found = {**_settings(gguf.MODEL_ARCH_NAMES[arch], config), **_tokenizer_keys(checkpoint, config, tokenizer)}
+    for key, value in {**found, **(settings or {})}.items():
+        if value is not None:
+            _add(writer, key, value)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None, name
+        if replaced and own_name in replaced:
+            continue
+        if arch is gguf.MODEL_ARCH.LLAMA and (".attn_q." in own_name or ".attn_k." in own_name):
+            heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
+            tensor = permuted(tensor, heads)
+        own_type = next((kind for ending, kind in (types or {}).items() if own_name.endswith(ending)), type_name)
+        add_tensor(writer, own_name, tensor, "F32" if tensor.dim() == 1 else own_type)
+    for own_name, (tensor, own_type) in (replaced or {}).items():
+        add_tensor(writer, own_name, tensor, own_type)
+    for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        finish()
+    writer.close()
+    return path
+
+
+def permuted(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The rows of each head from two halves to pairs of neighbours, as llama.cpp's converter has them for llama."""
+    return tensor.reshape(num_heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, type_name: str) -> None:
+    qtype = GGMLQuantizationType[type_name]
+    if type_name in _K_BLOCK_BYTES:
+        writer.add_tensor(name, k_blocks(tensor, type_name), raw_dtype=qtype)
+        return
+    values = tensor.float().contiguous().numpy()
+    writer.add_tensor(name, gguf.quants.quantize(values, qtype), raw_dtype=qtype)
+
+
+def k_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
+    """Blocks of a type that PyPI `gguf` reads but does not write: random codes of about the tensor's size, of a seed
+    that follows from the tensor."""
+    seed = int(tensor.float().abs().sum().item() * 1000) % (1 << 32)
+    rng = np.random.default_rng(seed)
+    rows, num_blocks = tensor.shape[0], tensor.shape[1] // 256
+    blocks = rng.integers(0, 256, (rows, num_blocks, _K_BLOCK_BYTES[type_name]), dtype=np.uint8)
+    if type_name == "Q6_K":
+        scale = tensor.float().std().item() / (18 * 74)
+        blocks[..., 208:210] = np.array([scale], np.float16).view(np.uint8)
+    else:
+        largest = 15 if type_name == "Q4_K" else 31
+        scale = tensor.float().std().item() / (largest * 10)
+        # Minimums in the middle of the codes, so that weights have both signs.
+        blocks[..., 0:2] = np.array([scale], np.float16).view(np.uint8)
+        blocks[..., 2:4] = np.array([scale * largest / 2], np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def dequantized(path: Path) -> dict[str, np.ndarray]:
+    """What PyPI `gguf` makes of every tensor: float32, by the file's own names."""
+    return {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+def _settings(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = {
+        "general.type": "model",
+        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.context_length": config["max_position_embeddings"],
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": config["num_attention_heads"],
+        f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{arch}.attention.key_length": head_dim,
+        f"{arch}.attention.value_length": head_dim,
+        f"{arch}.rope.dimension_count": head_dim,
+        f"{arch}.rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        f"{arch}.attention.sliding_window": config.get("sliding_window") if arch == "llama" else None,
+        "general.file_type": 1,
+    }
+    if rope.get("rope_type") in ("linear", "yarn"):
+        found[f"{arch}.rope.scaling.type"] = rope["rope_type"]
+        found[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        found[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return found
+
+
+def _tokenizer_keys(checkpoint: Path, config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
+    if tokenizer is None:
+        path = checkpoint / "tokenizer.json"
+        if path.is_file():
+            tokenizer = byte_level_keys(json.loads(path.read_text()), config["vocab_size"])
+        else:
+            tokens = ["a", "b", "ab", *(f"<{token}>" for token in range(3, config["vocab_size"]))]
+            tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "merges": ["a b"]}
+    found = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    end = config.get("eos_token_id")
+    if end is not None:
+        found["tokenizer.ggml.eos_token_id"] = end
+    described = checkpoint / "tokenizer_config.json"
+    if described.is_file():
+        found["tokenizer.chat_template"] = json.loads(described.read_text()).get("chat_template")
+    return found
+
+
+def byte_level_keys(tokenizer: Mapping[str, Any], vocab_size: int, pre: str = "gpt-2") -> dict[str, Any]:
+    """The keys of a tokenizer.json with byte-level BPE."""
+    by_id = {token_id: token for token, token_id in tokenizer["model"]["vocab"].items()}
+    types = dict.fromkeys(by_id, NORMAL)
+    for added in tokenizer["added_tokens"]:
+        by_id[added["id"]] = added["content"]
+        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    merges = tokenizer["model"]["merges"]
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": [by_id.get(token_id, f"[PAD{token_id}]") for token_id in range(vocab_size)],
+        "token_type": [types.get(token_id, UNUSED) for token_id in range(vocab_size)],
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+    }
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(key, value)
+
+
+def write_dequantized(directory: Path, path: Path, checkpoint: Path) -> Path:
+    """Writes the checkpoint that a GGUF file was made of, with the weights that PyPI `gguf` reads of it, in float32."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    arch = ARCHITECTURES[config["architectures"][0]]
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    values, weights = dequantized(path), {}
+    for name in load_file(checkpoint / "model.safetensors"):
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None, name
+        tensor = torch.from_numpy(values[own_name].copy())
+        if arch is gguf.MODEL_ARCH.LLAMA and (".attn_q." in own_name or ".attn_k." in own_name):
+            heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
+            # As transformers does it.
+            tensor = tensor.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(2, 1).reshape(tensor.shape)
+        weights[name] = tensor.contiguous()
+    directory.mkdir()
+    for file in checkpoint.iterdir():
+        if file.suffix == ".json":
+            (directory / file.name).write_bytes(file.read_bytes())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32", "torch_dtype": "float32"}))
+    save_file(weights, directory / "model.safetensors")
+    return directory

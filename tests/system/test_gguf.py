@@ -1,0 +1,127 @@
+"""GGUF files through both services: what they answer, against the same weights in safetensors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+
+from pagewire import Client, SamplingParams
+from tests.gguf_files import write_dequantized, write_gguf
+from tests.system import oracle
+from tests.system.forked import running
+from tests.worker.checkpoints import make_checkpoint
+
+STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
+EXIT_REFUSED = 78
+TEXTS = ["Once upon a time", "The little fox", "Mia was a clever", "  two spaces\n\nand 123 numbers"]
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "intermediate_size": 512}
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+
+
+async def tell(url: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The greedy continuations of texts, and what a question of a chat is answered: one after another, since tokens in
+    bfloat16 may depend on who shares a step."""
+    async with Client(url) as client:
+        answers = [await client.acomplete(text, GREEDY) for text in TEXTS]
+        answers.append(await client.achat([{"role": "user", "content": TEXTS[0]}], GREEDY))
+        return [(answer.outputs[0].text, tuple(answer.outputs[0].token_ids)) for answer in answers]
+
+
+async def continue_tokens(url: str, vocab_size: int) -> list[tuple[int, ...]]:
+    async with Client(url) as client:
+        prompts = oracle.random_prompts(5, vocab_size, (1, 7, 33, 90))
+        answers = [await client.acomplete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
+        return [tuple(answer.outputs[0].token_ids) for answer in answers]
+
+
+@pytest.mark.parametrize(("type_name", "dtype"), [("BF16", "bfloat16"), ("BF16", "float32")])
+async def test_the_bundled_model_tells_the_same_stories(type_name: str, dtype: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "storyteller.gguf", STORYTELLER, type_name)
+    with running(path, worker=["--dtype", dtype]) as system:
+        ours = await tell(system.url)
+    with running(STORYTELLER, worker=["--dtype", dtype]) as system:
+        assert ours == await tell(system.url)
+    assert all(text for text, _ in ours)
+
+
+@pytest.mark.parametrize("type_name", ["F16", "Q8_0", "Q4_0"])
+async def test_quantized_stories_are_those_of_the_same_weights(type_name: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "storyteller.gguf", STORYTELLER, type_name)
+    with running(path, worker=["--dtype", "float32"]) as system:
+        ours = await tell(system.url)
+    plain = write_dequantized(tmp_path / "plain", path, STORYTELLER)
+    with running(plain, worker=["--dtype", "float32"]) as system:
+        assert ours == await tell(system.url)
+    assert all(text for text, _ in ours)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+async def test_a_mixture_of_k_quants_is_the_same_weights(family: str, tmp_path: Path) -> None:
+    """As in files of the kinds Q4_K_M and Q5_K_M."""
+    source = make_checkpoint(tmp_path / "source", family, seed=9, num_key_value_heads=2, **WIDE)
+    types = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q5_K", "token_embd.weight": "Q8_0", "output.weight": "Q6_K"}
+    path = write_gguf(tmp_path / "model.gguf", source, "Q4_K", types=types)
+    kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds >= {"Q4_K", "Q5_K", "Q6_K", "Q8_0", "F32"}
+    with running(path, worker=["--dtype", "float32"]) as system:
+        ours = await continue_tokens(system.url, 151)
+    plain = write_dequantized(tmp_path / "plain", path, source)
+    with running(plain, worker=["--dtype", "float32"]) as system:
+        assert ours == await continue_tokens(system.url, 151)
+
+
+async def test_ranks_share_a_file(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", "llama", seed=9, num_key_value_heads=2, **WIDE)
+    path = write_gguf(tmp_path / "model.gguf", source, "Q8_0")
+    with running(path, worker=["--dtype", "float32"]) as system:
+        alone = await continue_tokens(system.url, 151)
+    with running(path, worker=["--dtype", "float32"], num_ranks=2) as system:
+        assert await continue_tokens(system.url, 151) == alone
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def spoil_scale(path: Path) -> None:
+    [tensor] = [tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.2.ffn_up.weight"]
+    with path.open("r+b") as stream:
+        stream.seek(tensor.data_offset)
+        stream.write(b"\x00\x7c")
+
+
+REFUSED = {
+    "cut off": ({}, cut, "bytes, but tensor blk.3.attn_v.weight ends at byte "),
+    "not GGUF": ({}, lambda path: path.write_bytes(b"{}"), "model.gguf is not a GGUF file: it begins with b'{}'"),
+    "architecture": ({"general.architecture": "mamba"}, None, "general.architecture is 'mamba', which is not served"),
+    "tokenizer": ({"tokenizer.ggml.model": "t5"}, None, "tokenizer.ggml.model is 't5', but must be gpt2"),
+    "pre": ({"tokenizer.ggml.pre": "gpt-9"}, None, "tokenizer.ggml.pre is 'gpt-9', but must be one of default, gpt-2"),
+    "scale": ({}, spoil_scale, "tensor blk.2.ffn_up.weight in "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_one_line(name: str, tmp_path: Path) -> None:
+    settings, change, expected = REFUSED[name]
+    path = write_gguf(tmp_path / "model.gguf", STORYTELLER, "Q8_0", settings=settings)
+    if change is not None:
+        change(path)
+    flags = ["--port=0", "--metrics-port=0", "--device=cpu", "--num-threads=1", "--log-level=info"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pagewire", "serve", str(path), *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=dict(os.environ),
+    )
+    assert (ended.returncode, ended.stdout) == (EXIT_REFUSED, "")
+    [line] = [line for line in ended.stderr.splitlines() if " INFO " not in line]
+    assert " CRITICAL " in line
+    assert expected in line
+    assert str(path) in line
+    if name != "scale":
+        assert "is process" not in ended.stderr, "no worker was started"

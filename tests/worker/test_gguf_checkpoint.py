@@ -1,0 +1,262 @@
+"""Weights and configuration of GGUF files, against the checkpoints that they are made of."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gguf_files import dequantized, write_gguf
+from tests.worker.checkpoints import make_checkpoint
+from worker_service.models.checkpoint import Checkpoint, Piece
+from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.models.config import ModelConfig, RopeConfig
+from worker_service.models.gguf.checkpoint import GgufCheckpoint
+from worker_service.models.loading import load_model
+from worker_service.models.rope import inverse_frequencies
+from worker_service.models.source import load_config, model_digest, read_headers
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Several chunks of rows, heads and groups of which some ranks cut through.
+WIDE = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+}
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {family: make_checkpoint(folder / family, family, seed=7, **WIDE) for family in FAMILIES}
+
+
+def read(source: Checkpoint | GgufCheckpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    target = torch.full(shape, torch.nan)
+    source.check(name, Piece(target))
+    source.copy(name, Piece(target))
+    return target
+
+
+def shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    return {name: header.shape for name, header in read_headers(checkpoint).items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_have_the_names_and_order_of_the_checkpoint(
+    checkpoints: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    source = checkpoints[family]
+    ours = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", source, "F32"))
+    theirs = Checkpoint(source)
+    assert ours.names == theirs.names
+    for name, shape in shapes(source).items():
+        assert torch.equal(read(ours, name, shape), read(theirs, name, shape)), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_configuration_is_the_checkpoints(tmp_path: Path, family: str, tied: bool) -> None:
+    source = make_checkpoint(tmp_path / "model", family, seed=3, tie_word_embeddings=tied)
+    expected = ModelConfig.load(source)
+    assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "rope_theta": 50_000.0, "factor": 4.0},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256},
+    ],
+)
+def test_scaled_rotations_are_the_checkpoints(tmp_path: Path, rope: dict[str, Any]) -> None:
+    source = make_checkpoint(tmp_path / "model", "qwen3", seed=3, rope_parameters=rope)
+    expected = ModelConfig.load(source)
+    assert expected.rope is not None
+    assert expected.rope.rope_type == rope["rope_type"]
+    assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
+
+
+def test_frequencies_are_divided_by_the_files_own_numbers(tmp_path: Path) -> None:
+    """llama.cpp's converter writes Llama 3's scaling as what each frequency is divided by."""
+    llama3 = RopeConfig("llama3", 500_000.0, 8.0, 8192, 1.0, 4.0)
+    plain = inverse_frequencies(RopeConfig(theta=llama3.theta), 64)
+    divisors = (plain.double() / inverse_frequencies(llama3, 64).double()).float()
+    source = make_checkpoint(tmp_path / "model", "llama", seed=3, rope_theta=500_000.0, **WIDE)
+    path = write_gguf(tmp_path / "model.gguf", source, "F32", replaced={"rope_freqs.weight": (divisors, "F32")})
+    config = load_config(path)
+    assert config.rope is not None
+    assert len(set(config.rope.divisors)) > 3
+    torch.testing.assert_close(inverse_frequencies(config.rope, 64), inverse_frequencies(llama3, 64), rtol=3e-7, atol=0)
+    assert "rope_freqs.weight" not in GgufCheckpoint(path).names
+
+
+@pytest.mark.parametrize("type_name", QUANTIZED)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_quantized_weights_are_what_gguf_dequantizes(
+    checkpoints: dict[str, Path], family: str, type_name: str, tmp_path: Path
+) -> None:
+    source = checkpoints[family]
+    path = write_gguf(tmp_path / "model.gguf", source, type_name)
+    ours, theirs = GgufCheckpoint(path), dequantized(path)
+    own_names = {
+        "model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
+        "model.layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.layers.1.input_layernorm.weight": "blk.1.attn_norm.weight",
+    }
+    for name, own_name in own_names.items():
+        expected = theirs[own_name]
+        assert np.array_equal(read(ours, name, expected.shape).numpy().view(np.uint32), expected.view(np.uint32))
+    # Of the rows that make queries the order alone may differ.
+    queries = read(ours, "model.layers.0.self_attn.q_proj.weight", (256, 256)).numpy()
+    expected = theirs["blk.0.attn_q.weight"]
+    if family == "llama":
+        order = [64 * head + 2 * (row % 32) + row // 32 for head in range(4) for row in range(64)]
+        expected = expected[order]
+    assert np.array_equal(queries.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("type_name", ["F16", "Q4_0", "Q6_K"])
+def test_parts_of_a_tensor_are_those_of_the_whole(
+    checkpoints: dict[str, Path], type_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", checkpoints["llama"], type_name))
+    cases = {
+        "model.layers.0.self_attn.q_proj.weight": (slice(64, 192),),
+        "model.layers.0.self_attn.k_proj.weight": (slice(64, 128),),
+        "model.layers.0.self_attn.o_proj.weight": (slice(None), slice(64, 192)),
+        "model.layers.0.mlp.gate_proj.weight": (slice(100, 317),),
+        "model.layers.0.mlp.down_proj.weight": (slice(None), slice(200, 312)),
+    }
+    for max_chunk in (1 << 20, 5000, 1):
+        monkeypatch.setattr("worker_service.models.gguf.checkpoint._MAX_CHUNK", max_chunk)
+        for name, index in cases.items():
+            shape = shapes(checkpoints["llama"])[name]
+            whole = read(ours, name, shape)
+            part = torch.full_like(whole[index], torch.nan)
+            ours.copy(name, Piece(part, shape=shape, index=index))
+            assert torch.equal(part, whole[index]), (name, max_chunk)
+
+
+@pytest.mark.parametrize(("type_name", "dtype"), FLOATS.items())
+def test_what_it_computes_in_follows_from_the_weights(
+    checkpoints: dict[str, Path], type_name: str, dtype: str, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", checkpoints["qwen3"], type_name)
+    assert load_config(path).dtype == dtype
+    assert GgufCheckpoint(path).dtype("model.layers.0.mlp.up_proj.weight") == getattr(torch, dtype)
+
+
+def test_quantized_weights_compute_in_bfloat16_and_say_so(
+    checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", checkpoints["qwen3"], "Q4_K", types={"attn_v.weight": "Q6_K"})
+    assert load_config(path).dtype == "bfloat16"
+    with caplog.at_level(logging.INFO):
+        load_model(path, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert [record.message for record in caplog.records if "widened" in record.message] == [
+        "weights in Q4_K, Q6_K are widened to bfloat16 as they load: they take the memory of that, and compute as fast"
+    ]
+
+
+def test_the_digest_covers_settings_tokenizer_and_format(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    source = checkpoints["qwen3"]
+    tokens = [f"<{token}>" for token in range(151)]
+    other = {"model": "gpt2", "pre": "gpt-2", "tokens": [*tokens[:-1], "x"], "merges": [], "token_type": [1] * 151}
+    digests = [
+        model_digest(write_gguf(tmp_path / "model.gguf", source, "Q8_0")),
+        model_digest(write_gguf(tmp_path / "model.gguf", source, "Q4_0")),
+        model_digest(write_gguf(tmp_path / "model.gguf", source, "Q8_0", settings={"qwen3.context_length": 77})),
+        model_digest(write_gguf(tmp_path / "model.gguf", source, "Q8_0", tokenizer=other)),
+    ]
+    assert len(set(digests)) == 4
+    assert all(len(digest) == 32 for digest in digests)
+    assert model_digest(write_gguf(tmp_path / "again.gguf", source, "Q8_0")) == digests[0]
+
+
+def broken(tmp_path: Path, source: Path, **changes: Any) -> Path:
+    return write_gguf(tmp_path / "model.gguf", source, "Q8_0", **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"replaced": {"blk.1.ffn_up.weight": (torch.ones(512, 128), "F16")}},
+            r"tensor blk\.1\.ffn_up\.weight in .*model\.gguf has shape \[512, 128\], expected \[512, 256\]",
+        ),
+        (
+            {"replaced": {"blk.1.ffn_norm.weight": (torch.ones(1, 256), "F16")}},
+            r"tensor blk\.1\.ffn_norm\.weight in .*model\.gguf has shape \[1, 256\], expected \[256\]",
+        ),
+        (
+            {"replaced": {"blk.1.ffn_norm.weight": (torch.ones(256), "Q8_0")}},
+            r"tensor blk\.1\.ffn_norm\.weight in .*model\.gguf is Q8_0; one of one dimension must be F32, F16, BF16",
+        ),
+        (
+            {"replaced": {"blk.0.attn_strange.weight": (torch.ones(4, 32), "F32")}},
+            r"tensor blk\.0\.attn_strange\.weight in the checkpoint has no place in Decoder",
+        ),
+        (
+            {"settings": {"qwen3.block_count": 3}},
+            r"tensor blk\.2\.attn_norm\.weight is missing in .*model\.gguf; expected shape \[256\]",
+        ),
+        (
+            {"replaced": {"rope_freqs.weight": (torch.ones(16), "F32")}},
+            r"model\.gguf: tensor rope_freqs\.weight is F32 of shape \[16\], but must be F32 of shape \[32\]",
+        ),
+        (
+            {"replaced": {"rope_freqs.weight": (torch.tensor([0.0] * 32), "F32")}},
+            r"model\.gguf: tensor rope_freqs\.weight has numbers that are not finite and above 0",
+        ),
+        (
+            {"settings": {"qwen3.attention.head_count_kv": 3}},
+            r"model\.gguf: what it says of the model makes no config\.json: .*num_key_value_heads is 3",
+        ),
+        ({"settings": {"qwen3.rope.dimension_count": 32}}, r"qwen3\.rope\.dimension_count is 32, but must be 64"),
+        ({"settings": {"qwen3.expert_count": 8}}, r"qwen3\.expert_count is 8, but must be 0: nothing else is served"),
+        ({"settings": {"qwen3.context_length": None}}, r"has no qwen3\.context_length, which must be a whole number"),
+        ({"settings": {"qwen3.block_count": "two"}}, r"qwen3\.block_count is 'two', but must be a whole number"),
+        ({"settings": {"qwen3.rope.scaling.type": "longrope"}}, r"is 'longrope', but must be none, linear or yarn"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(
+    checkpoints: dict[str, Path], changes: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        load_model(broken(tmp_path, checkpoints["qwen3"], **changes), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_a_scale_that_is_no_number_names_tensor_and_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    path = broken(tmp_path, checkpoints["qwen3"])
+    offset = GgufCheckpoint(path)._file.tensors["blk.1.ffn_gate.weight"].offset
+    with path.open("r+b") as stream:
+        stream.seek(offset + 34 * 1000)
+        stream.write(b"\x00\x7e")
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_gate\.weight in .*model\.gguf has a scale that is"):
+        load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_mistral_without_a_window_is_llama(tmp_path: Path) -> None:
+    """llama.cpp's converter leaves windows out: what remains of Mistral is Llama."""
+    source = make_checkpoint(tmp_path / "model", "mistral", seed=3, sliding_window=None)
+    expected = dataclasses.replace(ModelConfig.load(source), architecture="LlamaForCausalLM")
+    assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
+
+
+def test_biases_of_llama_are_turned_too(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "model", "llama", seed=3, attention_bias=True, mlp_bias=True)
+    path = write_gguf(tmp_path / "model.gguf", source, "F32")
+    assert json.loads((source / "config.json").read_text())["attention_bias"]
+    name = "model.layers.1.self_attn.q_proj.bias"
+    assert torch.equal(read(GgufCheckpoint(path), name, (64,)), read(Checkpoint(source), name, (64,)))
+    assert load_config(path) == ModelConfig.load(source)

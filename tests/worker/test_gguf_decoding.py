@@ -1,0 +1,73 @@
+"""Blocks of quantized weights against PyPI `gguf`'s own dequantization, bit for bit."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+
+from pagewire.gguf import SERVED_TYPES
+from worker_service.models.gguf.decoding import decode_rows, is_finite
+
+QUANTIZED = {served.name: served for served in SERVED_TYPES.values() if served.is_quantized}
+# Where the float16 numbers of a block stand.
+HALVES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+# The least and the greatest, denormal and normal, and both zeros.
+EXTREMES = np.array([0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0xFBFF, 0x3C00, 0xBC00], np.uint16)
+
+
+def random_blocks(type_name: str, seed: int, *, extreme: bool) -> np.ndarray:
+    """[7 rows, 5 blocks, bytes]; every bit is random, but scales are finite."""
+    print(f"{type_name}, seed {seed}")
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (7, 5, QUANTIZED[type_name].block_bytes), dtype=np.uint8)
+    for start in HALVES[type_name]:
+        drawn = rng.integers(0, 0x7C00, (7, 5), dtype=np.uint16) | (rng.integers(0, 2, (7, 5), dtype=np.uint16) << 15)
+        halves = rng.choice(EXTREMES, (7, 5)) if extreme else drawn.astype(np.uint16)
+        blocks[..., start : start + 2] = halves.view(np.uint8).reshape(7, 5, 2)
+    return blocks.reshape(7, -1)
+
+
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("type_name", QUANTIZED)
+def test_weights_are_those_of_the_format_bit_for_bit(type_name: str, seed: int, extreme: bool) -> None:
+    rows = random_blocks(type_name, seed, extreme=extreme)
+    decoded = decode_rows(type_name, torch.from_numpy(rows))
+    expected = gguf.quants.dequantize(rows, GGMLQuantizationType[type_name])
+    assert is_finite(decoded)
+    assert np.array_equal(decoded.dequantized().numpy().view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("type_name", QUANTIZED)
+def test_codes_are_integers_with_a_scale_a_group(type_name: str) -> None:
+    rows = random_blocks(type_name, 99, extreme=False)
+    decoded = decode_rows(type_name, torch.from_numpy(rows))
+    columns = 5 * QUANTIZED[type_name].block_size
+    assert (decoded.codes.dtype, decoded.scale.dtype) == (torch.int8, torch.float32)
+    assert decoded.codes.shape == (7, columns)
+    assert decoded.scale.shape == (7, columns // decoded.group_size)
+    assert decoded.group_size % 16 == 0
+    if decoded.minimum is not None:
+        assert decoded.minimum.shape == decoded.scale.shape
+    groups = decoded.codes.unflatten(1, (-1, decoded.group_size)).float() * decoded.scale[..., None]
+    whole = groups if decoded.minimum is None else groups - decoded.minimum[..., None]
+    assert torch.equal(decoded.dequantized(), whole.flatten(1))
+
+
+@pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E00])
+@pytest.mark.parametrize(("type_name", "start"), [(name, start) for name, starts in HALVES.items() for start in starts])
+def test_a_scale_that_is_no_number_is_seen(type_name: str, start: int, half: int) -> None:
+    rows = random_blocks(type_name, 3, extreme=False)
+    at = 2 * QUANTIZED[type_name].block_bytes + start  # of the third block
+    rows[6, at : at + 2] = np.array([half], np.uint16).view(np.uint8)
+    assert not is_finite(decode_rows(type_name, torch.from_numpy(rows)))

@@ -1,0 +1,188 @@
+"""The weights of a GGUF file, under the names that checkpoint directories have for them."""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pagewire.gguf import ElementType, GgufError, config_json
+from pagewire.kernels.quantized import QuantizedWeight
+from worker_service.models.checkpoint import Piece
+from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.models.gguf.decoding import decode_rows, is_finite
+from worker_service.models.gguf.files import open_gguf
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_OWN_LAYER_MODULES = {ours: own for own, ours in _LAYER_MODULES.items()}
+_OWN_MODULES = {ours: own for own, ours in _MODULES.items()}
+_IN_CONFIG = frozenset({"rope_freqs.weight"})  # tensors that hold no weights
+# Files of this architecture turn pairs of neighbours: halves of heads are interleaved in what makes queries and keys.
+_INTERLEAVED = "llama"
+_TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+_MAX_CHUNK = 1 << 20  # elements that are decoded at once; one row, or head, that is longer too
+_WORKING_BYTES = 16  # that an element takes meanwhile: codes and their parts, and twice float32
+
+
+class GgufCheckpoint:
+    """The tensors of a file by name. Opening it reads the header only; a tensor is read when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for a file that cannot be served."""
+        self._file = open_gguf(path)
+        self._names = {_our_name(name): name for name in self._file.tensors if name not in _IN_CONFIG}
+        is_interleaved = self._file.metadata.get("general.architecture") == _INTERLEAVED
+        self._turned_rows = config_json(self._file)["head_dim"] if is_interleaved else 0
+        self._has_told = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._names)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """See `Tensors.dtype`. There is none of quantized weights."""
+        return _DTYPES.get(self._file.tensors[self._names[name]].type_name) if name in self._names else None
+
+    def stored_names(self, name: str) -> frozenset[str]:
+        """Return the names of the tensors that a weight is made of: there is one."""
+        return frozenset((name,))
+
+    def working_bytes(self, name: str, num_elements: int) -> int:
+        """Return how much memory beside the target reading a weight of this many elements takes at most."""
+        return _WORKING_BYTES * min(num_elements, _MAX_CHUNK)
+
+    def check(self, name: str, piece: Piece) -> None:
+        """See `Tensors.check`."""
+        expected = list(piece.shape or piece.target.shape)
+        if name not in self._names:
+            raise CheckpointError(
+                f"tensor {_own_name(name)} is missing in {self._file.path}; expected shape {expected}"
+            )
+        own_name = self._names[name]
+        shape = list(self._file.tensors[own_name].shape)
+        if shape != expected:
+            raise CheckpointError(
+                f"tensor {own_name} in {self._file.path} has shape {shape}, expected {expected} from its metadata"
+            )
+        try:
+            element_type = self._file.element_type(own_name)
+        except GgufError as error:
+            raise CheckpointError(str(error)) from error
+        if element_type.is_quantized and len(shape) == 1:
+            raise CheckpointError(
+                f"tensor {own_name} in {self._file.path} is {element_type.name}; one of one dimension must be "
+                f"{', '.join(_DTYPES)}"
+            )
+
+    def copy(self, name: str, piece: Piece) -> None:
+        """Reads a tensor, or the rows of a part of it, into the piece's target, to its dtype and device.
+
+        The piece has been checked. Raises CheckpointError if the file cannot be read, or a scale is no number.
+        """
+        self._tell(self._names[name], piece.target.dtype)
+        row_index, *columns = piece.index or (slice(None),)
+        first = 0
+        for rows in self.rows(name, row_index):
+            values = rows.dequantized() if isinstance(rows, QuantizedWeight) else rows
+            part = values[(slice(None), *columns)]
+            piece.target[first : first + len(part)].copy_(part)
+            first += len(part)
+
+    def rows(self, name: str, index: slice = slice(None)) -> Iterator[Tensor | QuantizedWeight]:
+        """Yield rows of a tensor as they are stored, some at a time, until all of `index` are there.
+
+        Of what makes queries and keys, `index` has whole heads. Raises CheckpointError as `copy` does.
+        """
+        own_name = self._names[name]
+        info, element_type = self._file.tensors[own_name], self._file.element_type(own_name)
+        row_size = info.shape[1] if len(info.shape) > 1 else 1
+        row_bytes = row_size * element_type.block_bytes // element_type.block_size
+        unit = self._turned_rows if self._turned_rows and _TURNED.fullmatch(own_name) else 1
+        num_rows = max(1, _MAX_CHUNK // row_size // unit) * unit
+        first, stop, _ = index.indices(info.shape[0])
+        try:
+            with self._file.path.open("rb") as stream:
+                for start in range(first, stop, num_rows):
+                    length = min(num_rows, stop - start)
+                    stream.seek(info.offset + start * row_bytes)
+                    buffer = bytearray(length * row_bytes)
+                    if stream.readinto(buffer) != len(buffer):
+                        raise CheckpointError(f"tensor {own_name} cannot be read: {self._file.path} is cut off")
+                    yield self._decode(own_name, element_type, buffer, (length, *info.shape[1:]), unit)
+        except OSError as error:
+            raise CheckpointError(f"tensor {own_name} cannot be read from {self._file.path}: {error}") from error
+
+    def _decode(
+        self, own_name: str, element_type: ElementType, buffer: bytearray, shape: tuple[int, ...], head_dim: int
+    ) -> Tensor | QuantizedWeight:
+        """Decode whole rows, which the file has in pairs of neighbours if heads have more than one."""
+        if not element_type.is_quantized:
+            return _halved(torch.frombuffer(buffer, dtype=_DTYPES[element_type.name]).view(shape), head_dim)
+        weight = decode_rows(element_type.name, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
+        if not is_finite(weight):
+            raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not a number")
+        return QuantizedWeight(
+            _halved(weight.codes, head_dim),
+            _halved(weight.scale, head_dim),
+            None if weight.minimum is None else _halved(weight.minimum, head_dim),
+            weight.group_size,
+        )
+
+    def _tell(self, own_name: str, dtype: torch.dtype) -> None:
+        """Log, once, that quantized weights do not stay so."""
+        if self._has_told or not self._file.element_type(own_name).is_quantized:
+            return
+        self._has_told = True
+        names = sorted({info.type_name for info in self._file.tensors.values() if info.type_name not in _DTYPES})
+        logger.info(
+            "weights in %s are widened to %s as they load: they take the memory of that, and compute as fast",
+            ", ".join(names),
+            str(dtype).removeprefix("torch."),
+        )
+
+
+def _halved(rows: Tensor, head_dim: int) -> Tensor:
+    """Bring rows of whole heads from pairs of neighbours, (0, 1), (2, 3) and so on, to pairs of two halves. Heads of
+    one row stay as they are."""
+    if head_dim == 1:
+        return rows
+    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return heads.swapaxes(1, 2).flatten(0, 2)
+
+
+def _our_name(own_name: str) -> str:
+    """Return the name that checkpoint directories have for a tensor; its own for one that they do not have."""
+    module, _, kind = own_name.rpartition(".")
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
+    if match is None:
+        return f"{_MODULES[module]}.{kind}" if module in _MODULES else own_name
+    layer, part = match.groups()
+    return f"model.layers.{layer}.{_LAYER_MODULES[part]}.{kind}" if part in _LAYER_MODULES else own_name
+
+
+def _own_name(name: str) -> str:
+    """Return the name that GGUF files have for a tensor of a checkpoint directory."""
+    module, _, kind = name.rpartition(".")
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+    if match is None:
+        return f"{_OWN_MODULES[module]}.{kind}"
+    layer, part = match.groups()
+    return f"blk.{layer}.{_OWN_LAYER_MODULES[part]}.{kind}"

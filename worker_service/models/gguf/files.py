@@ -1,0 +1,58 @@
+"""The model that a GGUF file describes, read without torch."""
+
+import math
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+from pagewire.gguf import GgufError, GgufFile, config_json
+from worker_service.models.checkpoint_files import CheckpointError, TensorHeader
+from worker_service.models.config import ModelConfig, parse_config
+
+_FREQUENCIES = "rope_freqs.weight"
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Read the header of a file. Raises CheckpointError, as all here do, for one that cannot be served."""
+    try:
+        return GgufFile.open(path)
+    except GgufError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def load_gguf_config(path: Path) -> ModelConfig:
+    """Return the model of a file, whose tensors have been looked for but not read."""
+    file = open_gguf(path)
+    try:
+        file.check_tensors()
+        config = config_json(file)
+    except GgufError as error:
+        raise CheckpointError(str(error)) from error
+    try:
+        model = parse_config(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: what it says of the model makes no config.json: {error}") from error
+    if _FREQUENCIES not in file.tensors or model.rope is None:
+        return model
+    return replace(model, rope=replace(model.rope, divisors=_read_divisors(file, model.head_dim // 2)))
+
+
+def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
+    """Return every tensor, under the file's own names and types."""
+    return {name: TensorHeader(path.name, info.type_name, info.shape) for name, info in open_gguf(path).tensors.items()}
+
+
+def _read_divisors(file: GgufFile, length: int) -> tuple[float, ...]:
+    """Return what each frequency of the rotary embedding is divided by."""
+    info = file.tensors[_FREQUENCIES]
+    if info.type_name != "F32" or info.shape != (length,):
+        raise CheckpointError(
+            f"{file.path}: tensor {_FREQUENCIES} is {info.type_name} of shape {list(info.shape)}, but must be F32 of "
+            f"shape {[length]}"
+        )
+    with file.path.open("rb") as stream:
+        stream.seek(info.offset)
+        divisors = array("f", stream.read(4 * length))
+    if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
+        raise CheckpointError(f"{file.path}: tensor {_FREQUENCIES} has numbers that are not finite and above 0")
+    return tuple(divisors)

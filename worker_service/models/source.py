@@ -1,0 +1,27 @@
+"""What is read of a model before its weights: from a checkpoint directory, or from a GGUF file.
+
+Importing this loads no torch, so that a model can be refused before anything is started that computes.
+"""
+
+from pathlib import Path
+
+from pagewire.gguf import is_gguf
+from worker_service.models import checkpoint_files
+from worker_service.models.checkpoint_files import TensorHeader
+from worker_service.models.config import ModelConfig
+from worker_service.models.gguf.files import load_gguf_config, open_gguf, read_gguf_headers
+
+
+def load_config(path: Path) -> ModelConfig:
+    """Raises CheckpointError for a model that is broken or asks for something that is not supported."""
+    return load_gguf_config(path) if is_gguf(path) else ModelConfig.load(path)
+
+
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """Return every tensor by the name that its files have for it. Raises CheckpointError."""
+    return read_gguf_headers(path) if is_gguf(path) else checkpoint_files.read_headers(path)
+
+
+def model_digest(path: Path) -> bytes:
+    """Return the 32 bytes by which both services know that they speak of the same model. Raises CheckpointError."""
+    return open_gguf(path).digest if is_gguf(path) else checkpoint_files.model_digest(path)
