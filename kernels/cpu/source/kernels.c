@@ -96,6 +96,8 @@ enum {
 
 #include "decoder.h"
 
+#include "sampler.h"
+
 int64_t panel_width(void) { return PANEL; }
 
 const char* variant(void) { return VARIANT; }
