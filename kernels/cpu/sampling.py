@@ -1,4 +1,5 @@
-"""From logits to tokens on a CPU, for all rows of a step at once. Specification: `pagewire.kernels.sampling.sample`.
+"""From logits to tokens in plain torch, for all rows of a step at once. Specification:
+`pagewire.kernels.sampling.sample`. `pagewire.kernels.cpu.sampler` gives the same tokens in C.
 
 Rows that ask for nothing take the highest logit and skip all else. Edits of the logits are sparse: places are gathered
 over all rows and changed in one operation each. The filters are one threshold per row: each keeps the tokens whose
@@ -9,6 +10,7 @@ Looking for the highest, and sorting, is numpy's, which is ten times faster at i
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +23,18 @@ from pagewire.kernels.sampling import LARGEST, SampledTokens, SamplingColumns, l
 Indexes = NDArray[np.int64]
 
 
+class TokenHistory(NamedTuple):
+    """The tokens of sequences by slot, as `SamplingColumns.slots` names them. Only rows with penalties are looked at.
+
+    Attributes:
+        token_ids: [num_slots, max_num_tokens], a row's prompt first; those from the row's num_tokens on mean nothing.
+        num_prompt_tokens: [num_slots].
+    """
+
+    token_ids: NDArray[np.int32]
+    num_prompt_tokens: Indexes
+
+
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
     """The distinct tokens of the rows that have penalties, one row after the other: N in all."""
@@ -28,6 +42,18 @@ class SeenTokens:
     rows: Indexes  # [N]
     token_ids: Indexes  # [N]
     num_outputs: Indexes  # [N] how often each stands in the row's output
+
+    @staticmethod
+    def of_rows(columns: SamplingColumns, history: TokenHistory) -> "SeenTokens | None":
+        """Return the seen tokens of all rows that have penalties; None: no row has any."""
+        slots, num_tokens = columns.slots.numpy(), columns.num_tokens.numpy()
+        penalized = np.flatnonzero(slots >= 0)
+        if not len(penalized):
+            return None
+        return SeenTokens.of(
+            (row, history.token_ids[slots[row], : num_tokens[row]], int(history.num_prompt_tokens[slots[row]]))
+            for row in penalized.tolist()
+        )
 
     @staticmethod
     def of(sequences: Iterable[tuple[int, NDArray[np.int32], int]]) -> "SeenTokens":
@@ -70,6 +96,22 @@ def sample(
     if len(drawing):
         token_ids[drawing] = _draw(_rows(logits, drawing), columns, drawing)
     token_ids[is_nan] = 0
+    return report(logits, columns, token_ids, is_nan, max_logprobs)
+
+
+def choose(logits: Tensor, columns: SamplingColumns, rows: Indexes) -> Indexes:
+    """Choose tokens of some rows, whose logits are edited already: [N]."""
+    token_ids = _argmax(_rows(logits, rows))
+    is_drawing = columns.temperature.numpy()[rows] != 0
+    if is_drawing.any():
+        token_ids[is_drawing] = _draw(_rows(logits, rows[is_drawing]), columns, rows[is_drawing])
+    return token_ids
+
+
+def report(
+    logits: Tensor, columns: SamplingColumns, token_ids: Indexes, is_nan: NDArray[np.bool_], max_logprobs: int | None
+) -> SampledTokens:
+    """What is told of the tokens that were chosen by these logits, edited."""
     reports = _report(logits, columns, token_ids, min(max_logprobs or 0, logits.shape[1]))
     return SampledTokens(torch.from_numpy(token_ids), torch.from_numpy(is_nan), *reports)
 

@@ -108,4 +108,6 @@ enum {
 
 #include "decoder.h"
 
+#include "sampler.h"
+
 const char* variant(void) { return VARIANT; }

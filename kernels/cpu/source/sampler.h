@@ -1,0 +1,366 @@
+// From logits to tokens, for all rows of a step in one call. Specification: kernels/sampling.py, `sample`.
+//
+// A row's draw is the highest of scaled logit + noise among the tokens that its filters keep. Nothing is sorted: the
+// best token of all is found first, and only then is it asked whether the filters keep it. If not, they keep nothing
+// below it either, and the best of what lies above is asked next.
+//
+// Where a draw hangs on how a logarithm or a sum is rounded, the row is left to the caller, who computes it as the
+// specification says: so the tokens are the same whoever computes them.
+#pragma once
+
+#include "vector.h"
+
+enum { ROW_CHOSEN, ROW_NAN, ROW_OPEN };  // open: the caller chooses, from logits that are edited already
+
+// Columns have an entry for each row: its own, or where there are `entries` the one that these name. `sampler.py`
+// mirrors this structure.
+typedef struct {
+  float* logits;           // [num_rows, vocab_size]; those of rows with edits are overwritten
+  const int64_t* entries;  // [num_rows], or NULL
+  const int64_t* highest;  // [num_rows] of the logits as they come, -1 where one is NaN; or NULL
+  const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
+  const int32_t *top_k, *sample_indexes, *slots;
+  const int64_t* seeds;
+  const int64_t* num_tokens;          // [num_rows]
+  const int32_t* bias_token_ids;      // [num_rows, max_biases]
+  const float* bias_values;           // [num_rows, max_biases]
+  const int32_t* stop_token_ids;      // [num_rows, max_stops]
+  const int32_t* min_num_tokens;      // [num_rows]
+  const int32_t* history;             // [num_slots, history_stride]: the tokens of rows with penalties; or NULL
+  const int64_t* num_prompt_tokens;   // [num_slots]
+  int64_t num_rows, vocab_size, max_biases, max_stops, history_stride, num_threads;
+  float* scratch;      // [num_threads, 2, padded_vocab_size(vocab_size)]
+  int64_t* token_ids;  // [num_rows] out; 0 where the row is not chosen
+  uint8_t* statuses;   // [num_rows] out
+} sampling_step;
+
+// Bits of a mask's lanes, the first one lowest.
+INLINE uint32_t lane_bits(ints mask) {
+#if defined(HAS_AVX512)
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(HAS_AVX2)
+  return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#elif defined(__x86_64__)
+  return (uint32_t)_mm_movemask_ps((__m128)mask);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < LANES; i++) bits |= (uint32_t)(mask[i] & 1) << i;
+  return bits;
+#endif
+}
+
+INLINE int64_t padded_vocab_size(int64_t vocab_size) { return (vocab_size + 15) / 16 * 16; }
+
+// Noise: see kernels/noise.py
+
+#define FMIX32(x) \
+  x ^= x >> 16;     \
+  x *= 0x85EBCA6Bu; \
+  x ^= x >> 13;     \
+  x *= 0xC2B2AE35u; \
+  x ^= x >> 16
+#define TOKEN_MULTIPLIER 0x9E3779B1u
+
+INLINE uint32_t fmix32(uint32_t x) {
+  FMIX32(x);
+  return x;
+}
+
+static uint32_t noise_key(uint64_t seed, uint32_t sample_index, uint32_t position) {
+  const uint32_t key = fmix32(fmix32(position ^ 0x9E3779B9u) ^ sample_index);
+  return fmix32(fmix32(key ^ (uint32_t)(seed >> 32)) ^ (uint32_t)seed);
+}
+
+static double noise_of(uint32_t key, int64_t token_id) {
+  const uint32_t hash = fmix32(key ^ (uint32_t)token_id * TOKEN_MULTIPLIER);
+  return -log(-log(((hash >> 9) + 0.5) * 0x1p-23));
+}
+
+// At least the noise of tokens, without a logarithm: -log(-log u) <= -log(1 - u), and the bits of a float, read as an
+// integer, are at most its binary logarithm.
+INLINE floats noise_bound(uint32_t key, words token_ids) {
+  words hash = key ^ token_ids * TOKEN_MULTIPLIER;
+  FMIX32(hash);
+  const floats rest = splat(8388607.5f) - __builtin_convertvector((ints)(hash >> 9), floats);  // (1 - u) 2^23, exactly
+  const floats bits = __builtin_convertvector((ints)rest, floats);
+  return splat(103.97218f) - bits * splat(8.2629582e-8f);  // ln 2 (150 - bits 2^-23), and 1e-4 for rounding
+}
+
+// The highest
+
+// Position of the highest of n values, the first of equals; -1: one is NaN.
+static int64_t find_highest(const float* x, int64_t n) {
+  float highest = -INFINITY;
+  int64_t i = 0;
+  floats best = splat(-INFINITY);
+  ints is_nan = {0};
+  for (; i + LANES <= n; i += LANES) {
+    const floats v = load_float(x + i);
+    is_nan |= v != v;
+    best = choose(v > best, v, best);
+  }
+  if (lane_bits(is_nan)) return -1;
+  highest = largest_lane(best);
+  for (; i < n; i++) {
+    if (x[i] != x[i]) return -1;
+    if (x[i] > highest) highest = x[i];
+  }
+  for (i = 0; i + LANES <= n; i += LANES) {
+    const uint32_t bits = lane_bits(load_float(x + i) == splat(highest));
+    if (bits) return i + __builtin_ctz(bits);
+  }
+  while (x[i] != highest) i++;
+  return i;
+}
+
+// Edits of the logits
+
+static void add_biases(const sampling_step* step, int64_t row, float* logits) {
+  const int32_t* ids = step->bias_token_ids + row * step->max_biases;
+  const float* values = step->bias_values + row * step->max_biases;
+  for (int64_t i = 0; i < step->max_biases; i++)
+    if (ids[i] >= 0) logits[ids[i]] += values[i];
+  for (int64_t i = 0; i < step->max_biases; i++)  // an infinite bias must not turn differences into NaN
+    if (ids[i] >= 0 && logits[ids[i]] > __FLT_MAX__) logits[ids[i]] = __FLT_MAX__;
+}
+
+static void suppress(const sampling_step* step, int64_t row, float* logits) {
+  const int32_t* ids = step->stop_token_ids + row * step->max_stops;
+  for (int64_t i = 0; i < step->max_stops; i++)
+    if (ids[i] >= 0 && ids[i] < step->vocab_size) logits[ids[i]] = -INFINITY;
+}
+
+// Repetition over prompt and output, presence and frequency over the output. `counts` [vocab_size] may hold anything.
+static void penalize(const sampling_step* step, int64_t row, int64_t entry, float* logits, int32_t* counts) {
+  const int64_t slot = step->slots[entry], num_tokens = step->num_tokens[row];
+  const int32_t* tokens = step->history + slot * step->history_stride;
+  const float repetition = step->repetition_penalty[entry];
+  const double presence = step->presence_penalty[entry], frequency = step->frequency_penalty[entry];
+  for (int64_t i = 0; i < num_tokens; i++) counts[tokens[i]] = 0;
+  for (int64_t i = step->num_prompt_tokens[slot]; i < num_tokens; i++) counts[tokens[i]]++;
+  for (int64_t i = 0; i < num_tokens; i++) {
+    const int32_t token = tokens[i], count = counts[token];
+    if (count < 0) continue;
+    counts[token] = -1;
+    const float x = logits[token];
+    volatile float repeated = x > 0 ? x / repetition : x * repetition;  // rounded before anything is subtracted
+    logits[token] = repeated - (float)(count ? presence + frequency * count : 0.0);
+  }
+}
+
+// Returns whether there was anything to edit.
+static int edit(const sampling_step* step, int64_t row, int64_t entry, float* logits, int32_t* counts) {
+  const int is_suppressed = step->stop_token_ids && step->num_tokens[row] < step->min_num_tokens[row];
+  const int is_penalized = step->history && step->slots[entry] >= 0;
+  if (step->bias_token_ids) add_biases(step, row, logits);
+  if (is_suppressed) suppress(step, row, logits);
+  if (is_penalized) penalize(step, row, entry, logits, counts);
+  return step->bias_token_ids || is_suppressed || is_penalized;
+}
+
+// Draws
+
+// Tokens that a row may draw, and perhaps others: at first all of them. Behind `num` stands -inf up to whole vectors.
+typedef struct {
+  float* values;  // scaled logits: at most 0, which the highest has
+  int32_t* ids;   // ascending
+  int64_t num;
+  int has_ids;  // else a token's position is its id
+} candidates;
+
+// Drops candidates below `lowest`.
+static void drop_below(candidates* c, float lowest) {
+  int64_t num = 0;
+  for (int64_t i = 0; i < c->num; i += LANES)
+    for (uint32_t bits = lane_bits(load_float(c->values + i) >= splat(lowest)); bits; bits &= bits - 1) {
+      const int64_t from = i + __builtin_ctz(bits);
+      if (from >= c->num) break;
+      c->values[num] = c->values[from];
+      c->ids[num++] = c->has_ids ? c->ids[from] : (int32_t)from;
+    }
+  c->num = num, c->has_ids = 1;
+  for (; num % LANES; num++) c->values[num] = -INFINITY, c->ids[num] = 0;
+}
+
+// How far a value lies below 0, as an integer that grows with it.
+INLINE ints depth(floats values) { return (ints)values & 0x7fffffff; }
+
+INLINE float value_at(int32_t depth) {
+  const int32_t bits = depth | INT32_MIN;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static int64_t count_to_depth(const candidates* c, int32_t deepest) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < c->num;) {
+    ints counts = {0};
+    const int64_t end = i + 65536 * LANES < c->num ? i + 65536 * LANES : c->num;
+    for (; i < end; i += LANES) counts -= depth(load_float(c->values + i)) <= deepest;
+    for (int lane = 0; lane < LANES; lane++) count += counts[lane];
+  }
+  return count;
+}
+
+// Leaves the k highest candidates and those that equal the last of them. Returns how many are too many by that.
+static int64_t keep_highest(candidates* c, int64_t k) {
+  int32_t above = -1, deepest = 0x7f800000;  // fewer than k to the former, k or more to the latter
+  while (deepest - above > 1) {
+    const int32_t middle = above + (deepest - above) / 2;
+    const int64_t count = count_to_depth(c, middle);
+    if (count < k) {
+      above = middle;
+      continue;
+    }
+    deepest = middle;
+    if (count == k) break;
+    if (count * 8 < c->num) drop_below(c, value_at(deepest));
+  }
+  drop_below(c, value_at(deepest));
+  return c->num - k;
+}
+
+// Sums of e^value over the candidates above `bound`, and over all. Short sums of float32 are added in float64.
+typedef struct {
+  double above, all;
+} masses;
+
+static masses weigh(const candidates* c, float bound) {
+  masses sum = {0, 0};
+  for (int64_t i = 0; i < c->num;) {
+    floats above = {0}, all = {0};
+    const int64_t end = i + 16 * LANES < c->num ? i + 16 * LANES : c->num;
+    for (; i < end; i += LANES) {
+      const floats v = load_float(c->values + i), mass = exponential(v);
+      all += mass;
+      above += choose(v > splat(bound), mass, splat(0.0f));
+    }
+    sum.above += sum_lanes(above);
+    sum.all += sum_lanes(all);
+  }
+  return sum;
+}
+
+typedef struct {
+  double score, second;  // of the best candidate, and of the next
+  int64_t position;
+} contest;
+
+// Far above the rounding of a score in float32 anywhere, and of a sum of probabilities, as parts of their total.
+#define SCORE_SLACK 1e-5
+#define MASS_SLACK 4e-6
+// The same of the logarithm of min-p.
+#define LOG_SLACK 4e-7
+
+// The best score among candidates of at least `lowest`. Scores are computed where a cheap bound reaches the best one
+// so far, at first `known`, which one of the candidates reaches.
+static contest find_best(const candidates* c, uint32_t key, float lowest, double known) {
+  contest found = {-INFINITY, -INFINITY, -1};
+  float limit = (float)(known - 2 * SCORE_SLACK);
+  words lanes;
+  for (int i = 0; i < LANES; i++) lanes[i] = (uint32_t)i;
+  for (int64_t i = 0; i < c->num; i += LANES) {
+    const floats v = load_float(c->values + i);
+    words ids = lanes + (uint32_t)i;
+    if (c->has_ids) memcpy(&ids, c->ids + i, sizeof ids);
+    const floats bound = v + noise_bound(key, ids);
+    for (uint32_t bits = lane_bits((bound > splat(limit)) & (v >= splat(lowest))); bits; bits &= bits - 1) {
+      const int64_t position = i + __builtin_ctz(bits);
+      const double score = c->values[position] + noise_of(key, c->has_ids ? c->ids[position] : position);
+      if (score > found.score) {
+        found.second = found.score;
+        found.score = score, found.position = position;
+        if (score - 2 * SCORE_SLACK > limit) limit = (float)(score - 2 * SCORE_SLACK);
+      } else if (score > found.second) {
+        found.second = score;
+      }
+    }
+  }
+  return found;
+}
+
+// Draws among candidates, the highest of which is of token `highest`. Returns -1 where rounding decides.
+static int64_t draw(candidates* c, int64_t highest, uint32_t key, int64_t top_k, float top_p, float min_p) {
+  double total = 0.0;
+  const int64_t num_ties = top_k > 0 && top_k < c->num ? keep_highest(c, top_k) : 0;
+  if (top_p < 1.0f) {
+    total = weigh(c, 0.0f).all;
+    if (num_ties) {
+      float last = 0.0f;
+      for (int64_t i = 0; i < c->num; i++) last = c->values[i] < last ? c->values[i] : last;
+      total -= num_ties * exp(last);
+    }
+  }
+  const double log_min_p = min_p > 0.0f ? log(min_p) : -INFINITY;
+  float lowest = min_p > 0.0f ? (float)(log_min_p * (1 + LOG_SLACK)) : -INFINITY;
+  const double known = noise_of(key, highest);
+  for (;;) {
+    const contest best = find_best(c, key, lowest, known);
+    if (best.position < 0) return -1;  // no min-p above 1 is served
+    const float value = c->values[best.position];
+    if (top_p < 1.0f && value < 0.0f) {
+      const double excess = weigh(c, value).above - top_p * total;
+      if (excess > MASS_SLACK * total) {
+        lowest = nextafterf(value, 0.0f);
+        drop_below(c, lowest);
+        continue;
+      }
+      if (excess > -MASS_SLACK * total) return -1;
+    }
+    if (value < log_min_p * (1 - LOG_SLACK) || best.score - best.second < SCORE_SLACK) return -1;
+    return c->has_ids ? c->ids[best.position] : best.position;
+  }
+}
+
+// Fills in the scaled logits. Returns whether all of them are numbers.
+static int scale(candidates* c, const float* logits, int64_t vocab_size, float highest, float temperature) {
+  ints is_nan = {0};
+  int64_t i = 0;
+  for (; i + LANES <= vocab_size; i += LANES) {
+    const floats v = (load_float(logits + i) - splat(highest)) / splat(temperature);
+    is_nan |= v != v;
+    store_float(c->values + i, v);
+  }
+  int is_scalar_nan = 0;
+  for (; i < vocab_size; i++) {
+    c->values[i] = (logits[i] - highest) / temperature;
+    is_scalar_nan |= c->values[i] != c->values[i];
+  }
+  for (; i % LANES; i++) c->values[i] = -INFINITY;
+  c->num = vocab_size, c->has_ids = 0;
+  return !lane_bits(is_nan) && !is_scalar_nan;
+}
+
+static void sample_row(const sampling_step* step, int64_t row, float* scratch) {
+  const int64_t vocab_size = step->vocab_size, entry = step->entries ? step->entries[row] : row;
+  float* logits = step->logits + row * vocab_size;
+  candidates c = {.values = scratch, .ids = (int32_t*)(scratch + padded_vocab_size(vocab_size))};
+  int64_t token = step->highest ? step->highest[row] : find_highest(logits, vocab_size);
+  step->token_ids[row] = 0;
+  step->statuses[row] = ROW_NAN;
+  if (token < 0) return;
+  if (edit(step, row, entry, logits, c.ids)) token = find_highest(logits, vocab_size);
+  step->statuses[row] = ROW_OPEN;
+  if (token < 0) return;
+  const float temperature = step->temperature[entry];
+  if (temperature != 0.0f) {
+    if (!scale(&c, logits, vocab_size, logits[token], temperature)) return;
+    const uint32_t key = noise_key((uint64_t)step->seeds[entry], (uint32_t)step->sample_indexes[entry],
+                                   (uint32_t)step->num_tokens[row]);
+    token = draw(&c, token, key, step->top_k[entry], step->top_p[entry], step->min_p[entry]);
+    if (token < 0) return;
+  }
+  step->token_ids[row] = token;
+  step->statuses[row] = ROW_CHOSEN;
+}
+
+void sample(const sampling_step* step) {
+  const int64_t scratch_size = 2 * padded_vocab_size(step->vocab_size);
+  const int is_shared = step->num_rows > 1 && step->num_rows * step->vocab_size >= MIN_PARALLEL_ELEMENTS;
+#pragma omp parallel for schedule(dynamic) num_threads(step->num_threads) if (is_shared)
+  for (int64_t row = 0; row < step->num_rows; row++)
+    sample_row(step, row, step->scratch + omp_get_thread_num() * scratch_size);
+}
+
+int64_t sampling_scratch_size(int64_t vocab_size) { return 2 * padded_vocab_size(vocab_size); }
