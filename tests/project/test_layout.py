@@ -78,7 +78,12 @@ ALLOWED_IMPORTS = {
     "worker_service.rpc.session": ("worker_service.step",),
     "worker_service.models.ranks": ("worker_service.models.ranks",),
     "worker_service.engine": ("worker_service.engine", "worker_service.step", "pagewire.transport"),
-    "worker_service.models": ("worker_service.models", "pagewire.kernels.arguments"),
+    "worker_service.models": (
+        "worker_service.models",
+        "pagewire.kernels.arguments",
+        "pagewire.kernels.quantized",
+        "pagewire.kernels.float8",
+    ),
     "worker_service.models.checkpoint": ("worker_service.models.checkpoint_files",),
     "worker_service.models.checkpoint_files": (),
     "worker_service.attention": (
