@@ -86,11 +86,8 @@ def pack(numbers: np.ndarray, bits: int) -> np.ndarray:
     """[rows, columns] to words of 32 bits, [rows, columns * bits / 32]: the first number in the lowest bits."""
     per_word = 32 // bits
     words = np.zeros((numbers.shape[0], numbers.shape[1] // per_word), dtype=np.uint32)
-    for row, word in np.ndindex(words.shape):
-        value = 0
-        for position in range(per_word):
-            value |= int(numbers[row, word * per_word + position]) << (bits * position)
-        words[row, word] = value
+    for position in range(per_word):
+        words |= numbers[:, position::per_word].astype(np.uint32) << np.uint32(bits * position)
     return words.view(np.int32)
 
 
@@ -182,7 +179,13 @@ def awq(name: str, group_size: int, **more: Any) -> Case:
 # FP8
 
 
-def fp8(name: str, block: tuple[int, int] | None, scale_kind: str = "weight_scale_inv", **more: Any) -> Case:
+def fp8(
+    name: str,
+    block: tuple[int, int] | None,
+    scale_kind: str = "weight_scale_inv",
+    scale_dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> Case:
     section = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -195,12 +198,40 @@ def fp8(name: str, block: tuple[int, int] | None, scale_kind: str = "weight_scal
         rows, columns = block or (out_size, in_size)
         shape = (-(-out_size // rows), -(-in_size // columns))
         values = (100 * torch.randn(out_size, in_size, generator=generator)).clamp(-448, 448).to(E4M3)
-        scale = random_scales(generator, shape, 400, in_size)
+        scale = random_scales(generator, shape, 400, in_size).to(scale_dtype)
         weight = torch.empty(out_size, in_size)
         for i, j in np.ndindex(shape):
             place = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
-            weight[place] = values[place].to(torch.float32) * scale[i, j]
+            weight[place] = values[place].to(torch.float32) * scale[i, j].to(torch.float32)
         return {"weight": values, scale_kind: scale if block else scale.reshape(())}, weight
+
+    return Case(name, section, draw)
+
+
+def compressed_in_order(name: str, zero_dtype: torch.dtype) -> Case:
+    """What early versions of compressed-tensors wrote: columns in the order of activations, and zero points that are
+    packed or not. Today's reads neither."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**weights, "actorder": "group"}}},
+        "ignore": ["lm_head"],
+    }
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        codes, zeros, scales = draw_codes(generator, out_size, in_size, in_size // 16, 4)
+        groups = (np.arange(in_size) // 16)[torch.randperm(in_size, generator=generator).numpy()]
+        signed_zeros = torch.from_numpy(np.ascontiguousarray(zeros.T)).to(torch.int8) - 8
+        packed_zeros = torch.from_numpy(np.ascontiguousarray(pack(zeros, 4).T))
+        tensors = {
+            "weight_packed": torch.from_numpy(pack(codes.T, 4)),
+            "weight_scale": scales.t().contiguous(),
+            "weight_zero_point": signed_zeros if zero_dtype == torch.int8 else packed_zeros,
+            "weight_shape": torch.tensor([out_size, in_size]),
+            "weight_g_idx": torch.from_numpy(groups.astype(np.int32)),
+        }
+        return tensors, meaning(codes, zeros, scales.numpy(), groups)
 
     return Case(name, section, draw)
 
@@ -224,8 +255,11 @@ CASES = [
     compressed("FP8 by tensor", "float-quantized", torch.float32, num_bits=8, type="float", strategy="tensor"),
     compressed("FP8 by block", "float-quantized", torch.bfloat16, num_bits=8, type="float", strategy="block",
                block_structure=[16, 32]),
+    compressed_in_order("W4A16 in act-order", torch.int32),
+    compressed_in_order("W4A16 in act-order, zero points in bytes", torch.int8),
     fp8("FP8 block", (16, 32)),
     fp8("FP8 block, odd", (24, 40)),
+    fp8("FP8 block, powers of two", (32, 32), scale_dtype=torch.float8_e8m0fnu, scale_fmt="ue8m0"),
     fp8("FP8 tensor", None, "weight_scale", activation_scheme="static"),
     gptq("GPTQ", 4, 16, version="gptq", sym=True, g_idx="in order"),
     gptq("GPTQ asymmetric", 4, 32, version="gptq", sym=False, g_idx="in order"),

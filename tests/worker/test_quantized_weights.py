@@ -1,19 +1,25 @@
 """Quantised checkpoints: weights bit for bit as their formats mean them, alone and in whole models."""
 
-import json
+import itertools
+import logging
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from scheduler_service.serving.model_info import read_model_info
 from tests.worker.checkpoints import FAMILIES
 from tests.worker.quantized_checkpoints import BY_NAME, CASES, make_quantized
 from tests.worker.test_models import compute_logits, host_operations, random_tokens, use_kernels
 from tests.worker.test_tensor_parallel import kept
+from worker_service.config import WorkerConfig
+from worker_service.models import packing
 from worker_service.models.checkpoint import Checkpoint, Piece
+from worker_service.models.checkpoint_files import model_digest
 from worker_service.models.loading import load_model
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
+from worker_service.startup.loader import load_worker
 
 CPU = torch.device("cpu")
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -121,7 +127,40 @@ def test_scales_of_activations_and_caches_are_left_alone(tmp_path):
     assert torch.equal(*logits)
 
 
-def edit_config(path, **section):
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] |= section
-    (path / "config.json").write_text(json.dumps(config))
+def test_both_services_tell_formats_apart_by_their_digest(tmp_path):
+    """The same model in different packings."""
+    digests = {}
+    for index, name in enumerate(("GPTQ asymmetric", "GPTQ v2", "GPTQ of 8 bits", "AWQ", "W4A16", "FP8 block")):
+        quantized, plain = make_quantized(tmp_path / str(index), "llama", BY_NAME[name], seed=17)
+        digests[name], digests["plain"] = model_digest(quantized), model_digest(plain)
+        assert read_model_info(str(quantized)).digest == digests[name]
+    assert len(set(digests.values())) == 7
+
+
+def test_a_worker_says_what_becomes_of_quantised_weights(tmp_path, caplog):
+    quantized, _ = make_quantized(tmp_path, "qwen3", BY_NAME["GPTQ of 8 bits"], seed=18)
+    config = WorkerConfig(model=str(quantized), device="cpu", dtype="float32", num_device_blocks=200)
+    with caplog.at_level(logging.INFO):
+        load_worker(config, "worker")
+    assert "quantised weights (gptq in 8 bits) are loaded as float32: the weights take 0.00 GiB" in caplog.text
+
+
+@EVERY_CASE
+def test_decoding_a_weight_takes_no_more_memory_than_was_said(monkeypatch, case):
+    """Of what torch allocates beside the target; what is read counts too."""
+    monkeypatch.setattr(packing, "_CHUNK_ELEMENTS", 1 << 14)
+    tensors, _ = case.draw(torch.Generator().manual_seed(19), 256, 4000)
+    weight_format = parse_quantization({"quantization_config": case.section}).format_of("model.x")
+    target = torch.empty(256, 4000)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        packing.copy_floats(target, packing.decode(weight_format, tensors, 256, 4000))
+    used = sum(tensor.nbytes for tensor in tensors.values()) + peak_of(profile)
+    is_wide = any(tensors[kind].dtype == torch.float32 for kind in {"weight_scale", "scales"} & tensors.keys())
+    said = packing.working_bytes(weight_format, target.numel(), has_wide_scales=is_wide)
+    assert said / 3 < used <= said
+
+
+def peak_of(profile):
+    """The most bytes that were allocated at a time."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

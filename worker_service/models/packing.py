@@ -5,7 +5,7 @@ The layouts are those of compressed-tensors, AutoAWQ (https://github.com/casper-
 float32, whatever the scale is stored in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,17 +19,27 @@ from worker_service.models.quantization import WeightFormat
 DecodedWeight = QuantizedWeight | Float8Weight | Tensor
 
 _SCALES = ("F32", "BF16", "F16")
+_NO_NUMBERS = (0x7F, 0xFF)  # of float8_e4m3fn
+_CHUNK_ELEMENTS = 1 << 20  # of a weight that are made floats at a time
 # Column 8c + j of AutoAWQ's layout is in this nibble of word c.
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
+Shape = tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a tensor of a weight must be in the checkpoint."""
+    """What a tensor of a weight must be in the checkpoint: of one of these dtypes, as safetensors spells them, in one
+    of the shapes of that."""
 
-    shapes: tuple[tuple[int, ...], ...]  # one of them
-    dtypes: tuple[str, ...]  # one of them, as safetensors spells it
+    shapes: Mapping[str, tuple[Shape, ...]]
     is_optional: bool = False
+
+    @staticmethod
+    def of(dtypes: Iterable[str], *shapes: Shape, is_optional: bool = False) -> "StoredTensor":
+        """One of these shapes, whichever dtype it has."""
+        return StoredTensor(dict.fromkeys(dtypes, shapes), is_optional)
 
 
 class FaultyTensorError(Exception):
@@ -49,61 +59,57 @@ def stored_tensors(weight_format: WeightFormat, out_size: int, in_size: int) -> 
     if layout in ("fp8", "float-quantized"):
         scale_kind = "weight_scale_inv" if layout == "fp8" else "weight_scale"
         return {
-            "weight": StoredTensor(((out_size, in_size),), ("F8_E4M3",)),
-            scale_kind: StoredTensor(_scale_shapes(weight_format, out_size, in_size), (*_SCALES, "F8_E8M0")),
+            "weight": StoredTensor.of(("F8_E4M3",), (out_size, in_size)),
+            scale_kind: StoredTensor.of((*_SCALES, "F8_E8M0"), *_scale_shapes(weight_format, out_size, in_size)),
         }
     if columns and in_size % columns:
         raise ValueError(f"its {in_size} inputs are no multiple of the group size {columns}")
     if layout == "int-quantized":
-        return {
-            "weight": StoredTensor(((out_size, in_size),), ("I8",)),
-            **_compressed(weight_format, out_size, in_size),
-        }
+        weight = StoredTensor.of(("I8",), (out_size, in_size))
+        return {"weight": weight, **_compressed(weight_format, out_size, in_size)}
     if layout == "pack-quantized":
         num_words = -(-in_size * weight_format.bits // 32)
         return {
-            "weight_packed": StoredTensor(((out_size, num_words),), ("I32",)),
-            "weight_shape": StoredTensor(((2,),), ("I64", "I32"), is_optional=True),
+            "weight_packed": StoredTensor.of(("I32",), (out_size, num_words)),
+            "weight_shape": StoredTensor.of(("I64", "I32"), (2,), is_optional=True),
+            "weight_g_idx": StoredTensor.of(("I32",), (in_size,), is_optional=not weight_format.has_ordered_columns),
             **_compressed(weight_format, out_size, in_size),
         }
     return _awq_or_gptq(weight_format, out_size, in_size)
 
 
 def _compressed(weight_format: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
+    """The scales, and the zero points where there are any: in bytes, or packed along the outputs."""
     shapes = _scale_shapes(weight_format, out_size, in_size)
-    tensors = {"weight_scale": StoredTensor(shapes, _SCALES)}
+    tensors = {"weight_scale": StoredTensor.of(_SCALES, *shapes)}
     if not weight_format.is_symmetric:
-        num_words = -(-shapes[0][0] * weight_format.bits // 32)
+        num_rows, num_columns = shapes[0]
+        packed = {"I32": ((-(-num_rows * weight_format.bits // 32), num_columns),)}
         is_packed = weight_format.layout == "pack-quantized"
-        # Early files hold zero points as they are.
-        zero_shapes = (*shapes, (num_words, shapes[0][1])) if is_packed else shapes
-        tensors["weight_zero_point"] = StoredTensor(zero_shapes, ("I8", "I32") if is_packed else ("I8",))
-    if weight_format.layout == "pack-quantized":
-        tensors["weight_g_idx"] = StoredTensor(((in_size,),), ("I32",), not weight_format.has_ordered_columns)
+        tensors["weight_zero_point"] = StoredTensor({"I8": shapes, **(packed if is_packed else {})})
     return tensors
 
 
 def _awq_or_gptq(weight_format: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
-    per_word = 32 // weight_format.bits
-    packed = {"outputs": out_size} if weight_format.layout == "awq" else {"inputs": in_size, "outputs": out_size}
-    for what, size in packed.items():
+    is_awq, per_word = weight_format.layout == "awq", 32 // weight_format.bits
+    for what, size in {"outputs": out_size, **({} if is_awq else {"inputs": in_size})}.items():
         if size % per_word:
             raise ValueError(f"its {size} {what} are no multiple of the {per_word} that a word of 32 bits holds")
     num_groups = in_size // (weight_format.columns or in_size)
     tensors = {
-        "qzeros": StoredTensor(((num_groups, out_size // per_word),), ("I32",)),
-        "scales": StoredTensor(((num_groups, out_size),), _SCALES),
+        "qweight": StoredTensor.of(
+            ("I32",), (in_size, out_size // per_word) if is_awq else (in_size // per_word, out_size)
+        ),
+        "qzeros": StoredTensor.of(("I32",), (num_groups, out_size // per_word)),
+        "scales": StoredTensor.of(_SCALES, (num_groups, out_size)),
     }
-    if weight_format.layout == "awq":
-        return {"qweight": StoredTensor(((in_size, out_size // per_word),), ("I32",)), **tensors}
-    return {
-        "qweight": StoredTensor(((in_size // per_word, out_size),), ("I32",)),
-        "g_idx": StoredTensor(((in_size,),), ("I32", "I64"), not weight_format.has_ordered_columns),
-        **tensors,
-    }
+    if is_awq:
+        return tensors
+    order = StoredTensor.of(("I32", "I64"), (in_size,), is_optional=not weight_format.has_ordered_columns)
+    return {**tensors, "g_idx": order}
 
 
-def _scale_shapes(weight_format: WeightFormat, out_size: int, in_size: int) -> tuple[tuple[int, ...], ...]:
+def _scale_shapes(weight_format: WeightFormat, out_size: int, in_size: int) -> tuple[Shape, ...]:
     """A scale for each block; dimensions of length 1 may be left out from the end."""
     num_rows, num_columns = _num_blocks(out_size, weight_format.rows), _num_blocks(in_size, weight_format.columns)
     if num_columns > 1:
@@ -174,8 +180,7 @@ def _decode_float8(weight_format: WeightFormat, tensors: Mapping[str, Tensor]) -
     _check_scale(kind, scale)
     if (scale < 0).any():
         raise FaultyTensorError(kind, "holds a negative scale")
-    # The only codes of this type that are no numbers.
-    if ((values.view(torch.uint8) & 0x7F) == 0x7F).any():
+    if any((values.view(torch.uint8) == code).any() for code in _NO_NUMBERS):
         raise FaultyTensorError("weight", "holds values that are no numbers")
     out_size, in_size = values.shape
     return Float8Weight(values, _by_row(scale, weight_format, out_size), weight_format.columns or in_size)
@@ -236,10 +241,40 @@ def _assemble(codes: Tensor, stored_scale: Tensor, zeros: Tensor | None, column_
         return QuantizedWeight(codes, scale, scale * zeros, group_size)
     if column_groups is None:
         column_groups = torch.arange(codes.shape[1]) // group_size
-    weight = codes.float()
-    if zeros is not None:
-        weight.sub_(zeros[:, column_groups])
-    return weight.mul_(scale[:, column_groups])
+    weight = torch.empty(codes.shape)
+    for rows in _chunks(*codes.shape):
+        chunk = weight[rows].copy_(codes[rows])
+        if zeros is not None:
+            chunk.sub_(zeros[rows][:, column_groups])
+        chunk.mul_(scale[rows][:, column_groups])
+    return weight
+
+
+def _chunks(out_size: int, in_size: int) -> Iterator[slice]:
+    num_rows = max(1, _CHUNK_ELEMENTS // max(1, in_size))
+    for start in range(0, out_size, num_rows):
+        yield slice(start, start + num_rows)
+
+
+def copy_floats(target: Tensor, weight: DecodedWeight) -> None:
+    """Fills a tensor [out, in] of any dtype with a weight, dequantised."""
+    if isinstance(weight, Tensor):
+        target.copy_(weight)
+        return
+    for rows in _chunks(*target.shape):
+        chunk = part(weight, rows, slice(None))
+        target[rows].copy_(chunk if isinstance(chunk, Tensor) else chunk.dequantized())
+
+
+def working_bytes(weight_format: WeightFormat, num_elements: int, *, has_wide_scales: bool) -> int:
+    """Return how much memory decoding a weight and `copy_floats` take at most beside the target. `has_wide_scales`:
+    its scales are of 32 bits."""
+    chunk = 16 * min(num_elements, _CHUNK_ELEMENTS)
+    is_packed = weight_format.layout not in ("fp8", "float-quantized", "int-quantized")
+    # The bytes that are read, and the numbers that they become on their way into the order of columns.
+    per_element = 5 if is_packed else 2
+    may_be_floats = weight_format.has_ordered_columns or (has_wide_scales and not weight_format.is_symmetric)
+    return (per_element + (4 if may_be_floats else 0)) * num_elements + chunk
 
 
 def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:

@@ -83,9 +83,6 @@ def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
         value = section.get(key)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise _error(key, value, "unset")
-    status = section.get("quantization_status", "compressed")
-    if status != "compressed":
-        raise _error("quantization_status", status, shown("compressed"))
     for target in _names(section, "ignore"):
         yield QuantizationRule(_target_pattern("ignore", target), None)
     groups = section.get("config_groups")
@@ -94,20 +91,20 @@ def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     found: list[tuple[int, QuantizationRule]] = []
     for name, group in groups.items():
         if not isinstance(group, Mapping):
-            raise _error(f"config_groups.{name}", group, "an object with targets and weights")
-        weight_format = _compressed_format(section, name, group)
+            raise _error("config_groups", {name: group}, "an object of objects with targets and weights")
+        weight_format = _compressed_format(section, group)
         for target in _names(group, "targets"):
             order = 2 if target == "Linear" else int(target.startswith("re:"))
             found.append((order, QuantizationRule(_target_pattern("targets", target), weight_format)))
     yield from (rule for _, rule in sorted(found, key=lambda entry: entry[0]))
 
 
-def _compressed_format(section: Mapping[str, Any], name: str, group: Mapping[str, Any]) -> WeightFormat | None:
+def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> WeightFormat | None:
     weights = group.get("weights")
     if weights is None:
         return None
     if not isinstance(weights, Mapping):
-        raise _error(f"config_groups.{name}.weights", weights, "an object or null")
+        raise _error("weights", weights, "an object or null")
     layout = group.get("format") or section.get("format")
     kind = weights.get("type", "int")
     if layout == "naive-quantized":
@@ -187,7 +184,7 @@ def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
             yield QuantizationRule(_compiled("dynamic", pattern, pattern.removeprefix("-:")), None)
             continue
         if not isinstance(override, Mapping):
-            raise _error(f"dynamic.{pattern}", override, "an object")
+            raise _error("dynamic", {pattern: override}, "an object of objects by pattern")
         expression = _compiled("dynamic", pattern, pattern.removeprefix("+:"))
         yield QuantizationRule(expression, _gptq_format(weight_format, override))
     if not _flag(section, "lm_head", False):

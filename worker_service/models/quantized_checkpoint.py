@@ -1,21 +1,23 @@
 """A checkpoint whose linear weights are quantised: each is made of several tensors."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from worker_service.models.packing import (
     DecodedWeight,
     FaultyTensorError,
+    Shape,
     StoredTensor,
+    copy_floats,
     decode,
     part,
     stored_tensors,
+    working_bytes,
 )
 from worker_service.models.quantization import WeightFormat
 
@@ -24,7 +26,6 @@ _ACTIVATION_SCALES = re.compile(
     r"\.((input|output|activation)_(scale|zero_point)|input_global_scale|[qkv]_(scale|zero_point))$"
 )
 _SUFFIX = ".weight"
-_CHUNK_ELEMENTS = 1 << 20  # of a weight that are dequantised at a time
 
 
 class QuantizedCheckpoint:
@@ -78,11 +79,10 @@ class QuantizedCheckpoint:
         weight_format = self._format_of(name)
         if weight_format is None:
             return self._checkpoint.working_bytes(name, num_elements)
-        chunk = 12 * min(num_elements, _CHUNK_ELEMENTS)
-        if weight_format.layout in ("fp8", "float-quantized", "int-quantized"):
-            return 2 * num_elements + chunk
-        # The words, their numbers, and these in the order of columns; in float32 where groups are not consecutive.
-        return (9 if weight_format.has_ordered_columns else 4) * num_elements + chunk
+        module = name.removesuffix(_SUFFIX)
+        scales = {f"{module}.weight_scale", f"{module}.scales"} & self._checkpoint.names
+        has_wide_scales = any(self._checkpoint.header(scale).dtype == "F32" for scale in scales)
+        return working_bytes(weight_format, num_elements, has_wide_scales=has_wide_scales)
 
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`. Raises ValueError if a rank's part cuts a group."""
@@ -106,17 +106,7 @@ class QuantizedCheckpoint:
         if self._format_of(name) is None:
             self._checkpoint.copy(name, piece)
             return
-        decoded = self.decoded(name, piece)
-        if isinstance(decoded, Tensor):
-            piece.target.copy_(decoded)
-            return
-        out_size, in_size = piece.target.shape
-        num_rows = max(1, _CHUNK_ELEMENTS // max(1, in_size))
-        for start in range(0, out_size, num_rows):
-            rows = slice(start, start + num_rows)
-            chunk = part(decoded, rows, slice(None))
-            assert not isinstance(chunk, Tensor)
-            piece.target[rows].copy_(chunk.dequantized())
+        copy_floats(piece.target, self.decoded(name, piece))
 
     def decoded(self, name: str, piece: Piece) -> DecodedWeight:
         """Return the piece of a quantised weight as it is stored, without making floats of it where that can be.
@@ -163,24 +153,30 @@ class QuantizedCheckpoint:
         return stored
 
     def _check_header(self, name: str, stored: StoredTensor, weight_format: WeightFormat) -> None:
-        shapes = " or ".join(str(list(shape)) for shape in stored.shapes)
         if name not in self._checkpoint.names:
             if stored.is_optional:
                 return
+            shapes = _alternatives(shape for shapes in stored.shapes.values() for shape in shapes)
             place = f"{weight_format.describe()} has it in shape {shapes}"
             raise CheckpointError(f"tensor {name} is missing in {self._checkpoint.path}; {place}")
         header = self._checkpoint.header(name)
-        if header.shape not in stored.shapes:
-            self._refuse(name, f"has shape {list(header.shape)}, expected {shapes} for {weight_format.describe()}")
-        if header.dtype not in stored.dtypes:
-            expected = " or ".join(stored.dtypes)
+        if header.dtype not in stored.shapes:
+            expected = _alternatives(stored.shapes)
             self._refuse(name, f"is {header.dtype}, expected {expected} for {weight_format.describe()}")
+        if header.shape not in stored.shapes[header.dtype]:
+            shapes = _alternatives(stored.shapes[header.dtype])
+            self._refuse(name, f"has shape {list(header.shape)}, expected {shapes} for {weight_format.describe()}")
 
     def _refuse(self, name: str, fault: str, cause: Exception | None = None) -> NoReturn:
         raise CheckpointError(f"tensor {name} in {self._checkpoint.header(name).file} {fault}") from cause
 
     def _is_zero(self, name: str) -> bool:
         return not self._checkpoint.read(name).any()
+
+
+def _alternatives(values: Iterable[str | Shape]) -> str:
+    texts = (value if isinstance(value, str) else str(list(value)) for value in values)
+    return " or ".join(dict.fromkeys(texts))
 
 
 def _whole_shape(piece: Piece) -> tuple[int, ...]:
