@@ -1,23 +1,48 @@
-"""Weights in whole numbers with a scale for each group of inputs."""
+"""Weights of few bits, as every format's loader gives them and the CPU kernels pack them."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+# Group sizes are multiples of this.
+GROUP = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A weight [out, in] that means `scale * code - minimum`, computed in float32. Groups are consecutive inputs of
-    one output, and divide them."""
+    """A weight [out_size, in_size] in groups of `group_size` inputs: `scale * codes - minimum`, in float32.
 
-    codes: Tensor  # int8 [out, in]
-    scale: Tensor  # float32 [out, in / group_size]
-    minimum: Tensor | None  # float32, shaped as the scale; None: 0
+    Attributes:
+        codes: int8 [out_size, in_size].
+        scale: float32 [out_size, in_size / group_size].
+        minimum: float32 of the same shape, what a code of 0 stands below 0; None: nothing.
+        group_size: a multiple of 16.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor | None
     group_size: int
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if sizes or dtypes do not fit each other."""
+        codes = self.codes
+        if codes.dtype != torch.int8 or codes.ndim != 2:
+            raise ValueError(f"codes are {codes.dtype} {tuple(codes.shape)}; they must be int8 in two dimensions")
+        out_size, in_size = codes.shape
+        if self.group_size < GROUP or self.group_size % GROUP:
+            raise ValueError(f"groups of {self.group_size} are not served; their size must be a multiple of {GROUP}")
+        if in_size % self.group_size:
+            raise ValueError(f"groups of {self.group_size} do not divide {in_size} inputs")
+        shape = (out_size, in_size // self.group_size)
+        for name, values in (("scale", self.scale), ("minimum", self.minimum)):
+            if values is not None and (values.dtype != torch.float32 or values.shape != shape):
+                raise ValueError(f"{name} is {values.dtype} {tuple(values.shape)}; it must be torch.float32 {shape}")
+
     def dequantized(self) -> Tensor:
-        """Return the weight in float32, [out, in]."""
-        groups = self.codes.unflatten(1, (-1, self.group_size)).float().mul_(self.scale[:, :, None])
+        """The weight in float32, [out_size, in_size]: a product that is rounded, then a difference."""
+        groups = self.codes.float().unflatten(1, (-1, self.group_size)) * self.scale[..., None]
         if self.minimum is not None:
-            groups.sub_(self.minimum[:, :, None])
+            groups = groups - self.minimum[..., None]
         return groups.flatten(1)

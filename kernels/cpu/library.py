@@ -29,7 +29,12 @@ NATIVE = "native"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 # What an x86 processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result.
-VARIANTS = {"portable": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": (*_AVX512, "avx512_bf16")}
+VARIANTS = {
+    "portable": (),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
+}
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
 _TIMEOUT_S = 300
 

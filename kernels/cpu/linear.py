@@ -8,6 +8,10 @@ from torch import Tensor
 
 # The element types of source/rows.h, of weights and caches.
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Those of quantised weights, by their bits.
+QUANTIZED_ELEMENTS = {8: 3, 4: 4}
+# The kinds of source/activations.h: what a product rounds its input to.
+ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class LinearLayer(ctypes.Structure):
@@ -19,19 +23,75 @@ class LinearLayer(ctypes.Structure):
         ("in_size", ctypes.c_int64),
         ("out_size", ctypes.c_int64),
         ("element", ctypes.c_int64),
+        ("activation", ctypes.c_int64),
+        ("group_size", ctypes.c_int64),
+        ("scale_element", ctypes.c_int64),
+        ("has_minima", ctypes.c_int64),
+        ("table", ctypes.c_int8 * 16),
     )
+
+
+class SourceWeight(ctypes.Structure):
+    """Mirrors `quantized_weight` of source/integers.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "minimum")),
+        ("group_size", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPanels:
+    """How a quantised weight lies in panels.
+
+    Attributes:
+        bits: of a code, 8 or 4.
+        group_size: of inputs that share a scale, 16 or 32.
+        scale_dtype: of scales and minima, float16 or float32.
+        has_minima: whether groups have one.
+        table: what the codes of 4 bits stand for, at most 16.
+    """
+
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    has_minima: bool
+    table: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """A weight [out_size, in_size] in panels, and its bias [out_size] float32. `CpuKernels.pack_linear` makes it."""
+    """A weight [out_size, in_size] in panels, and its bias [out_size] float32. `CpuKernels.pack_linear` makes it.
+
+    Attributes:
+        activation: what a product rounds its input to: float32; bfloat16 over weights of bfloat16, where denormal
+            numbers count as 0 if the processor multiplies bfloat16; int8, with a scale for each 32 inputs, over
+            quantised weights.
+        quantized: how the panels hold a quantised weight; None: it is of the panels' dtype.
+    """
 
     panels: Tensor
     bias: Tensor | None
     in_size: int
     out_size: int
+    activation: torch.dtype = torch.float32
+    quantized: QuantizedPanels | None = None
 
     def layer(self) -> LinearLayer:
         """Points into the tensors and holds none of them."""
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return LinearLayer(self.panels.data_ptr(), bias, self.in_size, self.out_size, ELEMENTS[self.panels.dtype])
+        layer = LinearLayer(
+            panels=self.panels.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            in_size=self.in_size,
+            out_size=self.out_size,
+            activation=ACTIVATIONS[self.activation],
+        )
+        if self.quantized is None:
+            layer.element = ELEMENTS[self.panels.dtype]
+            return layer
+        layer.element = QUANTIZED_ELEMENTS[self.quantized.bits]
+        layer.group_size = self.quantized.group_size
+        layer.scale_element = ELEMENTS[self.quantized.scale_dtype]
+        layer.has_minima = self.quantized.has_minima
+        layer.table[: len(self.quantized.table)] = self.quantized.table
+        return layer

@@ -8,13 +8,15 @@ trusted.
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
-from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.linear import ACTIVATIONS, PackedLinear, QuantizedPanels, SourceWeight
 from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
+from pagewire.kernels.quantized import QuantizedWeight
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Of queries, and of the cache that they attend to.
@@ -33,7 +35,6 @@ class CpuKernels:
             "silu_mul": [pointer] * 2 + [integer] * 3,
             "norm_rope": [pointer] * 5 + [integer] * 4 + [real, integer],
             "pack_linear": [pointer] * 2 + [integer] * 3,
-            "take_rows": [pointer] * 3 + [integer] * 2,
         }
         paged_signatures = {"store_kv": [pointer] * 5, "paged_attention": [pointer] * 5, "attend": [pointer] * 7}
         self._functions: dict[tuple[str, *tuple[torch.dtype, ...]], Callable[..., int | None]] = {}
@@ -45,7 +46,14 @@ class CpuKernels:
                     function.restype = ctypes.c_int if name in ("paged_attention", "attend") else None
                     self._functions[name, *key] = function
 
-        library.panel_width.restype = integer
+        library.packed_bytes.argtypes = [pointer]
+        library.packed_bytes.restype = integer
+        library.pack_quantized.argtypes = [pointer] * 3 + [integer]
+        library.pack_quantized.restype = None
+        library.find_codes.argtypes = [pointer, integer, pointer, integer]
+        library.find_codes.restype = None
+        library.take_rows.argtypes = [pointer] * 3 + [integer]
+        library.take_rows.restype = None
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
         library.decode.argtypes = [pointer] * 4
 
@@ -133,19 +141,77 @@ class CpuKernels:
 
     # Matrix products
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None = None, activation: torch.dtype = torch.float32
+    ) -> PackedLinear:
         """Lays a weight [out_size, in_size] out for `linear`; its values stay what they are.
 
-        `bias` is [out_size] float32. Raises ValueError if shapes, strides or dtypes do not fit.
+        Args:
+            weight: of any dtype that kernels know.
+            bias: [out_size] float32.
+            activation: what `linear` rounds its input to: float32, or bfloat16 where the weight is of that.
+
+        Raises:
+            ValueError: shapes, strides or dtypes do not fit.
         """
         out_size, in_size = weight.shape
         check("weight", weight, weight.dtype, (out_size, in_size))
         if bias is not None:
             check("bias", bias, torch.float32, (out_size,))
-        width = self._library.panel_width()
-        panels = torch.empty(-(-out_size // width) * width * in_size, dtype=weight.dtype)
+        if weight.dtype not in _NAMES:
+            raise ValueError(f"{weight.dtype} has no kernels; use one of {', '.join(map(str, _NAMES))}")
+        if activation not in (torch.float32, weight.dtype) or activation not in ACTIVATIONS:
+            raise ValueError(f"activations of {activation} do not fit a weight of {weight.dtype}")
+        empty = PackedLinear(torch.empty(0, dtype=weight.dtype), bias, in_size, out_size, activation)
+        panels = torch.empty(self._packed_bytes(empty) // weight.itemsize, dtype=weight.dtype)
         self._call("pack_linear", (weight,), weight, panels, in_size, out_size, torch.get_num_threads())
-        return PackedLinear(panels, bias, in_size, out_size)
+        return replace(empty, panels=panels)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
+        """Lays a quantised weight out for `linear`, in the fewest bits that hold it exactly.
+
+        Codes take 4 bits where there are at most 16 of them, and scales and minima are float16 where that holds all.
+
+        Raises:
+            ValueError: shapes, strides or dtypes do not fit.
+        """
+        out_size, in_size = weight.codes.shape
+        check("codes", weight.codes, torch.int8, (out_size, in_size))
+        for name, values in (("scale", weight.scale), ("minimum", weight.minimum)):
+            if values is not None:
+                check(name, values, torch.float32, (out_size, in_size // weight.group_size))
+        if bias is not None:
+            check("bias", bias, torch.float32, (out_size,))
+        quantized = self._choose_panels(weight)
+        empty = PackedLinear(torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, torch.int8, quantized)
+        panels = torch.zeros(self._packed_bytes(empty), dtype=torch.uint8)
+        minimum = None if weight.minimum is None else weight.minimum.data_ptr()
+        source = SourceWeight(weight.codes.data_ptr(), weight.scale.data_ptr(), minimum, weight.group_size)
+        layer = empty.layer()
+        pointers = (ctypes.addressof(layer), ctypes.addressof(source), panels.data_ptr())
+        self._library.pack_quantized(*pointers, torch.get_num_threads())
+        return replace(empty, panels=panels)
+
+    def _choose_panels(self, weight: QuantizedWeight) -> QuantizedPanels:
+        present = torch.zeros(256, dtype=torch.uint8)
+        codes = weight.codes
+        self._library.find_codes(codes.data_ptr(), codes.numel(), present.data_ptr(), torch.get_num_threads())
+        table = tuple(code - 128 for code in present.nonzero().flatten().tolist())
+        is_few = len(table) <= 16
+        floats = [values for values in (weight.scale, weight.minimum) if values is not None]
+        is_half = all(torch.equal(values.half().float(), values) for values in floats)
+        return QuantizedPanels(
+            bits=4 if is_few else 8,
+            group_size=16 if weight.group_size % 32 else 32,
+            scale_dtype=torch.float16 if is_half else torch.float32,
+            has_minima=weight.minimum is not None,
+            table=table if is_few else (),
+        )
+
+    def _packed_bytes(self, packed: PackedLinear) -> int:
+        """Of panels that are not there yet."""
+        layer = packed.layer()
+        return self._library.packed_bytes(ctypes.addressof(layer))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """x W^T + b in float32: [T, in_size] to [T, out_size]. What a row gives depends on no other row.
@@ -169,7 +235,8 @@ class CpuKernels:
         """
         check("indexes", indexes, torch.int64, (len(indexes),))
         output = torch.empty(len(indexes), packed.in_size)
-        self._call("take_rows", (packed.panels,), packed.panels, indexes, output, len(indexes), packed.in_size)
+        layer = packed.layer()
+        self._library.take_rows(ctypes.addressof(layer), indexes.data_ptr(), output.data_ptr(), len(indexes))
         return output
 
     # Between the matrix products

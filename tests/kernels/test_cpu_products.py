@@ -1,15 +1,22 @@
-"""The C kernels' matrix products against float64, for weights of every dtype and any number of rows."""
+"""The C kernels' matrix products against float64 and, bit for bit, against their order of sums."""
 
+import contextlib
+import platform
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pagewire.kernels.cpu.library import VARIANTS
+from pagewire.kernels.quantized import QuantizedWeight
 from tests.kernels.variants import load_variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of weights, and of the activations that they are multiplied with.
+KINDS = (*((dtype, torch.float32) for dtype in DTYPES), (torch.bfloat16, torch.bfloat16))
 NUM_ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 23, 40)
+RUN = 256  # inputs that are summed up one after the other
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -18,12 +25,23 @@ def variant(request):
     return load_variant(request.param)
 
 
+@contextlib.contextmanager
+def threads(number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def random_product(seed, dtype):
     """A weight of a size that is seldom a whole number of panels, its bias or None, and activations."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     in_size = rng.choice([1, 7, 64, 255, 256, 257, 700])
     out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
+    print(f"seed {seed}: {in_size} inputs, {out_size} outputs")
     weight = torch.randn(out_size, in_size, generator=generator).to(dtype)
     bias = torch.randn(out_size, generator=generator) if rng.random() < 0.5 else None
     return weight, bias, torch.randn(max(NUM_ROWS), in_size, generator=generator)
@@ -31,48 +49,94 @@ def random_product(seed, dtype):
 
 def error_bound(x, weight):
     """Of sums of 256 float32 terms at a time (Higham, "Accuracy and Stability of Numerical Algorithms", 3.1)."""
-    num_roundings = min(x.shape[1], 256) + x.shape[1] // 256 + 2
+    num_roundings = min(x.shape[1], RUN) + x.shape[1] // RUN + 2
     return num_roundings * 2.0**-24 * (x.abs().double() @ weight.abs().double().T + 1)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "activation"), KINDS, ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_linear(variant, seed, dtype, num_threads):
+def test_linear(variant, seed, dtype, activation, num_threads):
     weight, bias, x = random_product(seed, dtype)
-    packed = variant.pack_linear(weight, bias)
-    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    packed = variant.pack_linear(weight, bias, activation)
+    rounded = x.to(activation)
+    expected = torch.nn.functional.linear(rounded.double(), weight.double(), None if bias is None else bias.double())
+    with threads(num_threads):
         for num_rows in NUM_ROWS:
             actual = variant.linear(x[:num_rows], packed)
             assert actual.dtype == torch.float32
-            assert ((actual.double() - expected[:num_rows]).abs() <= error_bound(x[:num_rows], weight)).all()
-    finally:
-        torch.set_num_threads(before)
+            error = (actual.double() - expected[:num_rows]).abs()
+            assert (error <= error_bound(rounded[:num_rows], weight)).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_depends_on_no_other_row(variant, dtype):
-    """Bit for bit: what a request gets does not change with who shares its step."""
-    weight, bias, x = random_product(3, dtype)
-    packed = variant.pack_linear(weight, bias)
+def sums_of_pairs(x, weight):
+    """The order of sums over bfloat16, whose products float32 holds: of each two inputs the second one first."""
+    x, weight = (torch.nn.functional.pad(values.float(), (0, values.shape[1] % 2)) for values in (x, weight))
+    total = torch.zeros(len(x), len(weight))
+    for start in range(0, x.shape[1], RUN):
+        run = torch.zeros_like(total)
+        for i in range(start, min(start + RUN, x.shape[1]), 2):
+            run = run + x[:, i + 1, None] * weight[:, i + 1]
+            run = run + x[:, i, None] * weight[:, i]
+        total = total + run
+    return total
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bfloat16_is_the_same_on_every_processor(variant, seed):
+    weight, bias, x = random_product(seed, torch.bfloat16)
+    expected = sums_of_pairs(x.bfloat16(), weight)
+    actual = variant.linear(x, variant.pack_linear(weight, bias, torch.bfloat16))
+    assert torch.equal(actual, expected if bias is None else expected + bias)
+
+
+def check_rows(variant, x, packed):
+    """Bit for bit: what a row gives alone it gives among any others, in any place, by any number of threads."""
     alone = torch.cat([variant.linear(row[None], packed) for row in x])
-    for num_rows in NUM_ROWS:
-        assert torch.equal(variant.linear(x[:num_rows], packed), alone[:num_rows])
+    generator = torch.Generator().manual_seed(0)
+    for num_threads in (1, 2):
+        with threads(num_threads):
+            for num_rows in range(1, len(x) + 1):
+                places = torch.randperm(len(x), generator=generator)[:num_rows]
+                assert torch.equal(variant.linear(x[places], packed), alone[places])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_and_infinity_come_through(variant, dtype):
-    x = torch.randn(3, 20)
+@pytest.mark.parametrize(("dtype", "activation"), KINDS, ids=str)
+@pytest.mark.parametrize("seed", [3, 7])
+def test_a_row_depends_on_no_other_row(variant, seed, dtype, activation):
+    """What a request gets does not change with who shares its step."""
+    weight, bias, x = random_product(seed, dtype)
+    check_rows(variant, x, variant.pack_linear(weight, bias, activation))
+
+
+def test_very_many_rows(variant):
+    """More than share a run of a panel while it is near."""
+    weight = torch.randn(70, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(230, 300, generator=torch.Generator().manual_seed(2))
+    for activation in (torch.float32, torch.bfloat16):
+        packed = variant.pack_linear(weight, None, activation)
+        alone = torch.cat([variant.linear(row[None], packed) for row in x])
+        assert torch.equal(variant.linear(x, packed), alone)
+
+
+@pytest.mark.parametrize(("dtype", "activation"), KINDS, ids=str)
+def test_nan_and_infinity_come_through(variant, dtype, activation):
+    x = torch.randn(14, 20)
     weight = torch.randn(20, 20).to(dtype)
     x[1, 7] = torch.nan
     weight[4, 3] = torch.inf
-    actual = variant.linear(x, variant.pack_linear(weight))
+    actual = variant.linear(x, variant.pack_linear(weight, None, activation))
     assert actual[1].isnan().all()
-    assert actual[0].isfinite().sum() == 19
-    assert actual[0, 4].isinf()
+    others = torch.cat([actual[:1], actual[2:]])
+    assert others[:, 4].isinf().all()
+    assert others.isfinite().sum() == 13 * 19
+
+
+def test_activations_of_bfloat16_need_weights_of_it(cpu_kernels):
+    with pytest.raises(ValueError, match=r"activations of torch.bfloat16 do not fit a weight of torch.float16"):
+        cpu_kernels.pack_linear(torch.ones(4, 8).half(), None, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"activations of torch.float16 do not fit"):
+        cpu_kernels.pack_linear(torch.ones(4, 8).half(), None, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,3 +160,177 @@ def test_bad_arguments_are_refused(cpu_kernels):
         cpu_kernels.pack_linear(torch.ones(4, 8).double())
     with pytest.raises(ValueError, match=r"indexes is torch.int32"):
         cpu_kernels.take_rows(packed, torch.zeros(2, dtype=torch.int32))
+
+
+# Quantised weights
+
+Q4_0 = tuple(range(-8, 8))
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12)
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+TABLES = (tuple(range(-128, 128)), Q4_0, MXFP4, IQ4_NL)
+
+
+def random_quantized(seed, rng=None):
+    """Codes of 8 bits or from a table, in groups of some size, with scales of float16 or float32 and perhaps minima."""
+    rng = rng or random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    group_size = rng.choice([16, 32, 32, 48, 64, 128])
+    in_size = group_size * rng.choice([1, 2, 3, 9, 22])
+    out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
+    table = torch.tensor(rng.choice(TABLES), dtype=torch.int8)
+    is_half, has_minima = rng.random() < 0.5, rng.random() < 0.5
+    print(
+        f"seed {seed}: {in_size} inputs, {out_size} outputs, groups of {group_size}, {len(table)} codes,",
+        f"half scales: {is_half}, minima: {has_minima}",
+    )
+
+    def floats():
+        values = torch.randn(out_size, in_size // group_size, generator=generator)
+        return values.half().float() if is_half else values
+
+    codes = table[torch.randint(0, len(table), (out_size, in_size), generator=generator)]
+    return QuantizedWeight(codes, floats(), floats() if has_minima else None, group_size)
+
+
+def random_activations(seed, num_rows, in_size):
+    """Of rows of sizes far apart; some groups of inputs are zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, in_size, generator=generator) * 10 ** torch.randn(num_rows, 1, generator=generator)
+    x[num_rows // 2, : in_size // 2] = 0
+    return x
+
+
+def round_to_int8(x):
+    """Codes and scale of each row and 32 inputs: [num_rows, units, 32] and [num_rows, units, 1]."""
+    units = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    largest = units.abs().amax(2, keepdim=True)
+    codes = (units * torch.where(largest > 1e-30, 127 / largest, 0)).round()
+    return codes, torch.where(largest > 1e-30, largest / 127, 0)
+
+
+def fused(a, b, c):
+    """a * b + c, rounded once."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def rounded_twice(a, b, c):
+    return a * b + c
+
+
+def sums_of_groups(x, weight, multiply_add):
+    """The order of sums over quantised weights, whose groups' sums are exact: run by run and group by group."""
+    codes, scales = round_to_int8(x)
+    width = 32 if weight.group_size % 32 == 0 else 16
+    padding = (0, codes.shape[1] * 32 - weight.codes.shape[1])
+    weights = torch.nn.functional.pad(weight.codes, padding).double().unflatten(1, (-1, width))
+    codes = codes.double().flatten(1).unflatten(1, (-1, width))
+    total = run = torch.zeros(len(x), len(weight.codes))
+    for group in range(weight.codes.shape[1] // width):
+        scale = scales[:, group * width // 32]
+        source = group * width // weight.group_size
+        run = multiply_add((codes[:, group] @ weights[:, group].T).float() * scale, weight.scale[:, source], run)
+        if weight.minimum is not None:
+            run = multiply_add(-scale * codes[:, group].sum(1, keepdim=True).float(), weight.minimum[:, source], run)
+        if (group + 1) * width % RUN == 0:
+            total, run = total + run, torch.zeros_like(run)
+    return total + run
+
+
+def of_variant(variant):
+    has_fused = variant.variant != "portable" or platform.machine() == "aarch64"
+    return fused if has_fused else rounded_twice
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_quantised_weights_bit_for_bit(variant, seed):
+    weight = random_quantized(seed)
+    x = random_activations(seed, 13, weight.codes.shape[1])
+    bias = torch.randn(len(weight.codes), generator=torch.Generator().manual_seed(seed)) if seed % 2 else None
+    expected = sums_of_groups(x, weight, of_variant(variant))
+    actual = variant.linear(x, variant.pack_quantized(weight, bias))
+    assert torch.equal(actual, expected if bias is None else expected + bias)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_quantised_weights_are_near_their_formula(variant, seed):
+    """What int8 makes of the activations is the only error of more than float32's."""
+    weight = random_quantized(100 + seed)
+    x = random_activations(seed, 5, weight.codes.shape[1])
+    codes, scales = round_to_int8(x)
+    rounded = (codes.double() * scales.double()).flatten(1)[:, : x.shape[1]]
+    assert ((rounded - x).abs() <= scales.repeat_interleave(32, 1).flatten(1)[:, : x.shape[1]] * 0.501).all()
+    matrix = weight.codes.double().unflatten(1, (-1, weight.group_size)) * weight.scale.double()[..., None]
+    sizes = matrix.abs()
+    if weight.minimum is not None:
+        matrix, sizes = matrix - weight.minimum.double()[..., None], sizes + weight.minimum.double().abs()[..., None]
+    expected = rounded @ matrix.flatten(1).T
+    error = (variant.linear(x, variant.pack_quantized(weight)).double() - expected).abs()
+    assert (error <= 60 * 2.0**-24 * (rounded.abs() @ sizes.flatten(1).T)).all()
+
+
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_a_row_depends_on_no_other_row_over_quantised_weights(variant, seed):
+    weight = random_quantized(seed)
+    check_rows(variant, random_activations(seed, 40, weight.codes.shape[1]), variant.pack_quantized(weight))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_spoils_no_other(variant, value):
+    """It gives NaN: there is no integer for what it holds."""
+    weight = random_quantized(5)
+    x = random_activations(5, 9, weight.codes.shape[1])
+    packed = variant.pack_quantized(weight)
+    expected = variant.linear(x, packed)
+    x[4, 7] = value
+    actual = variant.linear(x, packed)
+    assert actual[4].isnan().all()
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(actual[others], expected[others])
+
+
+@pytest.mark.parametrize("seed", range(300, 312))
+def test_packed_codes_are_the_weight(variant, seed):
+    weight = random_quantized(seed)
+    indexes = torch.randint(0, len(weight.codes), (30,), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(variant.take_rows(variant.pack_quantized(weight), indexes), weight.dequantized()[indexes])
+
+
+def test_panels_take_as_little_as_holds_the_weight(cpu_kernels):
+    codes = torch.randint(-8, 8, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    weight = QuantizedWeight(codes, torch.full((64, 8), 0.5), None, 32)
+    sizes = {}
+    for name, changed in {
+        "4 bits": weight,
+        "minima": replace(weight, minimum=torch.ones(64, 8)),
+        "float32": replace(weight, scale=torch.full((64, 8), 0.1)),
+        "groups of 16": QuantizedWeight(codes, torch.ones(64, 16), None, 16),
+        "groups of 128": QuantizedWeight(codes, torch.ones(64, 2), None, 128),
+        "8 bits": replace(weight, codes=codes + torch.arange(64, dtype=torch.int8)[:, None]),
+    }.items():
+        sizes[name] = cpu_kernels.pack_quantized(changed).panels.numel() * 8 / codes.numel()
+    assert sizes == {
+        "4 bits": 4.5,
+        "minima": 5,
+        "float32": 5,
+        "groups of 16": 5,
+        "groups of 128": 4.5,
+        "8 bits": 8.5,
+    }
+
+
+def test_quantised_weights_that_do_not_fit_are_refused(cpu_kernels):
+    codes, scale = torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 2)
+    for match, arguments in {
+        r"codes are torch.int32 \(4, 64\)": (codes.int(), scale, None, 32),
+        "groups of 8 are not served": (codes, scale, None, 8),
+        "groups of 48 do not divide 64 inputs": (codes, scale, None, 48),
+        r"scale is torch.float16 \(4, 2\)": (codes, scale.half(), None, 32),
+        r"minimum is torch.float32 \(4, 4\); it must be torch.float32 \(4, 2\)": (codes, scale, torch.ones(4, 4), 32),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            QuantizedWeight(*arguments)
+    weight = QuantizedWeight(codes, scale, None, 32)
+    with pytest.raises(ValueError, match="bias is"):
+        cpu_kernels.pack_quantized(weight, torch.ones(3))
+    with pytest.raises(ValueError, match=r"codes is .* contiguous"):
+        cpu_kernels.pack_quantized(QuantizedWeight(codes.repeat(1, 2)[:, ::2], scale, None, 32))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from scheduler_service.serving.model_info import read_model_info
 from tests.worker.checkpoints import FAMILIES
-from tests.worker.quantized_checkpoints import BY_NAME, CASES, make_quantized
+from tests.worker.quantized_checkpoints import BY_NAME, CASES, awq, gptq, make_quantized
 from tests.worker.test_models import compute_logits, host_operations, random_tokens, use_kernels
 from tests.worker.test_tensor_parallel import kept
 from worker_service.config import WorkerConfig
@@ -60,6 +60,19 @@ def test_a_part_of_a_weight_is_a_part_of_what_it_means(tmp_path, case):
     assert torch.equal(read(checkpoint, (32, 160), (rows,), (96, 160)), meant[rows])
     part = read(checkpoint, (32, columns.stop - columns.start), (rows, columns), (96, 160))
     assert torch.equal(part, meant[rows, columns])
+
+
+@pytest.mark.parametrize("case", [gptq("8", 4, 8, version="gptq", sym=False, g_idx="none"), awq("24", 24)])
+def test_groups_of_odd_sizes_mean_what_others_do(tmp_path, case):
+    checkpoint, meant = open_weight(tmp_path, case, 8, 32, 72)
+    assert torch.equal(read(checkpoint, (32, 72)), meant)
+
+
+@pytest.mark.parametrize("name", ["W4A16 by channel", "W8A16 by channel, asymmetric", "W8A8", "GPTQ by channel"])
+def test_a_row_that_is_one_group_can_be_cut_anywhere(tmp_path, name):
+    checkpoint, meant = open_weight(tmp_path, BY_NAME[name], 9, 32, 72)
+    part = read(checkpoint, (8, 27), (slice(4, 12), slice(10, 37)), (32, 72))
+    assert torch.equal(part, meant[4:12, 10:37])
 
 
 @pytest.mark.parametrize("mode", ["require", "off"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.quantized import GROUP, QuantizedWeight
 from worker_service.models.quantization import WeightFormat
 
 # What a weight is decoded to. A tensor is of float32: no groups of whole numbers say the same.
@@ -234,11 +234,10 @@ def _assemble(codes: Tensor, stored_scale: Tensor, zeros: Tensor | None, column_
     scale = stored_scale.float().contiguous()
     group_size = codes.shape[1] // scale.shape[1]
     zeros = None if zeros is None or not zeros.any() else zeros.float()
-    if column_groups is None and zeros is None:
-        return QuantizedWeight(codes, scale, None, group_size)
-    if column_groups is None and zeros is not None and stored_scale.dtype != torch.float32:
-        # A scale of 16 bits times a number of 9 bits is exact in float32, and so is the difference of two such.
-        return QuantizedWeight(codes, scale, scale * zeros, group_size)
+    # A scale of 16 bits times a number of 9 bits is exact in float32, and so is the difference of two such.
+    is_exact = zeros is None or stored_scale.dtype != torch.float32
+    if column_groups is None and is_exact and group_size % GROUP == 0:
+        return QuantizedWeight(codes, scale, None if zeros is None else scale * zeros, group_size)
     if column_groups is None:
         column_groups = torch.arange(codes.shape[1]) // group_size
     weight = torch.empty(codes.shape)
@@ -270,10 +269,12 @@ def working_bytes(weight_format: WeightFormat, num_elements: int, *, has_wide_sc
     """Return how much memory decoding a weight and `copy_floats` take at most beside the target. `has_wide_scales`:
     its scales are of 32 bits."""
     chunk = 16 * min(num_elements, _CHUNK_ELEMENTS)
-    is_packed = weight_format.layout not in ("fp8", "float-quantized", "int-quantized")
+    layout = weight_format.layout
     # The bytes that are read, and the numbers that they become on their way into the order of columns.
-    per_element = 5 if is_packed else 2
-    may_be_floats = weight_format.has_ordered_columns or (has_wide_scales and not weight_format.is_symmetric)
+    per_element = 2 if layout in ("fp8", "float-quantized", "int-quantized") else 5
+    is_exact = weight_format.is_symmetric or not has_wide_scales
+    are_groups_served = layout in ("fp8", "float-quantized") or weight_format.columns % GROUP == 0
+    may_be_floats = weight_format.has_ordered_columns or not is_exact or not are_groups_served
     return (per_element + (4 if may_be_floats else 0)) * num_elements + chunk
 
 
@@ -287,8 +288,11 @@ def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
         return Float8Weight(values, scale, weight.block_size)
     groups = _groups(columns, weight.group_size, weight.scale)
     codes = weight.codes[rows, columns]
-    minimum = None if weight.minimum is None else weight.minimum[rows, groups]
-    return QuantizedWeight(codes, weight.scale[rows, groups], minimum, min(weight.group_size, codes.shape[1]))
+    scale, minimum = weight.scale[rows, groups], None if weight.minimum is None else weight.minimum[rows, groups]
+    group_size = min(weight.group_size, codes.shape[1])
+    if group_size % GROUP:  # a part of a group that is as long as the row
+        return codes * scale if minimum is None else codes * scale - minimum
+    return QuantizedWeight(codes, scale, minimum, group_size)
 
 
 def _groups(columns: slice, group_size: int, scale: Tensor) -> slice:

@@ -77,14 +77,16 @@ typedef struct {
   int64_t layer_size;
   float* heads;           // [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
   float* queries;         // [num_tokens, num_heads, head_dim], turned
-  float* attended;        // [num_tokens, num_heads, head_dim], interleaved
+  float* attended;        // [num_tokens, num_heads, head_dim]
   float* update;          // [num_tokens, hidden_size]: what attention adds to x
   float* gate_up;         // [num_tokens, 2 * intermediate_size], where the two are not computed together
-  float* activated;       // [num_tokens, intermediate_size], interleaved
+  float* activated;       // [num_tokens, intermediate_size]
   float* last_update;     // [num_tokens, hidden_size]: what the layer adds last
   float* x;               // [num_tokens, hidden_size]: the residual stream, where there are many tokens; of all layers
-  float* normed;          // [num_tokens, hidden_size], interleaved, where there are many tokens; of all layers
-  float* own;             // [num_threads, 2, FEW_TOKENS, hidden_size], where there are few tokens; of all layers
+  float* normed;          // [num_tokens, hidden_size], prepared, where there are many tokens; of all layers
+  float* prepared;        // what a product reads of `attended` or `activated`, where there are many tokens; of all layers
+  float* own;             // [num_threads, own_size], where there are few tokens; of all layers: x, normed, prepared
+  int64_t own_size;
   task_list* lists;       // [num_layers, NUM_LISTS], and NUM_LAST_LISTS
   step_times* times;
 } decoding;
@@ -142,7 +144,7 @@ static residual embed_tokens(const decoding* d) {
   const int64_t num_tokens = d->step->num_tokens, size = d->model->hidden_size;
   residual r = {d->x, d->normed};
   if (d->is_few) {
-    r.x = d->own + omp_get_thread_num() * 2 * FEW_TOKENS * size;
+    r.x = d->own + omp_get_thread_num() * d->own_size;
     r.normed = r.x + FEW_TOKENS * size;
     for (int64_t token = 0; token < num_tokens; token++) embed_token(d, token, r.x + token * size);
   } else {
@@ -186,7 +188,7 @@ static void norm_last(const decoding* d, const residual* r, const float* update)
       normalize_float(x, d->model->norm, x, size, d->model->eps);
     }
     for (int64_t i = 0; i < tokens->num_logits; i++)
-      interleave_row(&d->head_groups, i, r->x + tokens->logit_rows[i] * size, size, r->normed);
+      prepare_row(ACTIVATION_FLOAT, &d->head_groups, i, r->x + tokens->logit_rows[i] * size, size, r->normed);
 #pragma omp master
     memcpy(tokens->hidden, r->x, sizeof(float) * (size_t)(num_tokens * size));
   } else {
@@ -198,7 +200,7 @@ static void norm_last(const decoding* d, const residual* r, const float* update)
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < tokens->num_logits; i++)
-      interleave_row(&d->head_groups, i, tokens->hidden + tokens->logit_rows[i] * size, size, r->normed);
+      prepare_row(ACTIVATION_FLOAT, &d->head_groups, i, tokens->hidden + tokens->logit_rows[i] * size, size, r->normed);
   }
   end_part(d, NORMS);
 }
@@ -242,9 +244,20 @@ static void silu_tokens(const decoding* d, float* gate_up, float* activated) {
 #pragma omp for schedule(static)
   for (int64_t token = 0; token < d->step->num_tokens; token++) {
     float* row = gate_up + token * 2 * size;
-    silu_mul_token_float(row, row + size, row, size);
-    interleave_row(&d->groups, token, row, size, activated);
+    silu_mul_token_float(row, row + size, activated + token * size, size);
   }
+}
+
+// x: [num_tokens, size], all there. Returns what a product reads: the thread's own where there are few tokens.
+static const void* prepare_tokens(const decoding* d, const float* x, int64_t size) {
+  if (!d->is_few) {
+    prepare_rows(ACTIVATION_FLOAT, &d->groups, x, size, d->prepared);
+    return d->prepared;
+  }
+  float* own = d->own + omp_get_thread_num() * d->own_size + 2 * FEW_TOKENS * d->model->hidden_size;
+  for (int64_t token = 0; token < d->step->num_tokens; token++)
+    prepare_row(ACTIVATION_FLOAT, &d->groups, token, x + token * size, size, own);
+  return own;
 }
 
 static void attend_layer(const decoding* d, int64_t l, const work_list* list, const float* normed) {
@@ -257,12 +270,13 @@ static void attend_layer(const decoding* d, int64_t l, const work_list* list, co
   attention_step step = *d->step;
   step.window = layer->window;
   step.query_token_stride = step.num_heads * step.head_dim;
-  const attention a = {&step, list, d->queries + offset, layer->key_cache, layer->value_cache, &d->groups,
+  const attention a = {&step, list, d->queries + offset, layer->key_cache, layer->value_cache, NULL,
                        d->attended + offset};
   const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
   run_part(d, l, ATTEND, functions->attend, &a, ATTENTION);
   if (list->partials) run_part(d, l, MERGE, functions->merge, &a, ATTENTION);
-  const product output = plain_product(&layer->output, &d->groups, d->attended + offset, d->update + offset);
+  const void* attended = prepare_tokens(d, d->attended + offset, step.query_token_stride);
+  const product output = plain_product(&layer->output, &d->groups, attended, d->update + offset);
   run_part(d, l, OUTPUT, multiply_task, &output, PRODUCTS);
 }
 
@@ -278,7 +292,8 @@ static void feed_forward(const decoding* d, int64_t l, const float* normed) {
     run_part(d, l, GATE_UP, multiply_task, &gate_up, PRODUCTS);
     silu_tokens(d, d->gate_up, activated);
   }
-  const product down = plain_product(&layer->down, &d->groups, activated, d->last_update + offset);
+  const void* prepared = prepare_tokens(d, activated, d->model->intermediate_size);
+  const product down = plain_product(&layer->down, &d->groups, prepared, d->last_update + offset);
   run_part(d, l, DOWN, multiply_task, &down, PRODUCTS);
 }
 
@@ -353,12 +368,14 @@ static int64_t share_out(decoding* d, float* memory) {
   const int64_t num_tokens = step->num_tokens, hidden = d->model->hidden_size * num_tokens;
   const int64_t intermediate = d->model->intermediate_size * num_tokens;
   const int64_t attended = step->num_heads * step->head_dim * num_tokens;
+  const int64_t prepared = attended > intermediate ? attended : intermediate;
   const int is_gated = can_gate(&d->model->layers[0].gate_up);
+  d->own_size = aligned(FEW_TOKENS * (2 * d->model->hidden_size + prepared / (num_tokens ? num_tokens : 1)));
   const int64_t of_layer[] = {step->query_token_stride * num_tokens, attended, attended, hidden, intermediate, hidden};
   float** layer_parts[] = {&d->heads, &d->queries, &d->attended, &d->update, &d->activated, &d->last_update};
   const int64_t of_all[] = {d->is_few ? 0 : hidden, d->is_few ? 0 : hidden, is_gated ? 0 : 2 * intermediate,
-                            d->is_few ? step->num_threads * 2 * FEW_TOKENS * d->model->hidden_size : 0};
-  float** parts[] = {&d->x, &d->normed, &d->gate_up, &d->own};
+                            d->is_few ? step->num_threads * d->own_size : 0, d->is_few ? 0 : prepared};
+  float** parts[] = {&d->x, &d->normed, &d->gate_up, &d->own, &d->prepared};
   int64_t total = 0;
   for (int i = 0; i < 6; i++) {
     if (memory) *layer_parts[i] = memory + total;
@@ -366,7 +383,7 @@ static int64_t share_out(decoding* d, float* memory) {
   }
   d->layer_size = d->is_few ? total : 0;
   if (d->is_few) total *= d->model->num_layers;
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < 5; i++) {
     if (memory) *parts[i] = memory + total;
     total += aligned(of_all[i]);
   }

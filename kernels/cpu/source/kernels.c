@@ -43,6 +43,8 @@ enum {
 
 #include "rows.h"
 
+#include "activations.h"
+
 #include "work.h"
 
 #include "softmax.h"
@@ -92,10 +94,12 @@ enum {
 #define CACHE_NAME float16
 #include "attention.h"
 
+#include "bfloat16.h"
+
+#include "integers.h"
+
 #include "product.h"
 
 #include "decoder.h"
-
-int64_t panel_width(void) { return PANEL; }
 
 const char* variant(void) { return VARIANT; }

@@ -1,49 +1,151 @@
-// Matrix products with weights of any element type.
+// Matrix products with weights of any element type. Each output is a sum of running sums over RUN inputs each, whatever
+// else is computed with it: a row's outputs depend on no other row.
 
-INLINE product plain_product(const linear_layer* layer, const row_groups* groups, const float* x, float* y) {
-  return (product){.layer = layer, .groups = groups, .x = x, .y = y, .num_panels = (layer->out_size + PANEL - 1) / PANEL};
+INLINE arithmetic layer_arithmetic(const linear_layer* layer) {
+#if defined(HAS_BFLOAT16_DOTS)
+  if (layer->element == ELEMENT_BFLOAT16 && layer->activation == ACTIVATION_BFLOAT16) return pair_arithmetic();
+#endif
+  switch (layer->element) {
+    case ELEMENT_INT8:
+    case ELEMENT_INT4: return integer_arithmetic(layer);
+    case ELEMENT_FLOAT: return arithmetic_float();
+    case ELEMENT_BFLOAT16: return arithmetic_bfloat16();
+    default: return arithmetic_float16();
+  }
+}
+
+// What a layer's product reads.
+INLINE int64_t activation_kind(const linear_layer* layer) { return layer->activation; }
+
+INLINE product plain_product(const linear_layer* layer, const row_groups* groups, const void* x, float* y) {
+  return (product){.layer = layer,
+                   .by = layer_arithmetic(layer),
+                   .groups = groups,
+                   .x = x,
+                   .y = y,
+                   .num_panels = ceil_div(layer->out_size, PANEL)};
 }
 
 INLINE int can_gate(const linear_layer* layer) { return layer->out_size % (2 * PANEL) == 0; }
 
-INLINE product gated_product(const linear_layer* layer, const row_groups* groups, const float* x, float* y) {
+INLINE product gated_product(const linear_layer* layer, const row_groups* groups, const void* x, float* y) {
   product p = plain_product(layer, groups, x, y);
   p.is_gated = 1;
   p.num_panels /= 2;
   return p;
 }
 
-INLINE int64_t num_product_tasks(const product* p) { return (p->num_panels + PANELS_PER_TASK - 1) / PANELS_PER_TASK; }
+INLINE int64_t num_product_tasks(const product* p) { return ceil_div(p->num_panels, PANELS_PER_TASK); }
 
-// A `task_function` of a product; repeatable.
+INLINE int64_t num_units(const product* p) { return ceil_div(p->layer->in_size, p->by.unit); }
+
+INLINE const char* nth_panel(const product* p, int64_t panel) {
+  return (const char*)p->layer->panels + panel * num_units(p) * p->by.weight_bytes;
+}
+
+// One row and four panels from `panel` on: as fast as memory by itself.
+static void multiply_row(const product* p, int64_t panel) {
+  const int64_t num = num_units(p), run = RUN / p->by.unit;
+  float totals[2][4 * PANEL] __attribute__((aligned(64))) = {{0}};
+  for (int half = 0; half <= p->is_gated; half++) {
+    const char* weights = nth_panel(p, panel + half * p->num_panels);
+    for (int64_t start = 0; start < num; start += run)
+      p->by.runs[0](p->layer, weights + start * p->by.weight_bytes, num * p->by.weight_bytes,
+                (const char*)p->x + start * p->by.row_bytes, num - start < run ? num - start : run, NULL, 0,
+                totals[half]);
+  }
+  store_products(p, 0, 1, panel * PANEL, 4 * PANEL, totals[0], totals[1]);
+}
+
+// totals: [num_groups, rows of a group, PANEL], zeros, += the products of one panel. Its runs are taken one after the
+// other, so that a run stays in the nearest cache while all groups use it; each group fetches its part of the same run
+// of `ahead` meanwhile.
+static void multiply_panel(const product* p, int64_t panel, int64_t first_group, int64_t num_groups, int64_t ahead,
+                           float (*totals)[GROUP_ROWS * PANEL]) {
+  const arithmetic* by = &p->by;
+  const int64_t num = num_units(p), run = RUN / by->unit;
+  const int64_t stride = by->turn * by->weight_bytes / p->groups->num_groups;
+  const int64_t row_size = prepared_row_bytes(p->layer->activation, p->layer->in_size);
+  for (int64_t start = 0; start < num; start += run) {
+    const int64_t length = num - start < run ? num - start : run, part = length / by->turn * stride;
+    const char* weights = nth_panel(p, panel) + start * by->weight_bytes;
+    const char* fetched = nth_panel(p, ahead) + start * by->weight_bytes + first_group * part;
+    for (int64_t g = 0; g < num_groups; g++, fetched += part) {
+      const row_group group = nth_group(p->groups, first_group + g);
+      const char* x = (const char*)p->x + group.start * row_size + start * by->row_bytes * group.num_rows;
+      by->runs[group.num_rows](p->layer, weights, 0, x, length, fetched, stride, totals[g]);
+    }
+  }
+}
+
+// One panel, and `later`, which is computed later and fetched meanwhile.
+static void multiply_groups(const product* p, int64_t panel, int64_t later) {
+  for (int64_t first = 0; first < p->groups->num_groups; first += MAX_GROUPS) {
+    const int64_t rest = p->groups->num_groups - first, num_groups = rest < MAX_GROUPS ? rest : MAX_GROUPS;
+    float totals[2][MAX_GROUPS][GROUP_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int half = 0; half <= p->is_gated; half++) {
+      const int64_t skipped = half * p->num_panels;
+      memset(totals[half], 0, sizeof totals[half][0] * (size_t)num_groups);
+      multiply_panel(p, panel + skipped, first, num_groups, later + skipped, totals[half]);
+    }
+    for (int64_t g = 0; g < num_groups; g++) {
+      const row_group group = nth_group(p->groups, first + g);
+      store_products(p, group.start, group.num_rows, panel * PANEL, PANEL, totals[0][g], totals[1][g]);
+    }
+  }
+}
+
+// A `task_function` of a product; repeatable. Meanwhile a panel is fetched that is computed AHEAD panels later, or that the
+// thread's next task begins with at `next` (-1: there is none).
 static void multiply_task(const void* context, int64_t task, int64_t next) {
   const product* p = context;
-  const int64_t first = task * PANELS_PER_TASK;
-  const int64_t end = first + PANELS_PER_TASK < p->num_panels ? first + PANELS_PER_TASK : p->num_panels;
-  const int64_t next_first = next < 0 ? -1 : next * PANELS_PER_TASK;
-  switch (p->layer->element) {
-    case ELEMENT_FLOAT: multiply_panels_float(p, first, end, next_first); break;
-    case ELEMENT_BFLOAT16: multiply_panels_bfloat16(p, first, end, next_first); break;
-    default: multiply_panels_float16(p, first, end, next_first);
+  int64_t panel = task * PANELS_PER_TASK;
+  const int64_t end = panel + PANELS_PER_TASK < p->num_panels ? panel + PANELS_PER_TASK : p->num_panels;
+  if (p->groups->num_rows == 1)
+    for (; panel + 4 <= end; panel += 4) multiply_row(p, panel);
+  for (; panel < end; panel++) {
+    const int64_t later = panel + AHEAD < end ? panel + AHEAD
+                          : next < 0          ? panel
+                                              : next * PANELS_PER_TASK + panel + AHEAD - end;
+    multiply_groups(p, panel, later < p->num_panels ? later : panel);
   }
+}
+
+// Of packed weights of LinearLayer, whose panels are not there yet.
+int64_t packed_bytes(const linear_layer* layer) {
+  const arithmetic by = layer_arithmetic(layer);
+  return ceil_div(layer->out_size, PANEL) * ceil_div(layer->in_size, by.unit) * by.weight_bytes;
+}
+
+// A row of packed weights in float32, as an embedding takes it.
+static void take_row(const linear_layer* layer, int64_t index, float* row) {
+  switch (layer->element) {
+    case ELEMENT_FLOAT: take_rows_float(layer->panels, &index, row, 1, layer->in_size); break;
+    case ELEMENT_BFLOAT16: take_rows_bfloat16(layer->panels, &index, row, 1, layer->in_size); break;
+    case ELEMENT_FLOAT16: take_rows_float16(layer->panels, &index, row, 1, layer->in_size); break;
+    default: take_quantized_row(layer, index, row);
+  }
+}
+
+// output: [num_indexes, in_size]
+void take_rows(const linear_layer* layer, const int64_t* indexes, float* output, int64_t num_indexes) {
+  for (int64_t n = 0; n < num_indexes; n++) take_row(layer, indexes[n], output + n * layer->in_size);
 }
 
 // x: [num_rows, in_size], y: [num_rows, out_size]. 0, or 1 if there is no memory.
 int linear(const linear_layer* layer, const float* x, float* y, int64_t num_rows, int64_t num_threads) {
   const row_groups groups = group_rows(num_rows);
-  float* interleaved = NULL;
+  const int64_t kind = activation_kind(layer);
   if (num_rows == 0) return 0;
-  if (num_rows > 1) {
-    interleaved = aligned_alloc(64, (size_t)(num_rows * layer->in_size * (int64_t)sizeof(float) + 63) / 64 * 64);
-    if (!interleaved) return 1;
-  }
-  const product p = plain_product(layer, &groups, num_rows > 1 ? interleaved : x, y);
+  void* prepared = aligned_alloc(64, (size_t)ceil_div(prepared_bytes(kind, num_rows, layer->in_size), 64) * 64);
+  if (!prepared) return 1;
+  const product p = plain_product(layer, &groups, prepared, y);
   task_list tasks = {.num_tasks = num_product_tasks(&p)};
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
   {
-    if (num_rows > 1) interleave_rows(&groups, x, layer->in_size, interleaved);
+    prepare_rows(kind, &groups, x, layer->in_size, prepared);
     share_tasks(&tasks, multiply_task, &p);
   }
-  free(interleaved);
+  free(prepared);
   return 0;
 }

@@ -1,5 +1,4 @@
-// Activations as the matrix products read them: float32, in groups of rows that are multiplied together, a group's rows
-// interleaved: group g holds [in_size, rows of g]. A single row is its own group and lies as it was.
+// What a matrix product is given, how its rows are grouped, and what becomes of its sums.
 
 enum {
   PANEL = 2 * LANES,  // outputs that are computed together, in two vectors
@@ -17,15 +16,21 @@ typedef struct {
   const void* panels;  // packed weights of an element type
   const float* bias;   // [out_size], or NULL
   int64_t in_size, out_size;
-  int64_t element;  // which type: ELEMENT_FLOAT and so on
+  int64_t element;     // which type: ELEMENT_FLOAT and so on
+  int64_t activation;  // what the product reads: ACTIVATION_FLOAT and so on
+  // Of ELEMENT_INT8 and ELEMENT_INT4 alone.
+  int64_t group_size;     // of inputs that share a scale: 16 or 32
+  int64_t scale_element;  // of scales and minima: ELEMENT_FLOAT or ELEMENT_FLOAT16
+  int64_t has_minima;
+  int8_t table[16];  // what 4 bits stand for
 } linear_layer;
 
-enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16 };
+enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_INT8, ELEMENT_INT4 };
 
 enum {
   PANELS_PER_TASK = 4,
   AHEAD = 2,       // panels: so far ahead of the one that is computed weights are fetched
-  UNROLLED = 4,    // inputs that are multiplied in a turn of the loop
+  UNROLLED = 4,    // units of inputs that are multiplied in a turn of the loop
   MAX_GROUPS = 8,  // of rows that share a panel's run while it is near
 };
 
@@ -38,15 +43,44 @@ typedef struct {
   int64_t start, num_rows;
 } row_group;
 
+// totals, [rows, outputs], += the products of a run of `num` units. `weights`: of the first panel; the next ones follow
+// at a distance of `panel_bytes`. Meanwhile other weights are fetched, `stride` bytes from `ahead` on in each turn: a core
+// that only waits for them where it needs them either reads or computes.
+typedef void (*run_function)(const linear_layer* layer, const char* weights, int64_t panel_bytes, const char* x,
+                             int64_t num, const char* ahead, int64_t stride, float* totals);
+
+// How weights of an element type are multiplied with activations of a kind. A unit of inputs is what lies together.
+typedef struct {
+  int64_t unit;              // inputs
+  int64_t weight_bytes;      // of a unit of a panel
+  int64_t row_bytes;         // of a unit of a row of prepared activations
+  int64_t turn;              // units that are multiplied in a turn of the loop
+  const run_function* runs;  // [GROUP_ROWS + 1]: of so many rows and one panel; the first: of one row and four panels
+} arithmetic;
+
 // One product of a step.
 typedef struct {
   const linear_layer* layer;
+  arithmetic by;
   const row_groups* groups;
-  const float* x;      // interleaved
-  float* y;            // [num_rows, out_size]; of a gated one, interleaved
+  const void* x;       // prepared (activations.h)
+  float* y;            // [num_rows, out_size]; of a gated one, [num_rows, out_size / 2]
   int64_t num_panels;  // of all outputs; of a gated one, of the gates
   int is_gated;        // the outputs are gates and as many ups, in whole panels, and y is silu(gate) * up
 } product;
+
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Asks for large pages, of which memory that is read in order needs fewer. Nothing depends on whether there are any.
+INLINE void use_large_pages(void* memory, int64_t size) {
+#if defined(__linux__)
+  const uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page;
+  const uintptr_t end = ((uintptr_t)memory + (uintptr_t)size) / page * page;
+  if (end > first) madvise((void*)first, end - first, MADV_HUGEPAGE);
+#else
+  (void)memory, (void)size;
+#endif
+}
 
 INLINE row_groups group_rows(int64_t num_rows) {
   const int64_t num_groups = (num_rows + GROUP_ROWS - 1) / GROUP_ROWS;
@@ -69,20 +103,34 @@ INLINE int64_t row_place(const row_groups* groups, int64_t row, int64_t in_size,
   return group.start * in_size + row - group.start;
 }
 
-INLINE void interleave_row(const row_groups* groups, int64_t row, const float* x, int64_t in_size, float* interleaved) {
-  int64_t stride;
-  float* target = interleaved + row_place(groups, row, in_size, &stride);
-  for (int64_t i = 0; i < in_size; i++) target[i * stride] = x[i];
+// The sizes of runs that there are, as MULTIPLY(rows, panels).
+#if GROUP_ROWS > 6
+#define EVERY_RUN(MULTIPLY) \
+  MULTIPLY(1, 1) MULTIPLY(2, 1) MULTIPLY(3, 1) MULTIPLY(4, 1) MULTIPLY(5, 1) MULTIPLY(6, 1) MULTIPLY(7, 1) \
+  MULTIPLY(8, 1) MULTIPLY(9, 1) MULTIPLY(10, 1) MULTIPLY(11, 1) MULTIPLY(12, 1) MULTIPLY(1, 4)
+#else
+#define EVERY_RUN(MULTIPLY) \
+  MULTIPLY(1, 1) MULTIPLY(2, 1) MULTIPLY(3, 1) MULTIPLY(4, 1) MULTIPLY(5, 1) MULTIPLY(6, 1) MULTIPLY(1, 4)
+#define LIST_OF_RUNS(name) {NULL, name##_1x1, name##_2x1, name##_3x1, name##_4x1, name##_5x1, name##_6x1}
+#endif
+
+INLINE void clear_sums(const int num_rows, const int num_vectors, floats (*sums)[8]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < num_vectors; v++) sums[r][v] = splat(0.0f);
 }
 
-// x: [num_rows, in_size]. Called by all threads of a region, which meet at its end.
-static void interleave_rows(const row_groups* groups, const float* x, int64_t in_size, float* interleaved) {
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < groups->num_rows; row++)
-    interleave_row(groups, row, x + row * in_size, in_size, interleaved);
+// totals: [num_rows, num_vectors * LANES]
+INLINE void add_sums(const int num_rows, const int num_vectors, floats (*sums)[8], float* totals) {
+#pragma GCC unroll 12
+  for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < num_vectors; v++) {
+      float* total = totals + (r * num_vectors + v) * LANES;
+      store_float(total, load_float(total) + sums[r][v]);
+    }
 }
-
-INLINE int64_t run_length(int64_t in_size, int64_t start) { return in_size - start < RUN ? in_size - start : RUN; }
 
 // y[row] = outputs + bias for `num_rows` rows from `row` on; outputs: [num_rows, num], the ones from `first` on. What
 // stands past the last output is left.
@@ -103,12 +151,11 @@ INLINE void store_outputs(const product* p, int64_t row, int64_t num_rows, int64
     }
 }
 
-// y = silu(gates) * ups, interleaved as the next product takes it. gates, ups: [num_rows, num], as `outputs` above.
+// y[row] = silu(gates) * ups for `num_rows` rows from `row` on. gates, ups: [num_rows, num], as `outputs` above.
 INLINE void store_gated(const product* p, int64_t row, int64_t num_rows, int64_t first, const int num,
                         const float* gates, const float* ups) {
   const int64_t size = p->layer->out_size / 2;
   const float* bias = p->layer->bias;
-  float* y = p->y + row * size + first * num_rows;
   for (int64_t r = 0; r < num_rows; r++)
     for (int j = 0; j < num; j += LANES) {
       floats gate = load_float(gates + r * num + j), up = load_float(ups + r * num + j);
@@ -116,11 +163,7 @@ INLINE void store_gated(const product* p, int64_t row, int64_t num_rows, int64_t
         gate += load_float(bias + first + j);
         up += load_float(bias + size + first + j);
       }
-      const floats activated = gate / (splat(1.0f) + exponential(-gate)) * up;
-      if (num_rows == 1)
-        store_float(y + j, activated);
-      else
-        for (int i = 0; i < LANES; i++) y[(j + i) * num_rows + r] = activated[i];
+      store_float(p->y + (row + r) * size + first + j, gate / (splat(1.0f) + exponential(-gate)) * up);
     }
 }
 

@@ -11,8 +11,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -27,6 +32,7 @@
 
 #if defined(HAS_AVX512) && defined(__AVX512BF16__)
 #define VARIANT "avx512_bf16"
+#define HAS_BFLOAT16_DOTS 1
 #define SCORES_IN_PAIRS 1
 #elif defined(HAS_AVX512)
 #define VARIANT "avx512"
@@ -53,6 +59,32 @@ INLINE floats splat(float x) { return x - (floats){0}; }
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
 // The other one where one is NaN: whoever needs NaN must find it elsewhere.
 INLINE floats larger(floats a, floats b) { return choose(a > b, a, b); }
+
+// a * b + c, rounded once where the processor can: written so where several pieces of code must give the same bits.
+INLINE floats multiply_add(floats a, floats b, floats c) {
+#if defined(HAS_AVX512)
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(HAS_AVX2)
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// The nearest integers, to even; of numbers that fit.
+INLINE ints round_to_ints(floats v) {
+#if defined(HAS_AVX512)
+  return (ints)_mm512_cvtps_epi32((__m512)v);
+#elif defined(HAS_AVX2)
+  return (ints)_mm256_cvtps_epi32((__m256)v);
+#else
+  ints rounded;
+  for (int i = 0; i < LANES; i++) rounded[i] = (int32_t)lrintf(v[i]);
+  return rounded;
+#endif
+}
 
 INLINE float sum_lanes(floats v) {
 #if defined(HAS_AVX512)

@@ -1,0 +1,138 @@
+// Activations as the matrix products read them: *prepared*, in groups of rows that are multiplied together, a group's rows
+// interleaved. A row is prepared by itself: what it becomes depends on no other row. A row's inputs are padded with zeros.
+//
+// ACTIVATION_FLOAT: float32; group g holds [in_size, rows of g].
+// ACTIVATION_BFLOAT16: rounded to bfloat16; group g holds [in_size / 2, rows of g, 2]. Where the processor does not
+// multiply bfloat16, the rounded values lie in float32, as of ACTIVATION_FLOAT.
+// ACTIVATION_INT8: int8 with a scale per unit of 32 inputs; group g holds [in_size / 32, INT8_WORDS, rows of g].
+
+enum { ACTIVATION_FLOAT, ACTIVATION_BFLOAT16, ACTIVATION_INT8 };
+
+// What a row has of a unit, in words: its inputs, four in each; the scale; of all inputs and of each half what is added
+// to sums over codes that are stored with an offset; and of the same the negative sum, times the scale, which minima are
+// multiplied with.
+enum { UNIT_INPUTS = 32, INT8_SCALE = 8, INT8_CORRECTION = 9, INT8_NEGATIVE_SUM = 12, INT8_WORDS = 16 };
+// Instructions that multiply unsigned with signed bytes need codes that are not negative.
+#if defined(__AVX512VNNI__) && defined(HAS_AVX512)
+#define CODE_OFFSET 128
+#else
+#define CODE_OFFSET 0
+#endif
+
+// Of a row.
+INLINE int64_t prepared_row_bytes(int64_t kind, int64_t in_size) {
+  if (kind == ACTIVATION_INT8) return ceil_div(in_size, UNIT_INPUTS) * INT8_WORDS * 4;
+#if defined(HAS_BFLOAT16_DOTS)
+  if (kind == ACTIVATION_BFLOAT16) return ceil_div(in_size, 2) * 4;
+#endif
+  (void)kind;
+  return ceil_div(in_size, 2) * 2 * (int64_t)sizeof(float);
+}
+
+// Of all rows together.
+INLINE int64_t prepared_bytes(int64_t kind, int64_t num_rows, int64_t in_size) {
+  return num_rows * prepared_row_bytes(kind, in_size);
+}
+
+// The group of a row, and which of its rows it is.
+INLINE row_group group_of_row(const row_groups* groups, int64_t row) {
+  const int64_t num_in_larger = groups->num_larger * (groups->size + 1);
+  return nth_group(groups, row < num_in_larger ? row / (groups->size + 1)
+                                               : groups->num_larger + (row - num_in_larger) / groups->size);
+}
+
+// x: [in_size]; target: the first of the row's values, the next ones at a distance of `stride`.
+INLINE void prepare_floats(const float* x, int64_t in_size, int is_rounded, float* target, int64_t stride) {
+  for (int64_t i = 0; i < in_size; i++)
+    target[i * stride] = is_rounded ? value_bfloat16(from_value_bfloat16(x[i])) : x[i];
+  if (in_size % 2) target[in_size * stride] = 0.0f;
+}
+
+// The same in pairs.
+INLINE void prepare_bfloat16(const float* x, int64_t in_size, uint32_t* target, int64_t stride) {
+  bfloat16 rounded[2 * LANES];
+  for (int64_t first = 0; first < in_size; first += 2 * LANES) {
+    const int64_t num = in_size - first < 2 * LANES ? in_size - first : 2 * LANES;
+    float padded[2 * LANES] = {0};
+    const float* values = x + first;
+    if (num < 2 * LANES) values = memcpy(padded, values, sizeof(float) * (size_t)num);
+    store_bfloat16(rounded, load_float(values));
+    store_bfloat16(rounded + LANES, load_float(values + LANES));
+    for (int64_t pair = 0; pair < ceil_div(num, 2); pair++)
+      memcpy(&target[(first / 2 + pair) * stride], &rounded[2 * pair], sizeof *target);
+  }
+}
+
+// The factor that takes a unit's inputs to integers up to 127, and back, which is the scale: that of the largest. Both are
+// 0 where all are next to 0, and the scale is NaN where one is not finite.
+INLINE float scale_unit(const float* x, float* scale) {
+  floats largest = splat(0.0f), nothing = splat(0.0f);
+  for (int i = 0; i < UNIT_INPUTS; i += LANES) {
+    const floats values = load_float(x + i);
+    largest = larger((floats)((ints)values & 0x7fffffff), largest);
+    nothing += values - values;
+  }
+  const float value = largest_lane(largest), is_nan = sum_lanes(nothing);
+  *scale = value > 1e-30f ? value / 127.0f + is_nan : is_nan;
+  return value > 1e-30f && is_nan == 0.0f ? 127.0f / value : 0.0f;
+}
+
+// x: [UNIT_INPUTS], finite or not.
+INLINE void prepare_unit(const float* x, uint32_t* target, int64_t stride) {
+  float scale;
+  const float factor = scale_unit(x, &scale);
+  int32_t codes[UNIT_INPUTS], sums[3] = {0};
+  for (int i = 0; i < UNIT_INPUTS; i += LANES) {
+    const ints rounded = factor == 0.0f ? (ints){0} : round_to_ints(load_float(x + i) * splat(factor));
+    memcpy(codes + i, &rounded, sizeof rounded);
+  }
+  for (int i = 0; i < UNIT_INPUTS; i++) sums[1 + i / 16] += codes[i];
+  sums[0] = sums[1] + sums[2];
+  for (int i = 0; i < UNIT_INPUTS; i += 4) {
+    const int8_t bytes[4] = {(int8_t)codes[i], (int8_t)codes[i + 1], (int8_t)codes[i + 2], (int8_t)codes[i + 3]};
+    memcpy(&target[i / 4 * stride], bytes, sizeof bytes);
+  }
+  memcpy(&target[INT8_SCALE * stride], &scale, sizeof scale);
+  for (int i = 0; i < 3; i++) {
+    const int32_t correction = -CODE_OFFSET * sums[i];
+    const float negative_sum = -scale * (float)sums[i];
+    memcpy(&target[(INT8_CORRECTION + i) * stride], &correction, sizeof correction);
+    memcpy(&target[(INT8_NEGATIVE_SUM + i) * stride], &negative_sum, sizeof negative_sum);
+  }
+}
+
+INLINE void prepare_int8(const float* x, int64_t in_size, uint32_t* target, int64_t stride) {
+  for (int64_t first = 0; first < in_size; first += UNIT_INPUTS, target += INT8_WORDS * stride) {
+    float padded[UNIT_INPUTS] = {0};
+    const int64_t num = in_size - first;
+    const float* values = x + first;
+    if (num < UNIT_INPUTS) values = memcpy(padded, values, sizeof(float) * (size_t)num);
+    prepare_unit(values, target, stride);
+  }
+}
+
+// x: [in_size], the row's own values. prepared: of all rows.
+INLINE void prepare_row(int64_t kind, const row_groups* groups, int64_t row, const float* x, int64_t in_size,
+                        void* prepared) {
+  const row_group group = group_of_row(groups, row);
+  char* target = (char*)prepared + group.start * prepared_row_bytes(kind, in_size);
+  const int64_t nth = row - group.start;
+  if (kind == ACTIVATION_INT8) {
+    prepare_int8(x, in_size, (uint32_t*)target + nth, group.num_rows);
+    return;
+  }
+#if defined(HAS_BFLOAT16_DOTS)
+  if (kind == ACTIVATION_BFLOAT16) {
+    prepare_bfloat16(x, in_size, (uint32_t*)target + nth, group.num_rows);
+    return;
+  }
+#endif
+  prepare_floats(x, in_size, kind == ACTIVATION_BFLOAT16, (float*)target + nth, group.num_rows);
+}
+
+// x: [num_rows, in_size]. Called by all threads of a region, which meet at its end.
+static void prepare_rows(int64_t kind, const row_groups* groups, const float* x, int64_t in_size, void* prepared) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < groups->num_rows; row++)
+    prepare_row(kind, groups, row, x + row * in_size, in_size, prepared);
+}
