@@ -134,7 +134,7 @@ def test_a_value_that_no_flag_can_give_is_refused() -> None:
 
 
 def test_llm_refuses_before_it_starts_anything() -> None:
-    with pytest.raises(ValueError, match=r"quantization='awq' is not supported: .* not quantised"):
+    with pytest.raises(ValueError, match=r"quantization='awq' is not supported: .* read from the checkpoint"):
         LLM(MODEL, quantization="awq")
     with pytest.raises(TypeError, match="no option 'colour'"):
         LLM(MODEL, colour="red")

@@ -83,6 +83,7 @@ ALLOWED_IMPORTS = {
         "worker_service.models",
         "pagewire.gguf",
         "pagewire.kernels.arguments",
+        "pagewire.kernels.float8",
         "pagewire.kernels.quantized",
     ),
     "worker_service.models.checkpoint": ("worker_service.models.checkpoint_files",),

@@ -66,7 +66,7 @@ def cut(path: Path) -> None:
 KNOWN_BEFORE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "architecture": (edit(architectures=["MambaForCausalLM"]), [], "architecture MambaForCausalLM is not supported"),
     "no architecture": (edit(architectures=[{}]), [], "architectures is [{}], but must be a list of names"),
-    "quantised": (edit(quantization_config={"quant_method": "awq"}), [], 'quantization_config is "awq", but must be'),
+    "quantised": (edit(quantization_config={"quant_method": "hqq"}), [], 'quant_method is "hqq", but must be one of c'),
     "pickled": (
         lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
         [],

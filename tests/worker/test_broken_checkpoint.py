@@ -79,7 +79,7 @@ def test_a_config_that_is_no_json_is_one_line(configs, tmp_path, seed):
         ("llama", {"tie_word_embeddings": "no"}, 'tie_word_embeddings is "no", but must be true or false'),
         ("llama", {"hidden_size": float("nan")}, "hidden_size is NaN, but must be a whole number"),
         ("llama", {"rope_parameters": [1]}, r"rope_parameters is \[1\], but must be an object"),
-        ("llama", {"quantization_config": "awq"}, 'quantization_config is "awq", but must be unset'),
+        ("llama", {"quantization_config": "awq"}, 'quantization_config is "awq", but must be an object with one of'),
         ("qwen3", {"layer_types": 3}, "layer_types is 3, but must be a list as long as num_hidden_layers, 2"),
     ],
 )  # fmt: skip

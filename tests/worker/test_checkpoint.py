@@ -99,7 +99,7 @@ def test_more_layers_than_config_says(path):
 
 def test_integer_weights(path):
     edit_tensors(path, **{"lm_head.weight": torch.zeros(151, 64, dtype=torch.int8)})
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight in model\.safetensors is I8; quantized checkpoints"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight in model\.safetensors is I8, which are no floats"):
         load(path)
 
 

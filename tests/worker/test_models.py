@@ -316,7 +316,7 @@ def test_positions_served(tmp_path):
         ("llama", {"architectures": ["MixtralForCausalLM"]}, r"architecture MixtralForCausalLM is not supported; .*Ll"),
         ("llama", {"architectures": None}, r'architecture none \(model_type "llama"\) is not supported'),
         ("llama", {"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, r"own code \(auto_map\).*supported: GP"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, r'quantization_config is "gptq", but must be uns'),
+        ("gpt2", {"quantization_config": {"quant_method": "gptq"}}, r'quantization_config is .*, but must be unset fo'),
         ("llama", {"use_sliding_window": True}, r"use_sliding_window is true, but must be false for LlamaForCausalLM"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r'layer_types is "sliding_attention"'),
         ("qwen3", {"layer_types": ["full_attention"]}, r"layer_types is .*, but must be a list as long as .*, 2"),

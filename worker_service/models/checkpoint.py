@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, read_headers
+from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, TensorHeader, read_headers
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -29,17 +29,24 @@ class Piece:
 
 
 class Tensors(Protocol):
-    """A source of a model's weights, by name."""
+    """A source of a model's weights, by name. A weight of the model may be made of several tensors."""
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the tensors that are known beforehand."""
+        """The names of the tensors that are known beforehand, each of which must have a place in the model."""
+
+    def stored_names(self, name: str) -> frozenset[str]:
+        """Return the names of the tensors that a weight is made of, whether they are there or not."""
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of a tensor that is among `names`, or None if it is none that a model computes in."""
+        """Return the dtype of a weight, or None if there is none, or none that a model computes in."""
+
+    def working_bytes(self, name: str, num_elements: int) -> int:
+        """Return how much memory beside the target reading a weight of this many elements takes at most."""
 
     def check(self, name: str, piece: Piece) -> None:
-        """Raises CheckpointError if there is no tensor that fits. The piece's target need hold no memory."""
+        """Raises CheckpointError if there is no weight that fits, and ValueError if it cannot be cut like this. The
+        piece's target need hold no memory."""
 
     def copy(self, name: str, piece: Piece) -> None:
         """Fills the target of a piece that has been checked."""
@@ -55,14 +62,31 @@ class Checkpoint:
         """
         self._path = path
         self._headers = read_headers(path)
+        self._names = frozenset(self._headers)
+
+    @property
+    def path(self) -> Path:
+        return self._path
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._headers)
+        return self._names
+
+    def header(self, name: str) -> TensorHeader:
+        """Return the header of a tensor that is there."""
+        return self._headers[name]
+
+    def stored_names(self, name: str) -> frozenset[str]:
+        """See `Tensors.stored_names`: there is one."""
+        return frozenset((name,))
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`."""
-        return _DTYPES.get(self._headers[name].dtype)
+        return _DTYPES.get(self._headers[name].dtype) if name in self._headers else None
+
+    def working_bytes(self, name: str, num_elements: int) -> int:
+        """See `Tensors.working_bytes`: files are read straight into targets."""
+        return 0
 
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`."""
@@ -75,7 +99,8 @@ class Checkpoint:
             raise CheckpointError(f"tensor {name} in {header.file} has {shapes} from {CONFIG_FILE}")
         if header.dtype not in FLOAT_BYTES:
             raise CheckpointError(
-                f"tensor {name} in {header.file} is {header.dtype}; quantized checkpoints are not supported"
+                f"tensor {name} in {header.file} is {header.dtype}, which are no floats; {CONFIG_FILE} has no "
+                "quantization_config that says what they mean"
             )
 
     def copy(self, name: str, piece: Piece) -> None:
@@ -83,12 +108,15 @@ class Checkpoint:
 
         The piece has been checked. Raises CheckpointError if the file cannot be read.
         """
+        piece.target.copy_(self.read(name, piece.index))
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """Return a tensor that is there, or a part of it. Raises CheckpointError if the file cannot be read."""
         try:
             file = self._open(self._path / self._headers[name].file)
-            tensor = file.get_slice(name)[piece.index] if piece.index else file.get_tensor(name)
+            return file.get_slice(name)[index] if index else file.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"tensor {name} cannot be read from {self._headers[name].file}: {error}") from error
-        piece.target.copy_(tensor)
 
     @staticmethod
     def _open(file: Path) -> Any:
@@ -111,9 +139,15 @@ class DummyTensors:
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
 
+    def stored_names(self, name: str) -> frozenset[str]:
+        return frozenset((name,))
+
     def dtype(self, name: str) -> torch.dtype | None:
         """There is none: weights are of whatever dtype the model computes in."""
         return None
+
+    def working_bytes(self, name: str, num_elements: int) -> int:
+        return 0
 
     def check(self, name: str, piece: Piece) -> None:
         """Whatever is asked for can be drawn."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, read_json, shown
+from worker_service.models.quantization import Quantization, parse_quantization
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
@@ -87,6 +88,7 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over each head of queries and keys
     windows: tuple[int, ...]  # [num_layers] positions a query attends to, its own included; 0: all up to its own
     dtype: str  # the checkpoint's own; float32 where it names none
+    quantization: Quantization | None = None  # of the checkpoint's weights
 
     @property
     def sliding_window(self) -> int:
@@ -145,6 +147,7 @@ def _parse_decoder(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         qk_norm=traits.has_qk_norm,
         windows=_parse_windows(config, traits.windows, num_layers),
         dtype=_dtype(config),
+        quantization=parse_quantization(config),
     )
 
 
@@ -292,10 +295,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
-        raise _error("quantization_config", method, "unset: take a checkpoint in float32, bfloat16 or float16")
+    if architecture == GPT2 and config.get("quantization_config"):
+        raise _error("quantization_config", config["quantization_config"], f"unset for {GPT2}")
     if DECODERS.get(architecture, DecoderTraits()).windows == "none" and config.get("use_sliding_window"):
         raise _error("use_sliding_window", True, f"false for {architecture}")
 

@@ -16,10 +16,20 @@ from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
+from worker_service.models.quantization import Quantization, WeightFormat
+from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Shard, Split
 from worker_service.models.source import load_config
-from worker_service.models.weights import Progress, Weight, check_weights, fill_layers, hold_dtypes, load_weights
+from worker_service.models.weights import (
+    Progress,
+    Weight,
+    check_weights,
+    fill_layers,
+    hold_dtypes,
+    load_weights,
+    working_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +96,20 @@ def prepare_model(
     operations = operations or TorchOperations()
     with torch.device("meta"):
         model = code.model(shard.config, operations, communicator)
+    table = tuple(_weights(code, shard.config, checkpoint))
+    formats: frozenset[WeightFormat] = frozenset()
+    if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
+        checkpoint = QuantizedCheckpoint(checkpoint, _formats(model, table, shard.config.quantization))
+        formats = checkpoint.formats
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
-    is_tied = shard.config.tie_word_embeddings and "lm_head.weight" not in checkpoint.names
+    has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names("lm_head.weight"))
+    is_tied = shard.config.tie_word_embeddings and not has_head
     if is_tied:
         model.head.weight = None
     model.to(dtype)
-    table = tuple(_weights(code, shard.config, checkpoint))
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     check_weights(model, checkpoint, table, code.ignored, shard)
-    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied)
+    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied, formats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +132,11 @@ class UnloadedModel:
     device: torch.device
     operations: Operations
     is_tied: bool
+    formats: frozenset[WeightFormat]  # of quantised weights in the checkpoint; they are loaded dequantised
 
     def footprint(self) -> Footprint:
         """Return how much memory the model takes. Packing a weight for its product copies it, and the weight is let go
-        before the next one is packed."""
+        before the next one is packed. A weight that is quantised is decoded on the way."""
         modules = list(self.model.modules())
         weights = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
         products = [
@@ -134,6 +150,7 @@ class UnloadedModel:
             tied_bytes = 0
         held = weights + (tied_bytes if packs and not self.operations.takes_rows(self.dtype) else 0)
         copies = [*products, tied_bytes] if packs else []
+        copies += [working_bytes(self.model, self.checkpoint, self.table, self.shard)]
         tables = [module.working_bytes() for module in modules if isinstance(module, RotaryEmbedding)]
         return Footprint(
             held, peak=max(held, weights + max([0, *copies, *(tables if self.device.type == "cpu" else [])]))
@@ -184,6 +201,15 @@ def _finish(model: decoder.Decoder | gpt2.GPT2, dtype: torch.dtype, is_tied: boo
     for module in modules:
         if isinstance(module, Embedding):
             module.finish_loading(dtype, model.head if is_tied and module is model.embedding else None)
+
+
+def _formats(
+    model: decoder.Decoder | gpt2.GPT2, table: tuple[Weight, ...], quantization: Quantization
+) -> dict[str, WeightFormat]:
+    """The formats of the checkpoint's linear modules that are quantised, by their names there."""
+    modules = [weight.source for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
+    formats = {module: quantization.format_of(module) for module in modules}
+    return {module: weight_format for module, weight_format in formats.items() if weight_format is not None}
 
 
 def _weights(code: _Code, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:

@@ -1,5 +1,6 @@
 """From checkpoint names to parameters: the table a model file gives, and the loader that carries it out."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -64,9 +65,11 @@ def check_weights(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight]
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or has no place in the model.
+        ValueError: a weight cannot be cut into this rank's part.
     """
     targets = dict(target for weight in table for target in _targets(model, weight, shard))
-    unknown = sorted(name for name in checkpoint.names - targets.keys() if not re.search(ignored, name))
+    known = frozenset().union(*(checkpoint.stored_names(name) for name in targets))
+    unknown = sorted(name for name in checkpoint.names - known if not re.search(ignored, name))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise CheckpointError(f"tensor {unknown[0]}{more} in the checkpoint has no place in {type(model).__name__}")
@@ -85,12 +88,19 @@ def hold_dtypes(
     found: dict[Linear | Embedding, set[torch.dtype | None]] = {}
     for weight in table:
         module, name = model.get_submodule(weight.target), f"{weight.source}.weight"
-        if isinstance(module, Linear | Embedding) and name in checkpoint.names:
+        if isinstance(module, Linear | Embedding) and not checkpoint.names.isdisjoint(checkpoint.stored_names(name)):
             found.setdefault(module, set()).add(checkpoint.dtype(name))
     for module, dtypes in found.items():
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         if dtype is not None and module.weight is not None and can_hold(dtype):
             module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
+
+
+def working_bytes(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], shard: Shard) -> int:
+    """Return how much memory beside the parameters reading any one weight takes at most."""
+    targets = dict(target for weight in table for target in _targets(model, weight, shard))
+    sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets.items()}
+    return max((checkpoint.working_bytes(name, size) for name, size in sizes.items()), default=0)
 
 
 def fill_layers(table: Iterable[Weight], num_layers: int) -> Iterator[Weight]:

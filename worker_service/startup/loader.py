@@ -88,6 +88,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     )
     sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // config.block_size))
     check_memory(unloaded, sizes)
+    log_formats(unloaded)
     model = _load_weights(unloaded, report)
     streams = CudaDevice(device) if is_gpu else None
     assembly = _Assembly(
@@ -285,6 +286,15 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
     sizes.num_host_blocks(available_bytes())
     least = DeviceMemory(total=total, others=total - free, weights=footprint.held, step=0, graphs=0, staging=0)
     sizes.num_gpu_blocks(least, largest_step_size(sizes.config))
+
+
+def log_formats(unloaded: UnloadedModel) -> None:
+    """Says of quantised weights what becomes of them."""
+    if unloaded.formats:
+        formats = ", ".join(sorted({weight_format.describe() for weight_format in unloaded.formats}))
+        dtype = str(unloaded.dtype).removeprefix("torch.")
+        gib = unloaded.footprint().held / GIB
+        logger.info("quantised weights (%s) are loaded as %s: the weights take %.2f GiB", formats, dtype, gib)
 
 
 def _load_weights(unloaded: UnloadedModel, report: Callable[[int, int], None] | None) -> Model:

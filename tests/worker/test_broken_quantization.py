@@ -1,0 +1,191 @@
+"""Quantised checkpoints that cannot be served: each is refused in one line that names tensor and file."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.broken_json import refusal_of
+from tests.worker.quantized_checkpoints import BY_NAME, E4M3, make_quantized, with_section
+from tests.worker.test_models import compute_logits, random_tokens
+from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.models.loading import load_model, prepare_model
+
+CPU = torch.device("cpu")
+QUERIES, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+FILE = r"model\.safetensors"
+
+
+def edited(path, **changes):
+    """Replaces tensors; None removes one."""
+    tensors = {**load_file(path / "model.safetensors"), **changes}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def prepare(path):
+    return prepare_model(path, dtype=torch.float32, device=CPU)
+
+
+def load(path):
+    return load_model(path, dtype=torch.float32, device=CPU)
+
+
+HEADERS = {
+    "no scale": ("W4A16", "weight_scale", None, r"is missing in .*; pack-quantized in 4 bits has it in shape \[64, 4"),
+    "no scale of floats": ("FP8 by channel", "weight_scale", None, r"is missing in .* shape \[64, 1\] or \[64\]"),
+    "no scale of blocks": ("FP8 block", "weight_scale_inv", None, r"is missing in .*; fp8 in 8 bits has it in shape"),
+    "no words": ("GPTQ", "qweight", None, r"is missing in .*; gptq in 4 bits has it in shape \[8, 64\]"),
+    "no zero points": ("W4A16 asymmetric", "weight_zero_point", None, r"is missing"),
+    "no order": ("GPTQ in act-order", "g_idx", None, r"is missing in .* has it in shape \[64\]"),
+    "zero points too many": (
+        "W4A16", "weight_zero_point", torch.zeros(8, 4, dtype=torch.int32), r" in the checkpoint has no place in Dec"
+    ),
+    "another shape": (
+        "AWQ", "qweight", torch.zeros(64, 4, dtype=torch.int32),
+        rf"in {FILE} has shape \[64, 4\], expected \[64, 8\] for awq in 4 bits",
+    ),
+    "scales of other groups": (
+        "GPTQ", "scales", torch.ones(2, 64), rf"in {FILE} has shape \[2, 64\], expected \[4, 64\] for gptq in 4 bits"
+    ),
+    "words of 64 bits": (
+        "AWQ", "qweight", torch.zeros(64, 8, dtype=torch.int64), rf"in {FILE} is I64, expected I32 for awq in 4 bits"
+    ),
+    "whole scales": (
+        "FP8 block", "weight_scale_inv", torch.ones(4, 2, dtype=torch.int32), rf"in {FILE} is I32, expected F32 or BF16"
+    ),
+    "zero points in words of their own": (
+        "W4A16 asymmetric", "weight_zero_point", torch.zeros(64, 4, dtype=torch.int32),
+        rf"in {FILE} has shape \[64, 4\], expected \[8, 4\] for pack-quantized in 4 bits",
+    ),
+    "too few zero points": (
+        "W4A16 asymmetric", "weight_zero_point", torch.zeros(8, 4, dtype=torch.int8),
+        rf"in {FILE} has shape \[8, 4\], expected \[64, 4\] for pack-quantized in 4 bits",
+    ),
+    "another float": ("FP8 block", "weight", torch.ones(64, 64).to(torch.float8_e5m2), rf"in {FILE} is F8_E5M2, expe"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "kind", "tensor", "message"), HEADERS.values(), ids=HEADERS)
+def test_a_tensor_that_does_not_fit_is_refused_before_any_is_read(tmp_path, case, kind, tensor, message):
+    path, _ = make_quantized(tmp_path, "llama", BY_NAME[case], seed=21)
+    edited(path, **{f"{QUERIES}.{kind}": tensor})
+    with pytest.raises(CheckpointError, match=f"tensor {QUERIES}.{kind}.*{message}"):
+        prepare(path)
+
+
+def scale_with(value, shape, dtype=torch.float32):
+    scale = torch.ones(shape, dtype=dtype)
+    scale.view(-1)[-1] = value
+    return scale
+
+
+ORDER = torch.arange(64, dtype=torch.int32) // 16
+NAN = torch.nan
+CONTENTS = {
+    "NaN in W4A16": ("W4A16", "weight_scale", scale_with(NAN, (64, 4), torch.bfloat16), "holds scales that are no num"),
+    "infinity in GPTQ": ("GPTQ", "scales", scale_with(torch.inf, (4, 64), torch.half), "holds scales that are no num"),
+    "NaN in AWQ": ("AWQ", "scales", scale_with(NAN, (4, 64)), "holds scales that are no numbers"),
+    "NaN in FP8": ("FP8 block", "weight_scale_inv", scale_with(NAN, (4, 2)), "holds scales that are no numbers"),
+    "no power of two": (
+        "FP8 block", "weight_scale_inv", scale_with(NAN, (4, 2)).to(torch.float8_e8m0fnu), "holds scales that are no n"
+    ),
+    "negative FP8": ("FP8 tensor", "weight_scale", torch.tensor(-1.0), "holds a negative scale"),
+    "NaN among values": ("FP8 by channel", "weight", scale_with(NAN, (64, 64)).to(E4M3), "holds values that are no nu"),
+    "a group too far": ("GPTQ", "g_idx", ORDER + 1, "names group 4 of a weight that has 4"),
+    "a group before the first": ("GPTQ in act-order", "g_idx", ORDER - 1, "names group -1 of a weight that has 4"),
+    "other zero points": ("GPTQ", "qzeros", torch.zeros(4, 8, dtype=torch.int32), "holds other zero points than 8, b"),
+    "another size": ("W8A16", "weight_shape", torch.tensor([64, 63]), r"says \[64, 63\], expected \[64, 64\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "kind", "tensor", "message"), CONTENTS.values(), ids=CONTENTS)
+def test_a_tensor_that_holds_what_it_cannot_is_refused_as_it_is_loaded(tmp_path, case, kind, tensor, message):
+    path, _ = make_quantized(tmp_path, "llama", BY_NAME[case], seed=22)
+    edited(path, **{f"{QUERIES}.{kind}": tensor})
+    unloaded = prepare(path)
+    with pytest.raises(CheckpointError, match=f"tensor {QUERIES}.{kind} in {FILE} {message}"):
+        unloaded.load()
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("AWQ", {"group_size": 48}, "q_proj.weight: its 64 inputs are no multiple of the group size 48"),
+        ("GPTQ", {"group_size": 128}, "q_proj.weight: its 64 inputs are no multiple of the group size 128"),
+    ],
+)
+def test_a_group_size_that_does_not_divide_is_refused(tmp_path, case, changes, message):
+    path, _ = make_quantized(tmp_path, "llama", BY_NAME[case], seed=23)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"config\.json: quantization_config does not fit \S+\.{message}"):
+        prepare(path)
+
+
+class Rank:
+    rank, size = 1, 2
+
+
+@pytest.mark.parametrize("case", ["W4A16", "GPTQ", "AWQ", "FP8 block"])
+def test_ranks_that_would_cut_groups_are_refused(tmp_path, case):
+    """96 columns of the MLP in groups of 16 or 32 are shared out among two ranks; 2 * 40 are not."""
+    case = replace(BY_NAME[case])
+    path, _ = make_quantized(tmp_path, "llama", case, seed=24, intermediate_size=80)
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size cuts the groups of \d+ inputs of .*down_proj.weight"):
+        prepare_model(path, dtype=torch.float32, device=CPU, communicator=Rank())
+
+
+def test_a_module_to_skip_is_stored_as_floats(tmp_path):
+    """Skipped, but quantised: its tensors have no place. Not skipped, but stored as floats: it is taken as it is."""
+    case = with_section(BY_NAME["AWQ"], modules_to_not_convert=["q_proj"])
+    path, _ = make_quantized(tmp_path / "one", "llama", case, seed=25)
+    with pytest.raises(CheckpointError, match=r"tensor \S+q_proj\.qweight and 5 more in the checkpoint has no place"):
+        prepare(path)
+    path, plain = make_quantized(tmp_path / "other", "llama", BY_NAME["AWQ"], seed=25, skips=("lm_head", QUERIES))
+    token_ids = random_tokens()
+    assert torch.equal(*(compute_logits(load(path), token_ids) for path in (path, plain)))
+
+
+def test_integers_without_a_config_are_refused(tmp_path):
+    path, _ = make_quantized(tmp_path, "llama", BY_NAME["W8A8"], seed=26)
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    edited(path, **{name: None for name in load_file(path / "model.safetensors") if name.endswith("_scale")})
+    with pytest.raises(CheckpointError, match=rf"in {FILE} is I8, which are no floats; config\.json has no quantizat"):
+        prepare(path)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_a_model_has_not_may_be_zero_in_gptq(tmp_path, value):
+    path, _ = make_quantized(tmp_path, "llama", BY_NAME["GPTQ"], seed=27)
+    edited(path, **{f"{DOWN}.bias": torch.full((64,), value)})
+    if value:
+        with pytest.raises(CheckpointError, match=rf"tensor {DOWN}\.bias in the checkpoint has no place in Decoder"):
+            prepare(path)
+    else:
+        load(path)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("case", ["W4A16 asymmetric", "FP8 block", "GPTQ in act-order", "AWQ"])
+def test_a_file_that_is_not_whole_is_one_line(tmp_path, case, seed):
+    rng = random.Random(f"{case} {seed}")
+    path, _ = make_quantized(tmp_path, "llama", BY_NAME[case], seed=28, num_hidden_layers=1)
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    header_length = 8 + int.from_bytes(content[:8], "little")
+    if seed % 2:
+        del content[rng.choice((0, 3, 8, header_length, rng.randrange(header_length), rng.randrange(len(content)))) :]
+    else:
+        for _ in range(rng.randint(1, 4)):
+            content[rng.randrange(header_length)] = rng.randrange(256)
+    file.write_bytes(content)
+    text = refusal_of(lambda: load(path), CheckpointError)
+    assert text is not None or seed % 2 == 0, "a file that is cut off was taken for whole"
+    assert text is None or "model.safetensors" in text or "tensor" in text

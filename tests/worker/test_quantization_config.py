@@ -1,0 +1,174 @@
+"""What `quantization_config` says of a checkpoint's modules, and what is said of one that cannot be served."""
+
+import json
+import random
+
+import pytest
+
+from tests.broken_json import ODD_VALUES, refusal_of
+from tests.worker.quantized_checkpoints import BY_NAME, CASES
+from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.models.quantization import WeightFormat, parse_quantization
+
+QUERIES, DOWN, HEAD = "model.layers.3.self_attn.q_proj", "model.layers.13.mlp.down_proj", "lm_head"
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+
+
+def compressed(*groups, layout="pack-quantized", ignore=("lm_head",), **more):
+    named = {f"group_{index}": group for index, group in enumerate(groups)}
+    section = {"quant_method": "compressed-tensors", "format": layout, "config_groups": named, "ignore": list(ignore)}
+    return {**section, **more}
+
+
+def group(weights, *targets, **more):
+    return {"targets": list(targets or ("Linear",)), "weights": weights, "input_activations": None, **more}
+
+
+def formats(section, *modules):
+    quantization = parse_quantization({"quantization_config": section})
+    return [quantization.format_of(module) for module in modules]
+
+
+def test_a_config_without_one_is_not_quantised():
+    assert parse_quantization({}) is None
+    assert parse_quantization({"quantization_config": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (AWQ, WeightFormat("awq", 4, 1, 128, is_symmetric=False)),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1, "version": "GEMM"},
+         WeightFormat("awq", 4, 1, 0, is_symmetric=False)),
+        (GPTQ, WeightFormat("gptq", 4, 1, 128)),
+        ({**GPTQ, "bits": 8, "group_size": -1, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
+         WeightFormat("gptq_v2", 8, 1, 0, is_symmetric=False, has_ordered_columns=True)),
+        (FP8, WeightFormat("fp8", 8, 128, 128)),
+        ({**FP8, "weight_block_size": None}, WeightFormat("fp8", 8, 0, 0)),
+        (compressed(group(INT4)), WeightFormat("pack-quantized", 4, 1, 128)),
+        (compressed(group({**INT4, "actorder": "group"})),
+         WeightFormat("pack-quantized", 4, 1, 128, has_ordered_columns=True)),
+        (compressed(group({**INT4, "actorder": "weight"})), WeightFormat("pack-quantized", 4, 1, 128)),
+        (compressed(group(INT8), layout="int-quantized"), WeightFormat("int-quantized", 8, 1, 0)),
+        (compressed(group(INT8), layout="naive-quantized"), WeightFormat("int-quantized", 8, 1, 0)),
+        (compressed(group({"num_bits": 8, "type": "float", "strategy": "tensor"}), layout="naive-quantized"),
+         WeightFormat("float-quantized", 8, 0, 0)),
+        (compressed(group({**INT8, "type": "float", "strategy": "block", "block_structure": [128, 64]},
+                          format="float-quantized"), layout="mixed-precision"),
+         WeightFormat("float-quantized", 8, 128, 64)),
+    ],
+)  # fmt: skip
+def test_a_method_has_the_format_that_it_says(section, expected):
+    assert formats(section, QUERIES, DOWN, HEAD) == [expected, expected, None]
+
+
+@pytest.mark.parametrize(
+    ("section", "skipped"),
+    [
+        ({**AWQ, "modules_to_not_convert": ["self_attn"]}, [True, False]),
+        ({**AWQ, "modules_to_not_convert": ["model.layers.1", "q_pro", "down"]}, [False, False]),
+        ({**FP8, "modules_to_not_convert": ["model.layers.13.mlp"]}, [False, True]),
+        ({**FP8, "ignored_layers": [QUERIES]}, [True, False]),
+        ({**GPTQ, "dynamic": {r"-:.*\.13\..*": {}}}, [False, True]),
+        ({**GPTQ, "modules_to_not_convert": ["q_proj"]}, [True, False]),
+        (compressed(group(INT4), ignore=[QUERIES]), [True, False]),
+        (compressed(group(INT4), ignore=[r"re:.*layers\.13\."]), [False, True]),
+        (compressed(group(INT4), ignore=["layers.13"]), [False, False]),
+        (compressed(group(INT4, r"re:.*down_proj$")), [True, False]),
+        (compressed(group(INT4), group(None, DOWN)), [False, True]),
+    ],
+)
+def test_modules_to_skip_are_skipped(section, skipped):
+    assert [found is None for found in formats(section, QUERIES, DOWN)] == skipped
+
+
+def test_overrides_of_gptq_change_what_they_name():
+    override = {r"+:.*down_proj": {"bits": 8, "group_size": 32, "sym": False}, HEAD: {"desc_act": True}}
+    queries, down, head = formats({**GPTQ, "dynamic": override}, QUERIES, DOWN, HEAD)
+    assert queries == WeightFormat("gptq", 4, 1, 128)
+    assert down == WeightFormat("gptq", 8, 1, 32, is_symmetric=False)
+    assert head == WeightFormat("gptq", 4, 1, 128, has_ordered_columns=True)
+    assert formats({**GPTQ, "lm_head": True}, HEAD) == [queries]
+
+
+def test_names_come_before_patterns_and_classes():
+    section = compressed(group(INT4), group(INT8, r"re:.*_proj"), group({**INT4, "group_size": 32}, DOWN))
+    assert [found.columns for found in formats(section, QUERIES, DOWN, "model.layers.0.x")] == [0, 32, 128]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("awq", r'quantization_config is "awq", but must be an object with one of compressed-tensors, awq, gptq, fp8'),
+        (
+            {"quant_method": "bitsandbytes"},
+            r'quant_method is "bitsandbytes", but must be one of compressed-tensors, awq',
+        ),
+        ({"bits": 4}, r"quant_method is null, but must be one of"),
+        ({**AWQ, "bits": 8}, r"bits is 8, but must be 4 with awq"),
+        ({**AWQ, "version": "gemv"}, r'version is "gemv", but must be gemm with awq'),
+        ({**AWQ, "zero_point": False}, r"zero_point is false, but must be true with awq"),
+        ({**GPTQ, "bits": 3}, r"bits is 3, but must be 4 or 8 with gptq"),
+        ({**GPTQ, "group_size": 0}, r"group_size is 0, but must be a whole number from 1"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, r'checkpoint_format is "marlin", but must be one of gptq, gptq_v2'),
+        ({**GPTQ, "dynamic": {"+:(": {}}}, r'dynamic is "\+:\(", but must be a regular expression: missing \)'),
+        ({**GPTQ, "dynamic": {"+:x": 8}}, r'dynamic is {"\+:x": 8}, but must be an object of objects'),
+        ({**GPTQ, "dynamic": {"x": {"bits": 2}}}, r"bits is 2, but must be 4 or 8 with gptq"),
+        ({**FP8, "fmt": "e5m2"}, r'fmt is "e5m2", but must be e4m3'),
+        ({**FP8, "weight_block_size": [128]}, r"weight_block_size is \[128\], but must be two whole numbers"),
+        (
+            compressed(group(INT4), layout="marlin-24"),
+            r'format is "marlin-24", but must be one of pack-quantized, int-',
+        ),
+        (compressed(group({**INT4, "num_bits": 3})), r"num_bits is 3, but must be 4 or 8 in pack-quantized"),
+        (compressed(group({**INT4, "type": "float"})), r'type is "float", but must be int in pack-quantized'),
+        (
+            compressed(group({**INT4, "strategy": "tensor_group"})),
+            r'strategy is "tensor_group", but must be one of tens',
+        ),
+        (compressed(group({**INT4, "actorder": "odd"})), r'actorder is "odd", but must be null, weight or group'),
+        (compressed(group(INT4, 7)), r"targets is \[7\], but must be a list of names of modules"),
+        (compressed(group(INT4), ignore=["re:["]), r'ignore is "re:\[", but must be a regular expression'),
+        (compressed(), r"config_groups is {}, but must be an object with a group"),
+        ({**compressed(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups is .* of objects with targets"),
+        (compressed(group(INT4), transform_config={"a": 1}), r"transform_config is .*, but must be unset"),
+        (compressed(group(INT4), sparsity_config={"format": "sparse-24"}), r"sparsity_config is .*, but must be unset"),
+    ],
+)
+def test_what_is_not_served_is_named_with_what_is(section, message):
+    with pytest.raises(CheckpointError, match=f"config.json: .*{message}"):
+        parse_quantization({"quantization_config": section})
+
+
+def paths(value, path=()):
+    """Every place of an object in JSON."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from paths(inner, (*path, key))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_odd_value_is_refused_in_one_line_or_harmless(seed):
+    rng = random.Random(seed)
+    num_refused = 0
+    for _ in range(200):
+        config = {"quantization_config": json.loads(json.dumps(rng.choice(CASES).section))}
+        *parents, key = rng.choice(list(paths(config))[1:])
+        place = config
+        for parent in parents:
+            place = place[parent]
+        place[key] = rng.choice(ODD_VALUES)
+        text = refusal_of(lambda config=config: parse_quantization(config), CheckpointError)
+        num_refused += text is not None
+        assert text is None or text.startswith("config.json: quantization_config")
+    assert num_refused > 30
+
+
+def test_formats_are_described_for_people():
+    (found,) = formats(BY_NAME["GPTQ of 8 bits"].section, QUERIES)
+    assert found.describe() == "gptq in 8 bits"

@@ -1,0 +1,179 @@
+"""Quantised checkpoints: weights bit for bit as their formats mean them, alone and in whole models."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scheduler_service.serving.model_info import read_model_info
+from tests.worker.checkpoints import FAMILIES
+from tests.worker.quantized_checkpoints import BY_NAME, CASES, awq, gptq, make_quantized
+from tests.worker.test_models import compute_logits, host_operations, random_tokens, use_kernels
+from tests.worker.test_tensor_parallel import kept
+from worker_service.config import WorkerConfig
+from worker_service.models import packing
+from worker_service.models.checkpoint import Checkpoint, Piece
+from worker_service.models.checkpoint_files import model_digest
+from worker_service.models.loading import load_model
+from worker_service.models.quantization import parse_quantization
+from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
+from worker_service.startup.loader import load_worker
+
+CPU = torch.device("cpu")
+EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def open_weight(path, case, seed, out_size, in_size):
+    """A checkpoint of one weight, `model.x`, and what it means."""
+    tensors, meant = case.draw(torch.Generator().manual_seed(seed), out_size, in_size)
+    save_file({f"model.x.{kind}": tensor for kind, tensor in tensors.items()}, path / "model.safetensors")
+    weight_format = parse_quantization({"quantization_config": case.section}).format_of("model.x")
+    return QuantizedCheckpoint(Checkpoint(path), {"model.x": weight_format}), meant
+
+
+def read(checkpoint, shape, index=(), whole=()):
+    piece = Piece(torch.full(shape, torch.nan), shape=whole, index=index)
+    checkpoint.check("model.x.weight", piece)
+    checkpoint.copy("model.x.weight", piece)
+    return piece.target
+
+
+@pytest.mark.parametrize("seed", range(3))
+@EVERY_CASE
+def test_a_weight_is_what_its_format_means(tmp_path, case, seed):
+    # Of 8 outputs compressed-tensors cannot unpack zero points.
+    least = 16 if case.section["quant_method"] == "compressed-tensors" else 8
+    out_size, in_size = [(64, 96), (least, 32), (104, 160)][seed]
+    checkpoint, meant = open_weight(tmp_path, case, seed, out_size, in_size)
+    assert torch.equal(read(checkpoint, (out_size, in_size)), meant)
+    assert checkpoint.names == checkpoint.stored_names("model.x.weight") & Checkpoint(tmp_path).names
+
+
+@EVERY_CASE
+def test_a_part_of_a_weight_is_a_part_of_what_it_means(tmp_path, case):
+    checkpoint, meant = open_weight(tmp_path, case, 7, 96, 160)
+    rows, columns = slice(40, 72), slice(0, 96)
+    if case.name == "FP8 block, odd":
+        columns = slice(80, 120)
+    assert torch.equal(read(checkpoint, (32, 160), (rows,), (96, 160)), meant[rows])
+    part = read(checkpoint, (32, columns.stop - columns.start), (rows, columns), (96, 160))
+    assert torch.equal(part, meant[rows, columns])
+
+
+@pytest.mark.parametrize("case", [gptq("8", 4, 8, version="gptq", sym=False, g_idx="none"), awq("24", 24)])
+def test_groups_of_odd_sizes_mean_what_others_do(tmp_path, case):
+    checkpoint, meant = open_weight(tmp_path, case, 8, 32, 72)
+    assert torch.equal(read(checkpoint, (32, 72)), meant)
+
+
+@pytest.mark.parametrize("name", ["W4A16 by channel", "W8A16 by channel, asymmetric", "W8A8", "GPTQ by channel"])
+def test_a_row_that_is_one_group_can_be_cut_anywhere(tmp_path, name):
+    checkpoint, meant = open_weight(tmp_path, BY_NAME[name], 9, 32, 72)
+    part = read(checkpoint, (8, 27), (slice(4, 12), slice(10, 37)), (32, 72))
+    assert torch.equal(part, meant[4:12, 10:37])
+
+
+@pytest.mark.parametrize("mode", ["require", "off"])
+@EVERY_CASE
+def test_a_model_computes_as_if_its_weights_were_floats(tmp_path, monkeypatch, case, mode):
+    use_kernels(monkeypatch, mode)
+    family = ("llama", "qwen3")[CASES.index(case) % 2]
+    paths = make_quantized(tmp_path, family, case, seed=11, tie_word_embeddings=case.name == "W8A8")
+    token_ids = random_tokens()
+    logits = [
+        compute_logits(load_model(path, dtype=torch.float32, device=CPU, operations=host_operations()), token_ids)
+        for path in paths
+    ]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])
+@pytest.mark.parametrize("case", [BY_NAME[name] for name in ("W4A16 asymmetric", "GPTQ")], ids=lambda case: case.name)
+def test_every_family_can_be_quantised(tmp_path, monkeypatch, family, case):
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
+    paths = make_quantized(tmp_path, family, case, seed=12)
+    token_ids = random_tokens()
+    logits = [compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids) for path in paths]
+    assert torch.equal(*logits)
+
+
+@EVERY_CASE
+def test_ranks_have_the_parts_of_what_the_weights_mean(tmp_path, case):
+    """The sizes are such that no share cuts a group."""
+    sizes = {"num_attention_heads": 8, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
+    if case.name == "FP8 block, odd":
+        sizes |= {"head_dim": 40, "intermediate_size": 160}
+    quantized, plain = (kept(path, 2) for path in make_quantized(tmp_path, "llama", case, seed=13, **sizes))
+    for rank, expected in zip(quantized, plain, strict=True):
+        assert rank.keys() == expected.keys()
+        assert all(torch.equal(rank[name].weight, expected[name].weight) for name in rank)
+
+
+def test_weights_are_loaded_in_the_dtype_that_is_computed_in(tmp_path):
+    quantized, plain = make_quantized(tmp_path, "qwen3", BY_NAME["AWQ"], seed=14)
+    models = [load_model(path, dtype=torch.bfloat16, device=CPU) for path in (quantized, plain)]
+    token_ids = random_tokens()
+    logits = [compute_logits(model, token_ids, dtype=torch.bfloat16) for model in models]
+    assert torch.equal(*logits)
+
+
+def test_progress_counts_weights_not_their_tensors(tmp_path):
+    quantized, plain = make_quantized(tmp_path, "llama", BY_NAME["GPTQ"], seed=15)
+    calls = []
+    load_model(quantized, dtype=torch.float32, device=CPU, progress=lambda *call: calls.append(call))
+    total = len(Checkpoint(plain).names)
+    assert calls == [(num_loaded, total) for num_loaded in range(1, total + 1)]
+
+
+def test_scales_of_activations_and_caches_are_left_alone(tmp_path):
+    quantized, plain = make_quantized(tmp_path, "llama", BY_NAME["FP8 tensor"], seed=16)
+    tensors = load_file(quantized / "model.safetensors")
+    layer = "model.layers.0.self_attn"
+    tensors |= {f"{layer}.{name}": torch.ones(1) for name in ("q_proj.input_scale", "k_scale", "v_scale")}
+    save_file(tensors, quantized / "model.safetensors")
+    token_ids = random_tokens()
+    logits = [
+        compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids) for path in (quantized, plain)
+    ]
+    assert torch.equal(*logits)
+
+
+def test_both_services_tell_formats_apart_by_their_digest(tmp_path):
+    """The same model in different packings."""
+    digests = {}
+    for index, name in enumerate(("GPTQ asymmetric", "GPTQ v2", "GPTQ of 8 bits", "AWQ", "W4A16", "FP8 block")):
+        quantized, plain = make_quantized(tmp_path / str(index), "llama", BY_NAME[name], seed=17)
+        digests[name], digests["plain"] = model_digest(quantized), model_digest(plain)
+        assert read_model_info(str(quantized)).digest == digests[name]
+    assert len(set(digests.values())) == 7
+
+
+def test_a_worker_says_what_becomes_of_quantised_weights(tmp_path, caplog):
+    quantized, _ = make_quantized(tmp_path, "qwen3", BY_NAME["GPTQ of 8 bits"], seed=18)
+    config = WorkerConfig(model=str(quantized), device="cpu", dtype="float32", num_device_blocks=200)
+    with caplog.at_level(logging.INFO):
+        load_worker(config, "worker")
+    assert "quantised weights (gptq in 8 bits) are loaded as float32: the weights take 0.00 GiB" in caplog.text
+
+
+@EVERY_CASE
+def test_decoding_a_weight_takes_no_more_memory_than_was_said(monkeypatch, case):
+    """Of what torch allocates beside the target; what is read counts too."""
+    monkeypatch.setattr(packing, "_CHUNK_ELEMENTS", 1 << 14)
+    tensors, _ = case.draw(torch.Generator().manual_seed(19), 256, 4000)
+    weight_format = parse_quantization({"quantization_config": case.section}).format_of("model.x")
+    target = torch.empty(256, 4000)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        packing.copy_floats(target, packing.decode(weight_format, tensors, 256, 4000))
+    used = sum(tensor.nbytes for tensor in tensors.values()) + peak_of(profile)
+    is_wide = any(tensors[kind].dtype == torch.float32 for kind in {"weight_scale", "scales"} & tensors.keys())
+    said = packing.working_bytes(weight_format, target.numel(), has_wide_scales=is_wide)
+    assert said / 3 < used <= said
+
+
+def peak_of(profile):
+    """The most bytes that were allocated at a time."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

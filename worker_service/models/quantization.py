@@ -1,0 +1,281 @@
+"""How a checkpoint's weights are quantised, as the `quantization_config` of its config.json says.
+
+Only weights count. Scales that are published for activations are not followed: activations are computed in the model's
+dtype. What is not served is refused by name, with what is.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
+
+METHODS = ("compressed-tensors", "awq", "gptq", "fp8")
+COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_BY_NAME_BITS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quantized": (8,)}
+_MAX_SIZE = 1 << 24
+_KEY = "quantization_config"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How one weight [out, in] lies in a checkpoint.
+
+    A scale belongs to a block of `rows` outputs by `columns` inputs; 0 stands for all of them.
+    """
+
+    layout: str  # pack-quantized, int-quantized, float-quantized, fp8, awq, gptq or gptq_v2
+    bits: int
+    rows: int
+    columns: int
+    is_symmetric: bool = True  # no zero points, or those of the middle alone
+    has_ordered_columns: bool = False  # which group a column belongs to is said column by column
+
+    def describe(self) -> str:
+        return f"{self.layout} in {self.bits} bits"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationRule:
+    """The format of the linear modules whose names a pattern finds; None: they are not quantised."""
+
+    pattern: re.Pattern[str]
+    format: WeightFormat | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The formats of a checkpoint's linear modules."""
+
+    method: str
+    rules: tuple[QuantizationRule, ...]
+
+    def format_of(self, module: str) -> WeightFormat | None:
+        """Return the format of a linear module of the checkpoint, by the first rule that speaks of it."""
+        return next((rule.format for rule in self.rules if rule.pattern.search(module)), None)
+
+
+def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """The quantisation that the contents of a config.json describe; None: there is none.
+
+    Raises:
+        CheckpointError: it is broken, or not supported.
+    """
+    section = config.get(_KEY) or config.get("compression_config")
+    if not section:
+        return None
+    if not isinstance(section, Mapping):
+        raise _error(_KEY, section, f"an object with one of {', '.join(METHODS)} as quant_method")
+    method = section.get("quant_method")
+    parsers = {"compressed-tensors": _compressed_rules, "awq": _awq_rules, "gptq": _gptq_rules, "fp8": _fp8_rules}
+    if not isinstance(method, str) or method not in parsers:
+        raise _error("quant_method", method, f"one of {', '.join(METHODS)}, or quantization_config must be unset")
+    return Quantization(method, tuple(parsers[method](section)))
+
+
+# compressed-tensors
+
+
+def _compressed_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
+    """Names come before patterns, and patterns before classes, as in the package of that name."""
+    for key in ("transform_config", "sparsity_config"):
+        value = section.get(key)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise _error(key, value, "unset")
+    for target in _names(section, "ignore"):
+        yield QuantizationRule(_target_pattern("ignore", target), None)
+    groups = section.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _error("config_groups", groups, "an object with a group of weights at least")
+    found: list[tuple[int, QuantizationRule]] = []
+    for name, group in groups.items():
+        if not isinstance(group, Mapping):
+            raise _error("config_groups", {name: group}, "an object of objects with targets and weights")
+        weight_format = _compressed_format(section, group)
+        for target in _names(group, "targets"):
+            order = 2 if target == "Linear" else int(target.startswith("re:"))
+            found.append((order, QuantizationRule(_target_pattern("targets", target), weight_format)))
+    yield from (rule for _, rule in sorted(found, key=lambda entry: entry[0]))
+
+
+def _compressed_format(section: Mapping[str, Any], group: Mapping[str, Any]) -> WeightFormat | None:
+    weights = group.get("weights")
+    if weights is None:
+        return None
+    if not isinstance(weights, Mapping):
+        raise _error("weights", weights, "an object or null")
+    layout = group.get("format") or section.get("format")
+    kind = weights.get("type", "int")
+    if layout == "naive-quantized":
+        layout = "float-quantized" if kind == "float" else "int-quantized"
+    if not isinstance(layout, str) or layout not in _BY_NAME_BITS:
+        raise _error("format", layout, f"one of {', '.join(COMPRESSED_FORMATS)}")
+    if kind != ("float" if layout == "float-quantized" else "int"):
+        raise _error("type", kind, f"{'float' if layout == 'float-quantized' else 'int'} in {layout}")
+    bits = _choice(weights, "num_bits", 8, _BY_NAME_BITS[layout], f" in {layout}")
+    is_symmetric = _flag(weights, "symmetric", True)
+    if layout == "float-quantized" and not is_symmetric:
+        raise _error("symmetric", is_symmetric, "true in float-quantized")
+    rows, columns = _compressed_block(weights)
+    actorder = weights.get("actorder")
+    if actorder not in (None, False, "weight", "static", "group", "dynamic"):
+        raise _error("actorder", actorder, "null, weight or group")
+    return WeightFormat(layout, bits, rows, columns, is_symmetric, actorder in ("group", "dynamic"))
+
+
+def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale. Without a strategy the group size tells it."""
+    group_size, strategy = weights.get("group_size"), weights.get("strategy")
+    if strategy is None:
+        strategy = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
+    if strategy == "tensor":
+        return 0, 0
+    if strategy == "channel":
+        return 1, 0
+    if strategy == "group":
+        return 1, _positive("group_size", group_size)
+    if strategy == "block":
+        return _block("block_structure", weights.get("block_structure"))
+    raise _error("strategy", strategy, "one of tensor, channel, group, block")
+
+
+def _target_pattern(key: str, target: str) -> re.Pattern[str]:
+    """The pattern for a module's name, for names by a pattern after `re:`, or for all modules of the class Linear."""
+    if target == "Linear":
+        return re.compile("")
+    if target.startswith("re:"):
+        return _compiled(key, target, target.removeprefix("re:"))
+    return re.compile(rf"^{re.escape(target)}$")
+
+
+# The other methods. Heads are not quantised unless that is said.
+
+
+def _awq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
+    _choice(section, "bits", 4, (4,), " with awq")
+    version = section.get("version") or section.get("format") or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _error("version", version, "gemm with awq")
+    if not _flag(section, "zero_point", True):
+        raise _error("zero_point", False, "true with awq")
+    yield from _skipped(section)
+    yield QuantizationRule(_HEAD, None)
+    columns = _group_size(section)
+    yield QuantizationRule(_ANY, WeightFormat("awq", 4, 1, columns, is_symmetric=False))
+
+
+def _gptq_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
+    layout = section.get("checkpoint_format") or section.get("format") or "gptq"
+    if layout not in ("gptq", "gptq_v2"):
+        raise _error("checkpoint_format", layout, "one of gptq, gptq_v2")
+    if section.get("is_marlin_format"):
+        raise _error("is_marlin_format", True, "false")
+    pack_dtype = section.get("pack_dtype") or "int32"
+    if pack_dtype != "int32":
+        raise _error("pack_dtype", pack_dtype, "int32")
+    weight_format = _gptq_format(WeightFormat(layout, 4, 1, 128), section)
+    yield from _skipped(section)
+    dynamic = section.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise _error("dynamic", dynamic, "an object of overrides by pattern")
+    for pattern, override in dynamic.items():
+        if pattern.startswith("-:"):
+            yield QuantizationRule(_compiled("dynamic", pattern, pattern.removeprefix("-:")), None)
+            continue
+        if not isinstance(override, Mapping):
+            raise _error("dynamic", {pattern: override}, "an object of objects by pattern")
+        expression = _compiled("dynamic", pattern, pattern.removeprefix("+:"))
+        yield QuantizationRule(expression, _gptq_format(weight_format, override))
+    if not _flag(section, "lm_head", False):
+        yield QuantizationRule(_HEAD, None)
+    yield QuantizationRule(_ANY, weight_format)
+
+
+def _gptq_format(base: WeightFormat, section: Mapping[str, Any]) -> WeightFormat:
+    """`base` with what a section or an override says of it."""
+    return replace(
+        base,
+        bits=_choice(section, "bits", base.bits, (4, 8), " with gptq"),
+        columns=_group_size(section, base.columns),
+        is_symmetric=_flag(section, "sym", base.is_symmetric),
+        has_ordered_columns=_flag(section, "desc_act", base.has_ordered_columns),
+    )
+
+
+def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
+    element = section.get("fmt") or "e4m3"
+    if element not in ("e4m3", "float8_e4m3fn"):
+        raise _error("fmt", element, "e4m3")
+    block = section.get("weight_block_size")
+    rows, columns = (0, 0) if block is None else _block("weight_block_size", block)
+    yield from _skipped(section)
+    yield QuantizationRule(_HEAD, None)
+    yield QuantizationRule(_ANY, WeightFormat("fp8", 8, rows, columns))
+
+
+_HEAD = re.compile(r"^lm_head$")
+_ANY = re.compile("")
+
+
+def _skipped(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
+    """Modules by whole parts of their names: `mlp.gate` does not speak of `mlp.gate_proj`."""
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        for name in _names(section, key):
+            yield QuantizationRule(re.compile(rf"(^|\.){re.escape(name.strip('.'))}(\.|$)"), None)
+
+
+# Values
+
+
+def _names(section: Mapping[str, Any], key: str) -> Iterable[str]:
+    value = section.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise _error(key, value, "a list of names of modules")
+    return value
+
+
+def _compiled(key: str, name: str, expression: str) -> re.Pattern[str]:
+    """Found at the beginning of a name, as `re.match` does."""
+    try:
+        return re.compile(rf"^(?:{expression})")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _error(key, name, f"a regular expression: {error}") from error
+
+
+def _group_size(section: Mapping[str, Any], default: int = 128) -> int:
+    """0 for -1, which stands for all inputs."""
+    value = section.get("group_size", default)
+    return 0 if value == -1 or (value == 0 and default == 0) else _positive("group_size", value)
+
+
+def _block(key: str, value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise _error(key, value, "two whole numbers: outputs and inputs that share a scale")
+    return _positive(key, value[0]), _positive(key, value[1])
+
+
+def _positive(key: str, value: object) -> int:
+    if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+        raise _error(key, value, f"a whole number from 1 to {_MAX_SIZE}")
+    return value
+
+
+def _choice(section: Mapping[str, Any], key: str, default: int, choices: tuple[int, ...], where: str) -> int:
+    value = section.get(key, default)
+    if type(value) is not int or value not in choices:
+        raise _error(key, value, f"{' or '.join(map(str, choices))}{where}")
+    return value
+
+
+def _flag(section: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = section.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise _error(key, value, "true or false")
+    return value
+
+
+def _error(key: str, value: object, expected: str) -> CheckpointError:
+    where = key if key == _KEY else f"{_KEY}: {key}"
+    return CheckpointError(f"{CONFIG_FILE}: {where} is {shown(value)}, but must be {expected}")

@@ -1,0 +1,187 @@
+"""A checkpoint whose linear weights are quantised: each is made of several tensors."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
+
+import torch
+
+from worker_service.models.checkpoint import Checkpoint, Piece
+from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
+from worker_service.models.packing import (
+    DecodedWeight,
+    FaultyTensorError,
+    Shape,
+    StoredTensor,
+    copy_floats,
+    decode,
+    part,
+    stored_tensors,
+    working_bytes,
+)
+from worker_service.models.quantization import WeightFormat
+
+# Scales for activations and caches, which are not followed.
+_ACTIVATION_SCALES = re.compile(
+    r"\.((input|output|activation)_(scale|zero_point)|input_global_scale|[qkv]_(scale|zero_point))$"
+)
+_SUFFIX = ".weight"
+
+
+class QuantizedCheckpoint:
+    """The weights of a checkpoint by name, where quantised ones are decoded as they are read. See `Tensors`.
+
+    A linear module whose weight lies there as floats, with nothing of its format beside it, is taken as it is.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, formats: Mapping[str, WeightFormat]) -> None:
+        """
+        Args:
+            formats: of modules, by their names in the checkpoint.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        self._checkpoint = checkpoint
+        self._formats = {
+            module: weight_format for module, weight_format in formats.items() if self._is_stored(module, weight_format)
+        }
+        unneeded = {f"{module}.bias" for module, kept in self._formats.items() if kept.layout.startswith("gptq")}
+        self._names = frozenset(
+            name
+            for name in checkpoint.names
+            if not _ACTIVATION_SCALES.search(name) and not (name in unneeded and self._is_zero(name))
+        )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Without scales of activations, and biases of 0 that some GPTQ checkpoints hold for models without any."""
+        return self._names
+
+    @property
+    def formats(self) -> frozenset[WeightFormat]:
+        """The formats that weights are stored in."""
+        return frozenset(self._formats.values())
+
+    def stored_names(self, name: str) -> frozenset[str]:
+        """See `Tensors.stored_names`."""
+        module = name.removesuffix(_SUFFIX)
+        if self._format_of(name) is None:
+            return self._checkpoint.stored_names(name)
+        return frozenset(f"{module}.{kind}" for kind in self._kinds(module, self._formats[module]))
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """See `Tensors.dtype`."""
+        return self._checkpoint.dtype(name) if self._format_of(name) is None else None
+
+    def working_bytes(self, name: str, num_elements: int) -> int:
+        """See `Tensors.working_bytes`."""
+        weight_format = self._format_of(name)
+        if weight_format is None:
+            return self._checkpoint.working_bytes(name, num_elements)
+        module = name.removesuffix(_SUFFIX)
+        scales = {f"{module}.weight_scale", f"{module}.scales"} & self._checkpoint.names
+        has_wide_scales = any(self._checkpoint.header(scale).dtype == "F32" for scale in scales)
+        return working_bytes(weight_format, num_elements, has_wide_scales=has_wide_scales)
+
+    def check(self, name: str, piece: Piece) -> None:
+        """See `Tensors.check`. Raises ValueError if a rank's part cuts a group."""
+        weight_format = self._format_of(name)
+        if weight_format is None:
+            self._checkpoint.check(name, piece)
+            return
+        module, (out_size, in_size) = name.removesuffix(_SUFFIX), _whole_shape(piece)
+        for kind, stored in self._stored(module, weight_format, out_size, in_size).items():
+            self._check_header(f"{module}.{kind}", stored, weight_format)
+        columns = _columns(piece)
+        group_size = weight_format.columns
+        if columns != slice(None) and group_size and (columns.start % group_size or columns.stop % group_size):
+            raise ValueError(
+                f"--tensor-parallel-size cuts the groups of {group_size} inputs of {name}: a rank would have inputs "
+                f"{columns.start} to {columns.stop - 1}; lower it"
+            )
+
+    def copy(self, name: str, piece: Piece) -> None:
+        """See `Tensors.copy`: the weight is dequantised into the target's dtype."""
+        if self._format_of(name) is None:
+            self._checkpoint.copy(name, piece)
+            return
+        copy_floats(piece.target, self.decoded(name, piece))
+
+    def decoded(self, name: str, piece: Piece) -> DecodedWeight:
+        """Return the piece of a quantised weight as it is stored, without making floats of it where that can be.
+
+        Raises CheckpointError if a tensor cannot be read, or holds what it cannot.
+        """
+        module, weight_format = name.removesuffix(_SUFFIX), self._formats[name.removesuffix(_SUFFIX)]
+        out_size, in_size = _whole_shape(piece)
+        kinds = self._stored(module, weight_format, out_size, in_size)
+        present = [kind for kind in kinds if f"{module}.{kind}" in self._checkpoint.names]
+        tensors = {kind: self._checkpoint.read(f"{module}.{kind}") for kind in present}
+        try:
+            whole = decode(weight_format, tensors, out_size, in_size)
+        except FaultyTensorError as error:
+            self._refuse(f"{module}.{error.kind}", str(error), error)
+        return part(whole, piece.index[0] if piece.index else slice(None), _columns(piece))
+
+    def _format_of(self, name: str) -> WeightFormat | None:
+        """The format of a parameter; None: it is stored as it is."""
+        return self._formats.get(name.removesuffix(_SUFFIX)) if name.endswith(_SUFFIX) else None
+
+    def _is_stored(self, module: str, weight_format: WeightFormat) -> bool:
+        names = self._checkpoint.names
+        weight = f"{module}{_SUFFIX}"
+        has_others = any(f"{module}.{kind}" in names for kind in self._kinds(module, weight_format) if kind != "weight")
+        return has_others or weight not in names or self._checkpoint.header(weight).dtype not in FLOAT_BYTES
+
+    def _kinds(self, module: str, weight_format: WeightFormat) -> list[str]:
+        """The ends of the names of a weight's tensors. They do not depend on its size."""
+        size = 32 * (weight_format.columns or 1)
+        return list(self._stored(module, weight_format, 32, size))
+
+    def _stored(self, module: str, weight_format: WeightFormat, out_size: int, in_size: int) -> dict[str, StoredTensor]:
+        """Raises CheckpointError if a weight of these sizes cannot be in this format."""
+        try:
+            stored = stored_tensors(weight_format, out_size, in_size)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{CONFIG_FILE}: quantization_config does not fit {module}{_SUFFIX}: {error}"
+            ) from error
+        # Scales of FP8 that belong to a whole tensor have the name that says what they are.
+        if "weight_scale_inv" in stored and f"{module}.weight_scale" in self._checkpoint.names:
+            stored["weight_scale"] = stored.pop("weight_scale_inv")
+        return stored
+
+    def _check_header(self, name: str, stored: StoredTensor, weight_format: WeightFormat) -> None:
+        if name not in self._checkpoint.names:
+            if stored.is_optional:
+                return
+            shapes = _alternatives(shape for shapes in stored.shapes.values() for shape in shapes)
+            place = f"{weight_format.describe()} has it in shape {shapes}"
+            raise CheckpointError(f"tensor {name} is missing in {self._checkpoint.path}; {place}")
+        header = self._checkpoint.header(name)
+        if header.dtype not in stored.shapes:
+            expected = _alternatives(stored.shapes)
+            self._refuse(name, f"is {header.dtype}, expected {expected} for {weight_format.describe()}")
+        if header.shape not in stored.shapes[header.dtype]:
+            shapes = _alternatives(stored.shapes[header.dtype])
+            self._refuse(name, f"has shape {list(header.shape)}, expected {shapes} for {weight_format.describe()}")
+
+    def _refuse(self, name: str, fault: str, cause: Exception | None = None) -> NoReturn:
+        raise CheckpointError(f"tensor {name} in {self._checkpoint.header(name).file} {fault}") from cause
+
+    def _is_zero(self, name: str) -> bool:
+        return not self._checkpoint.read(name).any()
+
+
+def _alternatives(values: Iterable[str | Shape]) -> str:
+    texts = (value if isinstance(value, str) else str(list(value)) for value in values)
+    return " or ".join(dict.fromkeys(texts))
+
+
+def _whole_shape(piece: Piece) -> tuple[int, ...]:
+    return piece.shape or tuple(piece.target.shape)
+
+
+def _columns(piece: Piece) -> slice:
+    return piece.index[1] if len(piece.index) > 1 else slice(None)
