@@ -1,5 +1,7 @@
 """Weights of few bits, as every format's loader gives them and the CPU kernels pack them."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +9,32 @@ from torch import Tensor
 
 # Group sizes are multiples of this.
 GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedFormat:
+    """What is known of a quantised weight before it is read. It may turn out smaller."""
+
+    bits: int  # of a code: more than 4 are kept in 8
+    group_size: int  # a multiple of 16
+    has_half_scales: bool  # scales and minima are float16 numbers
+    has_minima: bool
+
+    def num_bytes(self, out_size: int, in_size: int) -> int:
+        """Estimate the memory that a weight takes in the panels of the CPU kernels."""
+        scales = (2 if self.has_half_scales else 4) * (2 if self.has_minima else 1)
+        groups = -(-in_size // min(self.group_size, 32))
+        return out_size * (in_size * (4 if self.bits <= 4 else 8) // 8 + groups * scales)
+
+    @staticmethod
+    def join(formats: Sequence["QuantizedFormat"]) -> "QuantizedFormat":
+        """Return the format of weights one below the other."""
+        return QuantizedFormat(
+            max(each.bits for each in formats),
+            math.gcd(*(each.group_size for each in formats)),
+            all(each.has_half_scales for each in formats),
+            any(each.has_minima for each in formats),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,3 +74,22 @@ class QuantizedWeight:
         if self.minimum is not None:
             groups = groups - self.minimum[..., None]
         return groups.flatten(1)
+
+    @staticmethod
+    def join(weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight":
+        """Return the weight that has the outputs of several, all of as many inputs, one below the other."""
+        if len(weights) == 1:
+            return weights[0]
+        group_size = math.gcd(*(weight.group_size for weight in weights))
+        scales = [weight.scale.repeat_interleave(weight.group_size // group_size, 1) for weight in weights]
+        minima = None
+        if any(weight.minimum is not None for weight in weights):
+            minima = torch.cat(
+                [
+                    torch.zeros_like(scale)
+                    if weight.minimum is None
+                    else weight.minimum.repeat_interleave(weight.group_size // group_size, 1)
+                    for weight, scale in zip(weights, scales, strict=True)
+                ]
+            )
+        return QuantizedWeight(torch.cat([weight.codes for weight in weights]), torch.cat(scales), minima, group_size)

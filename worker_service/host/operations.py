@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.cpu import CpuKernels, PackedLinear
+from pagewire.kernels.quantized import QuantizedWeight
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations, Product, TorchOperations
 
@@ -35,8 +36,15 @@ class CpuOperations:
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         if computed in _COMPUTED:
-            return CpuProduct(self.kernels, weight, bias, computed)
+            packed = self.kernels.pack_linear(weight.contiguous(), _floats(bias), computed)
+            return CpuProduct(self.kernels, packed, computed)
         return TorchOperations().prepare_product(weight, bias, computed)
+
+    def multiplies_quantized(self, computed: torch.dtype) -> bool:
+        return computed in _COMPUTED
+
+    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
+        return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, _floats(bias)), computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return computed in _COMPUTED or TorchOperations().packs(computed, device)
@@ -52,16 +60,19 @@ class CpuOperations:
 
 
 class CpuProduct:
-    """A weight in the panels that the C kernels read, in the dtype it has."""
+    """A weight in the panels that the C kernels read, in the dtype it has or quantised."""
 
-    def __init__(self, kernels: CpuKernels, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> None:
+    def __init__(self, kernels: CpuKernels, packed: PackedLinear, computed: torch.dtype) -> None:
         self.kernels = kernels
+        self.packed = packed
         self._computed = computed
-        bias = None if bias is None else bias.float()
-        self.packed: PackedLinear = kernels.pack_linear(weight.contiguous(), bias, computed)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x.float().contiguous(), self.packed).to(x.dtype)
 
     def take_rows(self, indexes: Tensor) -> Tensor:
         return self.kernels.take_rows(self.packed, indexes).to(self._computed)
+
+
+def _floats(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, TensorHeader, read_headers
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -35,6 +36,10 @@ class Tensors(Protocol):
     def names(self) -> frozenset[str]:
         """The names of the tensors that are known beforehand, each of which must have a place in the model."""
 
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """What quantised weights are stored in, for people; empty: there are none."""
+
     def stored_names(self, name: str) -> frozenset[str]:
         """Return the names of the tensors that a weight is made of, whether they are there or not."""
 
@@ -50,6 +55,13 @@ class Tensors(Protocol):
 
     def copy(self, name: str, piece: Piece) -> None:
         """Fills the target of a piece that has been checked."""
+
+    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
+        """Return the format of a weight that `quantized` can read; None: it has no codes in groups."""
+
+    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Tensor:
+        """Return a whole weight that has such a format and has been checked. It is in float32 where, against its
+        format, groups of codes cannot say the same."""
 
 
 class Checkpoint:
@@ -71,6 +83,16 @@ class Checkpoint:
     @property
     def names(self) -> frozenset[str]:
         return self._names
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        return ()
+
+    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
+        return None
+
+    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Tensor:
+        raise AssertionError(f"{name} is not quantised")
 
     def header(self, name: str) -> TensorHeader:
         """Return the header of a tensor that is there."""
@@ -135,6 +157,7 @@ class DummyTensors:
     """
 
     names: frozenset[str] = frozenset()
+    formats: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -148,6 +171,12 @@ class DummyTensors:
 
     def working_bytes(self, name: str, num_elements: int) -> int:
         return 0
+
+    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
+        return None
+
+    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Tensor:
+        raise AssertionError(f"{name} is not quantised")
 
     def check(self, name: str, piece: Piece) -> None:
         """Whatever is asked for can be drawn."""

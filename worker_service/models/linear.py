@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.operations import Operations, Product
 
 
@@ -30,6 +31,8 @@ class Linear(nn.Module):
         self.weight: Tensor | None = nn.Parameter(torch.empty(sum(out_sizes), in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if bias else None
         self.product: Product | None = None
+        self.quantized_format: QuantizedFormat | None = None  # what the weight stays in, where it stays quantised
+        self._parts: list[QuantizedWeight | Tensor] = []
         self._operations = operations
         self._adds_bias = adds_bias
 
@@ -39,11 +42,29 @@ class Linear(nn.Module):
         return slice(start, start + self.out_sizes[part])
 
     def finish_loading(self, dtype: torch.dtype) -> None:
-        """Hands the weight over to whoever multiplies. `dtype`: what the model computes in."""
+        """Hands the weight over to whoever multiplies, once. `dtype`: what the model computes in."""
+        if self.product is not None:
+            return
         assert self.weight is not None
         bias = self.bias.data if self.bias is not None and self._adds_bias else None
-        self.product = self._operations.prepare_product(self.weight.data, bias, dtype)
-        self.weight = None
+        quantized = [part for part in self._parts if isinstance(part, QuantizedWeight)]
+        if quantized and len(quantized) == len(self._parts):
+            self._parts = []
+            self.product = self._operations.prepare_quantized(QuantizedWeight.join(quantized), bias, dtype)
+        else:
+            self.product = self._operations.prepare_product(self._whole(dtype), bias, dtype)
+        self.weight, self._parts = None, []
+
+    def add_part(self, weight: QuantizedWeight | Tensor) -> None:
+        """Take the next projection, in place of rows of the weight."""
+        self._parts.append(weight)
+
+    def _whole(self, dtype: torch.dtype) -> Tensor:
+        assert self.weight is not None
+        if not self._parts:
+            return self.weight.data
+        parts = [part.dequantized() if isinstance(part, QuantizedWeight) else part for part in self._parts]
+        return torch.cat([part.to(dtype) for part in parts])
 
     def embedding(self) -> Callable[[Tensor], Tensor] | None:
         """Takes rows of the weight by their indexes, once it is loaded, if its layout is good for that."""

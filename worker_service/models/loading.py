@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pagewire.gguf import is_gguf
+from pagewire.kernels.quantized import QuantizedFormat
 from worker_service.models import decoder, gpt2
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
@@ -27,6 +28,7 @@ from worker_service.models.weights import (
     check_weights,
     fill_layers,
     hold_dtypes,
+    keep_quantized,
     load_weights,
     working_bytes,
 )
@@ -41,6 +43,9 @@ class _Code:
     ignored: str  # pattern of checkpoint names that hold no weights
     optional_prefix: str = ""  # of checkpoint names; some published files lack it
 
+
+# What a quantised element takes beside its panels while they are packed: its code, that of its projection, and scales.
+_JOINING_BYTES = 4
 
 _DECODER = _Code(decoder.Decoder, decoder.WEIGHTS, decoder.IGNORED)
 _GPT2 = _Code(gpt2.GPT2, gpt2.WEIGHTS, gpt2.IGNORED, optional_prefix="transformer.")
@@ -97,19 +102,24 @@ def prepare_model(
     with torch.device("meta"):
         model = code.model(shard.config, operations, communicator)
     table = tuple(_weights(code, shard.config, checkpoint))
-    formats: frozenset[WeightFormat] = frozenset()
     if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
         checkpoint = QuantizedCheckpoint(checkpoint, _formats(model, table, shard.config.quantization))
-        formats = checkpoint.formats
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
     has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names("lm_head.weight"))
     is_tied = shard.config.tie_word_embeddings and not has_head
-    if is_tied:
+    stays_quantized = shard.size == 1 and operations.multiplies_quantized(dtype)
+    if is_tied and stays_quantized and _quantized_embedding(model, checkpoint, table) is not None:
+        # The head has the codes, and the embedding takes rows of it.
+        table = tuple(replace(weight, target="head") if weight.target == "embedding" else weight for weight in table)
+        model.embedding.weight = None
+    elif is_tied:
         model.head.weight = None
     model.to(dtype)
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
+    if stays_quantized:
+        keep_quantized(model, checkpoint, table)
     check_weights(model, checkpoint, table, code.ignored, shard)
-    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied, formats)
+    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +142,20 @@ class UnloadedModel:
     device: torch.device
     operations: Operations
     is_tied: bool
-    formats: frozenset[WeightFormat]  # of quantised weights in the checkpoint; they are loaded dequantised
 
     def footprint(self) -> Footprint:
         """Return how much memory the model takes. Packing a weight for its product copies it, and the weight is let go
         before the next one is packed. A weight that is quantised is decoded on the way."""
         modules = list(self.model.modules())
-        weights = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
+        tensors = [*self._parameters(), *self.model.buffers()]
+        weights = sum(tensor.nbytes for tensor in tensors)
         products = [
-            module.weight.nbytes for module in modules if isinstance(module, Linear) and module.weight is not None
+            module.weight.nbytes
+            for module in modules
+            if isinstance(module, Linear) and module.weight is not None and module.quantized_format is None
         ]
+        quantized = [(module.quantized_format, _shape(module)) for module in self._quantized()]
+        weights += sum(stored.num_bytes(*shape) for stored, shape in quantized if stored is not None)
         packs = self.operations.packs(self.dtype, self.device)
         tied_bytes = self._tied_bytes() if self.is_tied else 0
         if self.shard.size > 1:  # a part of the embedding, which is packed as any other weight
@@ -150,16 +164,39 @@ class UnloadedModel:
             tied_bytes = 0
         held = weights + (tied_bytes if packs and not self.operations.takes_rows(self.dtype) else 0)
         copies = [*products, tied_bytes] if packs else []
+        copies += [_JOINING_BYTES * out_size * in_size for _, (out_size, in_size) in quantized]
         copies += [working_bytes(self.model, self.checkpoint, self.table, self.shard)]
         tables = [module.working_bytes() for module in modules if isinstance(module, RotaryEmbedding)]
         return Footprint(
             held, peak=max(held, weights + max([0, *copies, *(tables if self.device.type == "cpu" else [])]))
         )
 
+    def _quantized(self) -> list[Linear]:
+        """The products whose weights stay quantised."""
+        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
+        return [module for module in linears if module.quantized_format is not None]
+
+    def _parameters(self) -> list[Tensor]:
+        """The parameters without the weights that stay quantised."""
+        left_out = {id(module.weight) for module in self._quantized()}
+        return [parameter for parameter in self.model.parameters() if id(parameter) not in left_out]
+
+    def describe_quantization(self) -> str | None:
+        """Say in a line what becomes of quantised weights; None: there are none."""
+        if not self.checkpoint.formats:
+            return None
+        linears = [module for module in self.model.modules() if isinstance(module, Linear)]
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"weights are stored in {', '.join(self.checkpoint.formats)}: {len(self._quantized())} of {len(linears)} "
+            f"products read them as they are, whatever else is quantised is widened to {dtype}"
+        )
+
     def _tied_bytes(self) -> int:
-        """Return the bytes that the head would take if it were not the embedding."""
+        """Return the bytes that the head would take if it were not the embedding; 0 where the embedding is the head."""
         weight = self.model.embedding.weight
-        assert weight is not None
+        if weight is None:
+            return 0
         return sum(self.model.head.out_sizes) * weight.shape[1] * weight.dtype.itemsize
 
     def load(self, progress: Progress | None = None) -> Model:
@@ -167,9 +204,14 @@ class UnloadedModel:
         model, shard, device = self.model, self.shard, self.device
         # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a
         # second.
-        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-        load_weights(model, self.checkpoint, self.table, progress, shard)
-        if self.is_tied:
+        allocated = {id(tensor) for tensor in [*self._parameters(), *model.buffers()]}
+        model._apply(
+            lambda tensor: (
+                torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if id(tensor) in allocated else tensor
+            )
+        )
+        load_weights(model, self.checkpoint, self.table, progress, shard, self.dtype)
+        if self.is_tied and model.embedding.weight is not None:
             model.head.weight = _tied_head(model, shard)
         _finish(model, self.dtype, self.is_tied and shard.size == 1)
         return model.requires_grad_(False).eval()
@@ -201,6 +243,18 @@ def _finish(model: decoder.Decoder | gpt2.GPT2, dtype: torch.dtype, is_tied: boo
     for module in modules:
         if isinstance(module, Embedding):
             module.finish_loading(dtype, model.head if is_tied and module is model.embedding else None)
+
+
+def _quantized_embedding(
+    model: decoder.Decoder | gpt2.GPT2, checkpoint: Tensors, table: tuple[Weight, ...]
+) -> QuantizedFormat | None:
+    (source,) = [weight.source for weight in table if weight.target == "embedding"]
+    return checkpoint.quantized_format(f"{source}.weight", model.config.hidden_size)
+
+
+def _shape(module: Linear) -> tuple[int, int]:
+    assert module.weight is not None
+    return sum(module.out_sizes), module.weight.shape[1]
 
 
 def _formats(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.quantized import QuantizedWeight
 from worker_service.models.model import Attend
 from worker_service.models.rope import rotate
 
@@ -27,6 +28,12 @@ class Operations(Protocol):
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         """Lays a weight out for its product, of activations and to outputs of the dtype `computed`."""
+
+    def multiplies_quantized(self, computed: torch.dtype) -> bool:
+        """Whether there are products over codes as they are."""
+
+    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
+        """Lays a quantised weight out for its product, where `multiplies_quantized`."""
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         """Whether `prepare_product` makes a copy of a weight on this device, in a layout of its own."""
@@ -73,6 +80,12 @@ class TorchOperations:
             return lambda x: F.linear(x, weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_NUM_ROWS)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    def multiplies_quantized(self, computed: torch.dtype) -> bool:
+        return False
+
+    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
+        return self.prepare_product(weight.dequantized().to(computed), bias, computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         """Return whether weights are packed: they are where oneDNN computes this dtype natively on this CPU."""

@@ -6,6 +6,8 @@ from typing import NoReturn
 
 import torch
 
+from pagewire.kernels.float8 import Float8Weight
+from pagewire.kernels.quantized import GROUP, QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from worker_service.models.packing import (
@@ -59,9 +61,26 @@ class QuantizedCheckpoint:
         return self._names
 
     @property
-    def formats(self) -> frozenset[WeightFormat]:
-        """The formats that weights are stored in."""
-        return frozenset(self._formats.values())
+    def formats(self) -> tuple[str, ...]:
+        """See `Tensors.formats`."""
+        return tuple(sorted({weight_format.describe() for weight_format in self._formats.values()}))
+
+    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
+        """See `Tensors.quantized_format`. There is none of FP8, and of columns whose groups are not neighbours."""
+        kept = self._format_of(name)
+        if kept is None or kept.layout in ("fp8", "float-quantized") or kept.has_ordered_columns:
+            return None
+        group_size = kept.columns or in_size
+        if group_size % GROUP or in_size % group_size:
+            return None
+        # Codes less their zero points take a bit more.
+        return QuantizedFormat(kept.bits + (not kept.is_symmetric), group_size, has_half_scales=False, has_minima=False)
+
+    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | torch.Tensor:
+        """See `Tensors.quantized`."""
+        weight = self.decoded(name, Piece(torch.empty(shape, device="meta")))
+        assert not isinstance(weight, Float8Weight)
+        return weight
 
     def stored_names(self, name: str) -> frozenset[str]:
         """See `Tensors.stored_names`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.quantized import QuantizedFormat
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.linear import Embedding, Linear
@@ -38,22 +39,36 @@ def load_weights(
     table: Iterable[Weight],
     progress: Progress | None,
     shard: Shard,
+    dtype: torch.dtype,
 ) -> None:
-    """Copies every tensor of the checkpoint, or this rank's part of it, to its parameter.
+    """Copies every tensor of the checkpoint, or this rank's part of it, to its parameter. What stays quantised goes to
+    its product at once, since its codes take more memory than that.
 
     Args:
-        model: its parameters are allocated, and `check_weights` has passed it.
+        model: its parameters are allocated, but of what stays quantised, and `check_weights` has passed it.
         table: with `{layer}` filled in.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    targets = dict(target for weight in table for target in _targets(model, weight, shard))
-    for num_loaded, (name, pieces) in enumerate(targets.items(), start=1):
-        for piece in pieces:
-            checkpoint.copy(name, piece)
-        if progress is not None:
-            progress(num_loaded, len(targets))
+    by_module: dict[str, list[tuple[str, list[Piece]]]] = {}
+    for weight in table:
+        by_module.setdefault(weight.target, []).extend(_targets(model, weight, shard))
+    num_loaded, num_all = 0, sum(map(len, by_module.values()))
+    for target, sources in by_module.items():
+        module = model.get_submodule(target)
+        product = module if isinstance(module, Linear) and module.quantized_format is not None else None
+        for name, pieces in sources:
+            if product is not None and name.endswith(".weight"):
+                product.add_part(checkpoint.quantized(name, _matrix(pieces[0].target)))
+            else:
+                for piece in pieces:
+                    checkpoint.copy(name, piece)
+            num_loaded += 1
+            if progress is not None:
+                progress(num_loaded, num_all)
+        if product is not None:
+            product.finish_loading(dtype)
 
 
 def check_weights(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], ignored: str, shard: Shard) -> None:
@@ -101,6 +116,25 @@ def working_bytes(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight]
     targets = dict(target for weight in table for target in _targets(model, weight, shard))
     sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets.items()}
     return max((checkpoint.working_bytes(name, size) for name, size in sizes.items()), default=0)
+
+
+def keep_quantized(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight]) -> None:
+    """Tells the products all of whose weights the checkpoint has as codes that they stay so."""
+    found: dict[Linear, list[QuantizedFormat | None]] = {}
+    for weight in table:
+        module = model.get_submodule(weight.target)
+        if isinstance(module, Linear) and module.weight is not None:
+            stored = checkpoint.quantized_format(f"{weight.source}.weight", module.weight.shape[1])
+            found.setdefault(module, []).append(None if weight.is_transposed else stored)
+    for module, stored_formats in found.items():
+        formats = [stored for stored in stored_formats if stored is not None]
+        if len(formats) == len(stored_formats):
+            module.quantized_format = QuantizedFormat.join(formats)
+
+
+def _matrix(target: Tensor) -> tuple[int, int]:
+    out_size, in_size = target.shape
+    return out_size, in_size
 
 
 def fill_layers(table: Iterable[Weight], num_layers: int) -> Iterator[Weight]:

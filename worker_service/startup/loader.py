@@ -290,11 +290,9 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
 
 def log_formats(unloaded: UnloadedModel) -> None:
     """Says of quantised weights what becomes of them."""
-    if unloaded.formats:
-        formats = ", ".join(sorted({weight_format.describe() for weight_format in unloaded.formats}))
-        dtype = str(unloaded.dtype).removeprefix("torch.")
-        gib = unloaded.footprint().held / GIB
-        logger.info("quantised weights (%s) are loaded as %s: the weights take %.2f GiB", formats, dtype, gib)
+    description = unloaded.describe_quantization()
+    if description is not None:
+        logger.info("%s; the model takes %.2f GiB", description, unloaded.footprint().held / GIB)
 
 
 def _load_weights(unloaded: UnloadedModel, report: Callable[[int, int], None] | None) -> Model:

@@ -1,6 +1,5 @@
 """The weights of a GGUF file, under the names that checkpoint directories have for them."""
 
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,13 +8,11 @@ import torch
 from torch import Tensor
 
 from pagewire.gguf import ElementType, GgufError, config_json
-from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint import Piece
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.gguf.decoding import decode_rows, is_finite
+from worker_service.models.gguf.decoding import decode_rows, is_finite, quantized_format
 from worker_service.models.gguf.files import open_gguf
-
-logger = logging.getLogger(__name__)
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -51,11 +48,24 @@ class GgufCheckpoint:
         self._names = {_our_name(name): name for name in self._file.tensors if name not in _IN_CONFIG}
         is_interleaved = self._file.metadata.get("general.architecture") == _INTERLEAVED
         self._turned_rows = config_json(self._file)["head_dim"] if is_interleaved else 0
-        self._has_told = False
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """See `Tensors.formats`."""
+        return tuple(sorted({info.type_name for info in self._file.tensors.values()} - _DTYPES.keys()))
+
+    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
+        """See `Tensors.quantized_format`."""
+        return quantized_format(self._file.tensors[self._names[name]].type_name) if name in self._names else None
+
+    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Tensor:
+        """See `Tensors.quantized`."""
+        weights = [rows for rows in self.rows(name) if isinstance(rows, QuantizedWeight)]
+        return QuantizedWeight.join(weights)
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`. There is none of quantized weights."""
@@ -97,7 +107,6 @@ class GgufCheckpoint:
 
         The piece has been checked. Raises CheckpointError if the file cannot be read, or a scale is no number.
         """
-        self._tell(self._names[name], piece.target.dtype)
         row_index, *columns = piece.index or (slice(None),)
         first = 0
         for rows in self.rows(name, row_index):
@@ -144,18 +153,6 @@ class GgufCheckpoint:
             _halved(weight.scale, head_dim),
             None if weight.minimum is None else _halved(weight.minimum, head_dim),
             weight.group_size,
-        )
-
-    def _tell(self, own_name: str, dtype: torch.dtype) -> None:
-        """Log, once, that quantized weights do not stay so."""
-        if self._has_told or not self._file.element_type(own_name).is_quantized:
-            return
-        self._has_told = True
-        names = sorted({info.type_name for info in self._file.tensors.values() if info.type_name not in _DTYPES})
-        logger.info(
-            "weights in %s are widened to %s as they load: they take the memory of that, and compute as fast",
-            ", ".join(names),
-            str(dtype).removeprefix("torch."),
         )
 
 

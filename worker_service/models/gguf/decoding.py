@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 
 _CODE_BITS = torch.arange(8, dtype=torch.uint8)
 
@@ -21,8 +21,13 @@ def decode_rows(type_name: str, rows: Tensor) -> QuantizedWeight:
     blocks = rows.unflatten(1, (-1, layout.block_bytes))  # [rows, blocks, block_bytes]
     codes, scale, minimum = layout.decode(blocks)
     return QuantizedWeight(
-        codes.flatten(1), scale.flatten(1), None if minimum is None else minimum.flatten(1), layout.group_size
+        codes.flatten(1), scale.flatten(1), None if minimum is None else minimum.flatten(1), layout.format.group_size
     )
+
+
+def quantized_format(type_name: str) -> QuantizedFormat | None:
+    """Return what is known of weights of a type; None: it is not quantised."""
+    return _LAYOUTS[type_name].format if type_name in _LAYOUTS else None
 
 
 def is_finite(weight: QuantizedWeight) -> bool:
@@ -38,7 +43,7 @@ _Parts = tuple[Tensor, Tensor, Tensor | None]
 @dataclass(frozen=True, slots=True)
 class _Layout:
     block_bytes: int
-    group_size: int
+    format: QuantizedFormat
     decode: Callable[[Tensor], _Parts]
 
 
@@ -107,12 +112,12 @@ def _decode_q6_k(blocks: Tensor) -> _Parts:
 
 
 _LAYOUTS = {
-    "Q8_0": _Layout(34, 32, _decode_q8_0),
-    "Q4_0": _Layout(18, 32, _decode_q4_0),
-    "Q4_1": _Layout(20, 32, _decode_q4_1),
-    "Q5_0": _Layout(22, 32, _decode_q5_0),
-    "Q5_1": _Layout(24, 32, _decode_q5_1),
-    "Q4_K": _Layout(144, 32, _decode_q4_k),
-    "Q5_K": _Layout(176, 32, _decode_q5_k),
-    "Q6_K": _Layout(210, 16, _decode_q6_k),
+    "Q8_0": _Layout(34, QuantizedFormat(8, 32, has_half_scales=True, has_minima=False), _decode_q8_0),
+    "Q4_0": _Layout(18, QuantizedFormat(4, 32, has_half_scales=True, has_minima=False), _decode_q4_0),
+    "Q4_1": _Layout(20, QuantizedFormat(4, 32, has_half_scales=True, has_minima=True), _decode_q4_1),
+    "Q5_0": _Layout(22, QuantizedFormat(5, 32, has_half_scales=True, has_minima=False), _decode_q5_0),
+    "Q5_1": _Layout(24, QuantizedFormat(5, 32, has_half_scales=True, has_minima=True), _decode_q5_1),
+    "Q4_K": _Layout(144, QuantizedFormat(4, 32, has_half_scales=False, has_minima=True), _decode_q4_k),
+    "Q5_K": _Layout(176, QuantizedFormat(5, 32, has_half_scales=False, has_minima=True), _decode_q5_k),
+    "Q6_K": _Layout(210, QuantizedFormat(6, 16, has_half_scales=False, has_minima=False), _decode_q6_k),
 }
