@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import ModelConfig, RopeConfig
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
-from worker_service.models.loading import load_model
+from worker_service.models.gguf.files import open_gguf
+from worker_service.models.loading import load_model, prepare_model
 from worker_service.models.rope import inverse_frequencies
 from worker_service.models.source import load_config, model_digest, read_headers
 
@@ -260,3 +262,27 @@ def test_biases_of_llama_are_turned_too(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.bias"
     assert torch.equal(read(GgufCheckpoint(path), name, (64,)), read(Checkpoint(source), name, (64,)))
     assert load_config(path) == ModelConfig.load(source)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bytes_that_turned_are_refused_or_read(tmp_path: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    path = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "model", "llama", seed=3), "Q8_0")
+    whole = path.read_bytes()
+    start = min(info.offset for info in open_gguf(path).tensors.values())
+    num_refused = 0
+    for _ in range(40):
+        data = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 8))):
+            # Settings and tensors' places stand before and after the tokens, weights behind.
+            at = rng.choice((rng.randrange(1200), start - rng.randrange(1, 1400), rng.randrange(start, len(data))))
+            data[at] = rng.choice((0, 255, rng.randrange(256)))
+        path.write_bytes(data)
+        try:
+            unloaded = prepare_model(path, dtype=torch.float32, device=torch.device("cpu"))
+            if unloaded.footprint().peak < 64 << 20:
+                unloaded.load()
+        except (CheckpointError, ValueError):
+            num_refused += 1
+    assert num_refused > 10
