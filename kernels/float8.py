@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+# What each byte means. A look-up is several times as fast as torch's conversion on CPUs.
+_FLOATS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,4 +21,5 @@ class Float8Weight:
     def dequantized(self) -> Tensor:
         """Return the weight in float32, [out, in]."""
         scale = self.scale.repeat_interleave(self.block_size, 1) if self.scale.shape[1] > 1 else self.scale
-        return self.values.float().mul_(scale[:, : self.values.shape[1]])
+        codes = self.values.view(torch.uint8).int()
+        return _FLOATS.index_select(0, codes.flatten()).view(codes.shape).mul_(scale[:, : codes.shape[1]])

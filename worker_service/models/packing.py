@@ -19,10 +19,10 @@ from worker_service.models.quantization import WeightFormat
 DecodedWeight = QuantizedWeight | Float8Weight | Tensor
 
 _SCALES = ("F32", "BF16", "F16")
-_NO_NUMBERS = (0x7F, 0xFF)  # of float8_e4m3fn
+_NO_NUMBER = 0x7F  # in float8_e4m3fn, whatever its sign
 _CHUNK_ELEMENTS = 1 << 20  # of a weight that are made floats at a time
 # Column 8c + j of AutoAWQ's layout is in this nibble of word c.
-_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+_AWQ_NIBBLES = torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))
 
 
 Shape = tuple[int, ...]
@@ -180,7 +180,7 @@ def _decode_float8(weight_format: WeightFormat, tensors: Mapping[str, Tensor]) -
     _check_scale(kind, scale)
     if (scale < 0).any():
         raise FaultyTensorError(kind, "holds a negative scale")
-    if any((values.view(torch.uint8) == code).any() for code in _NO_NUMBERS):
+    if values.numel() and (values.view(torch.uint8) & 0x7F).max() == _NO_NUMBER:
         raise FaultyTensorError("weight", "holds values that are no numbers")
     out_size, in_size = values.shape
     return Float8Weight(values, _by_row(scale, weight_format, out_size), weight_format.columns or in_size)
@@ -202,7 +202,7 @@ def signed(numbers: Tensor, bits: int) -> Tensor:
 
 def _awq_columns(numbers: Tensor) -> Tensor:
     """Brings the columns of AutoAWQ's layout into their order."""
-    return numbers.unflatten(1, (-1, 8))[:, :, list(_AWQ_NIBBLES)].flatten(1)
+    return numbers.unflatten(1, (-1, 8)).index_select(2, _AWQ_NIBBLES).flatten(1)
 
 
 def _by_row(blocks: Tensor, weight_format: WeightFormat, out_size: int) -> Tensor:
@@ -244,8 +244,8 @@ def _assemble(codes: Tensor, stored_scale: Tensor, zeros: Tensor | None, column_
     for rows in _chunks(*codes.shape):
         chunk = weight[rows].copy_(codes[rows])
         if zeros is not None:
-            chunk.sub_(zeros[rows][:, column_groups])
-        chunk.mul_(scale[rows][:, column_groups])
+            chunk.sub_(zeros[rows].index_select(1, column_groups))
+        chunk.mul_(scale[rows].index_select(1, column_groups))
     return weight
 
 
