@@ -33,8 +33,8 @@ class SamplingStep(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "entries", "highest", *_COLUMNS, "num_tokens", *_LISTS)),
         *((name, ctypes.c_void_p) for name in ("history", "num_prompt_tokens")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size", "max_biases", "max_stops")),
-        *((name, ctypes.c_int64) for name in ("history_stride", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size", "logits_stride")),
+        *((name, ctypes.c_int64) for name in ("max_biases", "max_stops", "history_stride", "num_threads")),
         *((name, ctypes.c_void_p) for name in ("scratch", "token_ids", "statuses")),
     )
 
@@ -61,7 +61,8 @@ class _Kernel:
     ) -> Chosen:
         """Choose tokens by a step whose columns are filled in. Raises ValueError if the arguments do not fit."""
         num_rows, vocab_size = logits.shape
-        check("logits", logits, torch.float32, (num_rows, vocab_size))
+        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+            raise ValueError(f"the logits are {list(logits.shape)} of {logits.dtype}; make them dense rows of float32")
         if highest is not None:
             check("highest", highest, torch.int64, (num_rows,))
         num_threads = min(torch.get_num_threads(), max(num_rows, 1))
@@ -74,6 +75,7 @@ class _Kernel:
         step.entries = None if entries is None else _address(entries, np.int64, num_rows)
         step.num_tokens = _address(num_tokens, np.int64, num_rows)
         step.num_rows, step.vocab_size, step.num_threads = num_rows, vocab_size, num_threads
+        step.logits_stride = logits.stride(0)
         step.scratch = self._scratch.data_ptr()
         step.token_ids, step.statuses = (_address(column, column.dtype, num_rows) for column in chosen)
         self._sample(ctypes.addressof(step))

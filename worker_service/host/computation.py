@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.kernels.cpu import CpuKernels
-from pagewire.kernels.cpu.sampler import CpuSampler, TorchSampler
+from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TorchSampler
 from pagewire.kernels.cpu.sampling import TokenHistory, highest_logits
 from worker_service.attention import AttentionBackend, LayerCache
 from worker_service.host.batch import build_batch
@@ -46,9 +46,11 @@ class HostComputation:
         self._layers = layers
         self._backend = backend
         self._history = TokenHistory(table.token_ids, table.num_prompt_tokens)
-        sampler = None if kernels is None else CpuSampler(kernels.library)
-        self._sampler = sampler or TorchSampler()
-        self._table_sampler = sampler and sampler.of_table(table.sampling.all_columns(), self._history)
+        self._sampler: CpuSampler | TorchSampler = TorchSampler()
+        self._table_sampler: TableSampler | None = None
+        if kernels is not None:
+            self._sampler = CpuSampler(kernels.library)
+            self._table_sampler = self._sampler.of_table(table.sampling.all_columns(), self._history)
 
     def capture_graphs(self) -> None:
         """See `Computation.capture_graphs`."""
