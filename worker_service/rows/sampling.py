@@ -123,7 +123,9 @@ class SamplingTable:
 
     def columns(self, step: "StepSampling") -> SamplingColumns:
         """Return the sampling columns of a step's rows, on a CPU."""
-        columns = _columns(self.lines[:, step.slots], self.seeds[step.slots], step.num_tokens.astype(np.int32))
+        columns = _columns(
+            self.lines.take(step.slots, axis=1), self.seeds[step.slots], step.num_tokens.astype(np.int32)
+        )
         edits = {name: torch.from_numpy(column) for name, column in step.edits.items()}
         return columns._replace(**edits) if edits else columns
 
