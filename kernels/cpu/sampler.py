@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from pagewire.kernels.cpu.paged import check
@@ -20,6 +20,10 @@ _COLUMNS = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("top_k", "sample_indexes", "slots", "seeds"),
 )
+_DTYPES = {
+    **dict.fromkeys(("top_k", "sample_indexes", "slots"), torch.int32),
+    "seeds": torch.int64,
+}
 _LISTS = ("bias_token_ids", "bias_values", "stop_token_ids", "min_num_tokens")
 
 
@@ -29,8 +33,8 @@ class SamplingStep(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "entries", "highest", *_COLUMNS, "num_tokens", *_LISTS)),
         *((name, ctypes.c_void_p) for name in ("history", "num_prompt_tokens")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size", "max_biases", "max_stops")),
-        *((name, ctypes.c_int64) for name in ("history_stride", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size", "logits_stride")),
+        *((name, ctypes.c_int64) for name in ("max_biases", "max_stops", "history_stride", "num_threads")),
         *((name, ctypes.c_void_p) for name in ("scratch", "token_ids", "statuses")),
     )
 
@@ -42,15 +46,47 @@ class Chosen(NamedTuple):
     statuses: NDArray[np.uint8]
 
 
-class CpuSampler:
-    """The sampler in C. It computes in memory that it keeps, so only one call may run at a time."""
+class _Kernel:
+    """The call of C. It computes in memory that it keeps, so only one may run at a time."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._sample = library.sample
         self._sample.argtypes, self._sample.restype = [ctypes.c_void_p], None
         self._scratch_size = library.sampling_scratch_size
         self._scratch_size.argtypes, self._scratch_size.restype = [ctypes.c_int64], ctypes.c_int64
-        self._scratch = np.empty(0, np.float32)
+        self._scratch = torch.empty(0)
+
+    def choose(
+        self, step: SamplingStep, logits: Tensor, num_tokens: Indexes, highest: Tensor | None, entries: Indexes | None
+    ) -> Chosen:
+        """Choose tokens by a step whose columns are filled in. Raises ValueError if the arguments do not fit."""
+        num_rows, vocab_size = logits.shape
+        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+            raise ValueError(f"the logits are {list(logits.shape)} of {logits.dtype}; make them dense rows of float32")
+        if highest is not None:
+            check("highest", highest, torch.int64, (num_rows,))
+        num_threads = min(torch.get_num_threads(), max(num_rows, 1))
+        num_floats = num_threads * self._scratch_size(vocab_size)
+        if len(self._scratch) < num_floats:
+            self._scratch = torch.empty(num_floats)
+        chosen = Chosen(np.empty(num_rows, np.int64), np.empty(num_rows, np.uint8))
+        step.logits = logits.data_ptr()
+        step.highest = None if highest is None else highest.data_ptr()
+        step.entries = None if entries is None else _address(entries, np.int64, num_rows)
+        step.num_tokens = _address(num_tokens, np.int64, num_rows)
+        step.num_rows, step.vocab_size, step.num_threads = num_rows, vocab_size, num_threads
+        step.logits_stride = logits.stride(0)
+        step.scratch = self._scratch.data_ptr()
+        step.token_ids, step.statuses = (_address(column, column.dtype, num_rows) for column in chosen)
+        self._sample(ctypes.addressof(step))
+        return chosen
+
+
+class CpuSampler:
+    """The sampler in C."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._kernel = _Kernel(library)
 
     def sample(
         self,
@@ -60,53 +96,49 @@ class CpuSampler:
         max_logprobs: int | None = None,
         highest: Tensor | None = None,
     ) -> SampledTokens:
-        """See `pagewire.kernels.cpu.sampling.sample`. Slots are lines of `history`."""
-        num_tokens = columns.num_tokens.numpy().astype(np.int64)
-        chosen = self._choose(logits, columns, num_tokens, history, highest, None)
-        is_nan = chosen.statuses == _NAN
+        """See `pagewire.kernels.cpu.sampling.sample`. `columns.slots` name lines of `history`."""
+        step = _step(columns, history)
+        _put_lists(step, columns)
+        chosen = self._kernel.choose(step, logits, columns.num_tokens.numpy().astype(np.int64), highest, None)
         left = np.flatnonzero(chosen.statuses == _OPEN)
         if len(left):
             chosen.token_ids[left] = choose(logits, columns, left)
-        return report(logits, columns, chosen.token_ids, is_nan, max_logprobs)
+        return report(logits, columns, chosen.token_ids, chosen.statuses == _NAN, max_logprobs)
 
-    def _choose(
-        self,
-        logits: Tensor,
-        columns: SamplingColumns,
-        num_tokens: Indexes,
-        history: TokenHistory | None,
-        highest: Tensor | None,
-        entries: Indexes | None,
-    ) -> Chosen:
-        num_rows, vocab_size = logits.shape
-        check("logits", logits, torch.float32, (num_rows, vocab_size))
-        num_threads = min(torch.get_num_threads(), max(num_rows, 1))
-        chosen = Chosen(np.empty(num_rows, np.int64), np.empty(num_rows, np.uint8))
-        step = SamplingStep(
-            logits=logits.data_ptr(),
-            highest=None if highest is None else highest.data_ptr(),
-            entries=None if entries is None else entries.ctypes.data,
-            num_tokens=num_tokens.ctypes.data,
-            num_rows=num_rows,
-            vocab_size=vocab_size,
-            num_threads=num_threads,
-            scratch=self._room(num_threads * self._scratch_size(vocab_size)),
-            token_ids=chosen.token_ids.ctypes.data,
-            statuses=chosen.statuses.ctypes.data,
-        )
-        for name in _COLUMNS:
-            setattr(step, name, getattr(columns, name).data_ptr())
-        _put_lists(step, columns)
-        if history is not None:
-            step.history, step.num_prompt_tokens = history.token_ids.ctypes.data, history.num_prompt_tokens.ctypes.data
-            step.history_stride = history.token_ids.shape[1]
-        self._sample(ctypes.addressof(step))
-        return chosen
+    def of_table(self, columns: SamplingColumns, history: TokenHistory) -> "TableSampler":
+        """Return the sampler of a table's rows: `columns` have an entry for each slot, and are read at each call."""
+        return TableSampler(self._kernel, columns, history)
 
-    def _room(self, num_floats: int) -> int:
-        if len(self._scratch) < num_floats:
-            self._scratch = np.empty(num_floats, np.float32)
-        return self._scratch.ctypes.data
+
+class TableSampler:
+    """Chooses tokens of rows by slot, where nothing else is asked for: no biases, suppression or log-probabilities."""
+
+    def __init__(self, kernel: _Kernel, columns: SamplingColumns, history: TokenHistory) -> None:
+        self._kernel = kernel
+        self._columns, self._history = columns, history  # whose memory the step names
+        self._step = _step(columns, history)
+
+    def take_tokens(
+        self, logits: Tensor, slots: Indexes, num_tokens: Indexes, highest: Tensor | None = None
+    ) -> tuple[Indexes, NDArray[np.bool_]]:
+        """The tokens of the rows of some slots, and where the logits hold NaN.
+
+        Args:
+            logits: [R, vocab_size] float32, overwritten.
+            slots: [R] int64.
+            num_tokens: [R] int64, as `SamplingColumns` has them.
+            highest: see `pagewire.kernels.cpu.sampling.sample`.
+        """
+        chosen = self._kernel.choose(self._step, logits, num_tokens, highest, slots)
+        left = np.flatnonzero(chosen.statuses == _OPEN)
+        if len(left):
+            chosen.token_ids[left] = choose(logits, self._columns_of(slots, num_tokens), left)
+        return chosen.token_ids, chosen.statuses == _NAN
+
+    def _columns_of(self, slots: Indexes, num_tokens: Indexes) -> SamplingColumns:
+        columns = {name: torch.from_numpy(getattr(self._columns, name).numpy()[slots]) for name in _COLUMNS}
+        columns["num_tokens"] = torch.from_numpy(num_tokens.astype(np.int32))
+        return self._columns._replace(**columns)
 
 
 class TorchSampler:
@@ -122,6 +154,27 @@ class TorchSampler:
     ) -> SampledTokens:
         """See `CpuSampler.sample`."""
         return sample(logits, columns, SeenTokens.of_rows(columns, history), max_logprobs, highest)
+
+
+def _step(columns: SamplingColumns, history: TokenHistory) -> SamplingStep:
+    """The step of these columns and nothing else."""
+    step = SamplingStep()
+    for name in _COLUMNS:
+        column = getattr(columns, name)
+        check(name, column, _DTYPES.get(name, torch.float32), (len(columns.seeds),))
+        setattr(step, name, column.data_ptr())
+    tokens, num_prompt_tokens = history
+    step.history = _address(tokens, np.int32, len(tokens))
+    step.num_prompt_tokens = _address(num_prompt_tokens, np.int64, len(tokens))
+    step.history_stride = tokens.shape[1]
+    return step
+
+
+def _address(array: NDArray, dtype: DTypeLike, length: int) -> int:
+    """Where a dense array begins. Raises ValueError if it is not what the kernel reads."""
+    if array.dtype != dtype or len(array) != length or not array.flags.c_contiguous:
+        raise ValueError(f"an array is {array.shape} of {array.dtype}; make it {length} of {dtype}, dense")
+    return array.__array_interface__["data"][0]
 
 
 def _put_lists(step: SamplingStep, columns: SamplingColumns) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.kernels.cpu.sampling import SeenTokens, sample
+from pagewire.kernels.cpu.sampler import CpuSampler, TorchSampler
+from pagewire.kernels.cpu.sampling import TokenHistory
 from worker_service.rows.reading import ValueReader
 from worker_service.rows.sampling import SamplingTable
 from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
@@ -43,7 +44,7 @@ class Draws:
     candidates: Candidates  # columns over the rows of beams that are not NaN
 
 
-def draw(logits: torch.Tensor, special: Sequence[SamplingRow]) -> Draws:
+def draw(logits: torch.Tensor, special: Sequence[SamplingRow], sampler: CpuSampler | TorchSampler) -> Draws:
     """Rows that are not among the special ones ask for nothing."""
     num_rows, vocab_size = logits.shape
     table = SamplingTable(num_rows, vocab_size)
@@ -55,9 +56,13 @@ def draw(logits: torch.Tensor, special: Sequence[SamplingRow]) -> Draws:
             RowOpening(row.index, row.index, (), row.num_prompt_tokens, 0, (), row.sampling, row.seed, row.sample_index)
         )
     step = table.of_step(np.arange(num_rows), np.array([len(row.token_ids) for row in rows]))
-    penalized = [row for row in rows if step.is_penalized[row.index]]
-    seen = SeenTokens.of((row.index, row.token_ids, row.num_prompt_tokens) for row in penalized) if penalized else None
-    sampled = sample(logits.clone(), table.columns(step), seen, step.max_reported)
+    history = TokenHistory(
+        np.zeros((num_rows, max(len(row.token_ids) for row in rows)), np.int32),
+        np.array([row.num_prompt_tokens for row in rows]),
+    )
+    for tokens, row in zip(history.token_ids, rows, strict=True):
+        tokens[: len(row.token_ids)] = row.token_ids
+    sampled = sampler.sample(logits.clone(), table.columns(step), history, step.max_reported)
     samples = step.read(ValueReader.of(step.results(sampled)))
     is_nan = [status is RowStatus.NAN_LOGITS for status in samples.statuses] or [False] * num_rows
     return Draws(sampled.token_ids.tolist(), is_nan, samples.logprobs, samples.candidates)

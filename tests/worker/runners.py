@@ -10,13 +10,14 @@ from worker_service.models.communicator import SingleRank
 from worker_service.models.model import Model
 from worker_service.rows.table import SequenceTable, TableLimits
 from worker_service.runner import ModelRunner
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.streams import Device
 
 
 def host_runner(
     model: Model, cache: CacheEngine, backend: AttentionBackend, limits: TableLimits, *, splits_steps: bool = True
 ) -> ModelRunner:
-    computation = HostComputation(LayeredModel(model), cache.layers, backend, SequenceTable(limits))
+    computation = HostComputation(LayeredModel(model), cache.layers, backend, SequenceTable(limits), load_cpu_kernels())
     return ModelRunner(computation, cache, SingleRank(), splits_steps)
 
 

@@ -9,12 +9,25 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire.kernels.cpu import NATIVE
+from pagewire.kernels.cpu.sampler import CpuSampler, TorchSampler
 from pagewire.kernels.sampling import logprob_columns
+from tests.kernels.variants import load_variant
 from tests.worker import drawing
 from tests.worker.drawing import Draws, SamplingRow
 from worker_service.step import Candidates, Logprobs, SamplingParams
 
 VOCAB_SIZE = 60
+
+
+_samplers: list[CpuSampler | TorchSampler] = [TorchSampler()]
+
+
+@pytest.fixture(autouse=True, params=["torch", "c"])
+def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `draw` draws with."""
+    if request.param == "c":
+        monkeypatch.setitem(globals(), "_samplers", [CpuSampler(load_variant(NATIVE).library)])
 
 
 def row(
@@ -29,7 +42,7 @@ def random_logits(seed: int, num_rows: int, vocab_size: int = VOCAB_SIZE) -> tor
 
 
 def draw(logits: torch.Tensor, *rows: SamplingRow) -> Draws:
-    return drawing.draw(logits, rows)
+    return drawing.draw(logits, rows, *_samplers)
 
 
 # Greedy

@@ -5,9 +5,12 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.cpu.sampling import SeenTokens, highest_logits, sample
+from pagewire.kernels.cpu import CpuKernels
+from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TorchSampler
+from pagewire.kernels.cpu.sampling import TokenHistory, highest_logits
 from worker_service.attention import AttentionBackend, LayerCache
 from worker_service.host.batch import build_batch
 from worker_service.host.model import HostModel
@@ -15,7 +18,6 @@ from worker_service.rows import (
     BegunStep,
     Samples,
     SequenceTable,
-    StepSampling,
     StepWatch,
     ValueReader,
     WorkingRows,
@@ -31,13 +33,24 @@ class HostComputation:
     graph_sizes: tuple[int, ...] = ()
 
     def __init__(
-        self, model: HostModel, layers: Sequence[LayerCache], backend: AttentionBackend, table: SequenceTable
+        self,
+        model: HostModel,
+        layers: Sequence[LayerCache],
+        backend: AttentionBackend,
+        table: SequenceTable,
+        kernels: CpuKernels | None,
     ) -> None:
-        """`layers`: of the KV cache."""
+        """`layers`: of the KV cache. `kernels`: that sample; None: plain torch does."""
         self.table = table
         self._model = model
         self._layers = layers
         self._backend = backend
+        self._history = TokenHistory(table.token_ids, table.num_prompt_tokens)
+        self._sampler: CpuSampler | TorchSampler = TorchSampler()
+        self._table_sampler: TableSampler | None = None
+        if kernels is not None:
+            self._sampler = CpuSampler(kernels.library)
+            self._table_sampler = self._sampler.of_table(table.sampling.all_columns(), self._history)
 
     def capture_graphs(self) -> None:
         """See `Computation.capture_graphs`."""
@@ -69,6 +82,9 @@ class HostComputation:
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if rows.are_plain:
             samples = self._take_highest(rows, logits, highest)
+        elif self._table_sampler is not None and self.table.sampling.takes_token[rows.slots].all():
+            sampled = rows.slots[rows.samples], rows.ends[rows.samples]
+            samples = self._put(rows, *self._table_sampler.take_tokens(logits, *sampled, highest))
         else:
             samples, prompt_logprobs = self._sample(rows, hidden, logits, highest)
         watch.end("sampling")
@@ -78,8 +94,11 @@ class HostComputation:
         """Sample rows that all take the token of the highest logit. This does without torch, whose operations would
         take longer than all the rest."""
         token_ids = (highest_logits(logits) if highest is None else highest).numpy()
-        is_nan = token_ids < 0
-        self.table.put_tokens(rows, np.maximum(token_ids, 0))
+        return self._put(rows, np.maximum(token_ids, 0), token_ids < 0)
+
+    def _put(self, rows: WorkingRows, token_ids: NDArray[np.int64], is_nan: NDArray[np.bool_]) -> Samples:
+        """The samples of rows that give a token and tell nothing else."""
+        self.table.put_tokens(rows, token_ids)
         return Samples(row_statuses(is_nan), tuple(token_ids[~is_nan].tolist()))
 
     def _sample(
@@ -87,7 +106,7 @@ class HostComputation:
     ) -> tuple[Samples, tuple[PromptLogprobs, ...]]:
         table, sampling = self.table, self.table.sampling.of_step(rows.slots[rows.samples], rows.ends[rows.samples])
         columns = table.sampling.columns(sampling)
-        sampled = sample(logits, columns, self._seen_tokens(sampling), sampling.max_reported, highest)
+        sampled = self._sampler.sample(logits, columns, self._history, sampling.max_reported, highest)
         chunks = prompt_chunks(table, rows)
         results = sampling.results(sampled)
         for chunk in chunks:
@@ -97,13 +116,3 @@ class HostComputation:
         samples = sampling.read(reading)
         table.put_tokens(rows, sampled.token_ids.numpy())
         return samples, tuple(chunk.read(reading) for chunk in chunks)
-
-    def _seen_tokens(self, sampling: StepSampling) -> SeenTokens | None:
-        table, penalized = self.table, np.flatnonzero(sampling.is_penalized)
-        if not len(penalized):
-            return None
-        slots = sampling.slots
-        return SeenTokens.of(
-            (row, table.token_ids[slots[row], : sampling.num_tokens[row]], int(table.num_prompt_tokens[slots[row]]))
-            for row in penalized.tolist()
-        )

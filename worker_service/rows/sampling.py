@@ -43,6 +43,7 @@ class SamplingTable:
         num_prompt_logprobs: [num_slots], -1: none asked for.
         reports_candidates: [num_slots], instead of choosing a token.
         is_plain: [num_slots], the row gives the highest of the model's own logits and tells nothing else.
+        takes_token: [num_slots], the row gives one token by its numbers in `lines` alone and tells nothing else.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -55,6 +56,7 @@ class SamplingTable:
         self.num_prompt_logprobs = np.full(num_slots, -1, np.int64)
         self.reports_candidates = np.zeros(num_slots, np.bool_)
         self.is_plain = np.zeros(num_slots, np.bool_)
+        self.takes_token = np.zeros(num_slots, np.bool_)
         self._is_biased = np.zeros(num_slots, np.bool_)
         self._min_num_tokens = np.zeros(num_slots, np.int64)  # with fewer, stop tokens are suppressed; 0: never
 
@@ -87,15 +89,16 @@ class SamplingTable:
         self.reports_candidates[slot] = reports_candidates
         self._is_biased[slot] = is_biased
         self._min_num_tokens[slot] = min_num_tokens if is_delayed else 0
-        takes_highest = sampling.temperature == 0.0 and not (is_biased or is_delayed or is_penalized)
-        self.is_plain[slot] = takes_highest and num_reported is None and num_prompt_logprobs < 0
+        takes_token = not (is_biased or is_delayed) and num_reported is None and num_prompt_logprobs < 0
+        self.takes_token[slot] = takes_token
+        self.is_plain[slot] = takes_token and sampling.temperature == 0.0 and not is_penalized
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
         """Rows become copies of others. Every source is read before a target is written."""
         self.lines[:, targets] = self.lines[:, sources]
         self._integers["slots"][targets] = np.where(self.is_penalized[targets], targets, -1)
         for column in (
-            *(self.seeds, self.num_prompt_logprobs, self.reports_candidates, self.is_plain),
+            *(self.seeds, self.num_prompt_logprobs, self.reports_candidates, self.is_plain, self.takes_token),
             *(self._is_biased, self._min_num_tokens),
         ):
             column[targets] = column[sources]
@@ -114,14 +117,14 @@ class SamplingTable:
             edits=self._edits(slots, num_tokens),
         )
 
+    def all_columns(self) -> SamplingColumns:
+        """Return the sampling columns of all slots, in the table's own memory. Numbers of tokens mean nothing."""
+        return _columns(self.lines, self.seeds, np.zeros(len(self.seeds), np.int32))
+
     def columns(self, step: "StepSampling") -> SamplingColumns:
         """Return the sampling columns of a step's rows, on a CPU."""
-        lines = self.lines[:, step.slots]
-        columns = SamplingColumns.of(
-            map(torch.from_numpy, lines[: len(FLOATS)].view(np.float32)),
-            map(torch.from_numpy, lines[len(FLOATS) :]),
-            torch.from_numpy(self.seeds[step.slots].view(np.int64)),
-            torch.from_numpy(step.num_tokens.astype(np.int32)),
+        columns = _columns(
+            self.lines.take(step.slots, axis=1), self.seeds[step.slots], step.num_tokens.astype(np.int32)
         )
         edits = {name: torch.from_numpy(column) for name, column in step.edits.items()}
         return columns._replace(**edits) if edits else columns
@@ -203,6 +206,15 @@ class StepSampling:
             columns = (chosen[asks], ranks[asks], top_ids[top], top_logprobs[top])
             logprobs = Logprobs(*(tuple(column.tolist()) for column in columns))
         return Samples(row_statuses(is_nan), tuple(token_ids[~is_nan & chooses].tolist()), logprobs, candidates)
+
+
+def _columns(lines: NDArray[np.int32], seeds: NDArray[np.uint64], num_tokens: NDArray[np.int32]) -> SamplingColumns:
+    return SamplingColumns.of(
+        map(torch.from_numpy, lines[: len(FLOATS)].view(np.float32)),
+        map(torch.from_numpy, lines[len(FLOATS) :]),
+        torch.from_numpy(seeds.view(np.int64)),
+        torch.from_numpy(num_tokens),
+    )
 
 
 def has_penalties(sampling: SamplingParams) -> bool:

@@ -92,7 +92,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     model = _load_weights(unloaded, report)
     streams = CudaDevice(device) if is_gpu else None
     assembly = _Assembly(
-        config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams
+        config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams, kernels
     )
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_size(shape, num_device_blocks, max_model_len)
@@ -181,6 +181,7 @@ class _Assembly:
     max_model_len: int
     communicator: Communicator
     streams: CudaDevice | None  # on a GPU
+    kernels: CpuKernels | None
 
     def runner(
         self, num_device_blocks: int, num_host_blocks: int = 0, *, splits_steps: bool = True
@@ -194,7 +195,8 @@ class _Assembly:
     def _computation(self, cache: CacheEngine, limits: TableLimits) -> Computation:
         table = SequenceTable(limits)
         if self.streams is None:
-            return HostComputation(host_model(self.model, self.backend), cache.layers, self.backend, table)
+            model = host_model(self.model, self.backend)
+            return HostComputation(model, cache.layers, self.backend, table, self.kernels)
         # A graph would hold what ranks exchange by the connections of one epoch.
         max_graph_batch_size = self.config.max_graph_batch_size if self.communicator.size == 1 else 0
         sampler = create_sampler(limits.vocab_size)

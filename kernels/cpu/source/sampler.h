@@ -15,7 +15,7 @@ enum { ROW_CHOSEN, ROW_NAN, ROW_OPEN };  // open: the caller chooses, from logit
 // Columns have an entry for each row: its own, or where there are `entries` the one that these name. `sampler.py`
 // mirrors this structure.
 typedef struct {
-  float* logits;           // [num_rows, vocab_size]; those of rows with edits are overwritten
+  float* logits;           // [num_rows, vocab_size], rows logits_stride apart; those of rows with edits are overwritten
   const int64_t* entries;  // [num_rows], or NULL
   const int64_t* highest;  // [num_rows] of the logits as they come, -1 where one is NaN; or NULL
   const float *temperature, *top_p, *min_p, *repetition_penalty, *presence_penalty, *frequency_penalty;
@@ -28,7 +28,7 @@ typedef struct {
   const int32_t* min_num_tokens;      // [num_rows]
   const int32_t* history;             // [num_slots, history_stride]: the tokens of rows with penalties; or NULL
   const int64_t* num_prompt_tokens;   // [num_slots]
-  int64_t num_rows, vocab_size, max_biases, max_stops, history_stride, num_threads;
+  int64_t num_rows, vocab_size, logits_stride, max_biases, max_stops, history_stride, num_threads;
   float* scratch;      // [num_threads, 2, padded_vocab_size(vocab_size)]
   int64_t* token_ids;  // [num_rows] out; 0 where the row is not chosen
   uint8_t* statuses;   // [num_rows] out
@@ -334,7 +334,7 @@ static int scale(candidates* c, const float* logits, int64_t vocab_size, float h
 
 static void sample_row(const sampling_step* step, int64_t row, float* scratch) {
   const int64_t vocab_size = step->vocab_size, entry = step->entries ? step->entries[row] : row;
-  float* logits = step->logits + row * vocab_size;
+  float* logits = step->logits + row * step->logits_stride;
   candidates c = {.values = scratch, .ids = (int32_t*)(scratch + padded_vocab_size(vocab_size))};
   int64_t token = step->highest ? step->highest[row] : find_highest(logits, vocab_size);
   step->token_ids[row] = 0;

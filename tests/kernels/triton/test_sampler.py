@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from pagewire.kernels import sampling
+from pagewire.kernels.cpu.sampler import TorchSampler
 from pagewire.kernels.triton import sampler
 from tests.kernels.triton.checks.sampler import (
     MAX_LOGPROBS,
@@ -67,7 +68,7 @@ def test_the_specification_draws_what_the_workers_sampler_draws(seed, vocab_size
     logits = random_logits(seed, len(rows), vocab_size, deviation, torch.device("cpu"))
     columns, counts = make_columns(rows, logits.device), make_counts(rows, vocab_size, logits.device)
     specified = sampling.sample(logits.clone(), columns, counts, MAX_LOGPROBS)
-    samples = draw(logits, [on_cpu(i, row) for i, row in enumerate(rows)])
+    samples = draw(logits, [on_cpu(i, row) for i, row in enumerate(rows)], TorchSampler())
     assert specified.token_ids.tolist() == samples.token_ids
     reported = [i for i, row in enumerate(rows) if row.num_logprobs >= 0]
     assert specified.logprobs[reported].tolist() == pytest.approx(samples.logprobs.chosen, abs=1e-5)
