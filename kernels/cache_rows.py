@@ -39,5 +39,5 @@ def read_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The values [..., head_dim] in `dtype` of what a cache holds, [..., row_size]."""
     if rows.dtype != SCALED:
         return rows.to(dtype)
-    scale = rows[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
+    scale = rows[..., -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (rows[..., :-_SCALE_BYTES].to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)

@@ -1,7 +1,8 @@
 """The C kernels as functions on tensors. Each is specified by the function of its name in `pagewire.kernels.reference`.
 
 All tensors are on the CPU and of one dtype: float32, bfloat16 or float16; only a cache may be of 16 bits where the rest
-is float32, and of 8 bits (float8_e4m3fn, or int8 with scales: `pagewire.kernels.cache_rows`) whatever the rest is. Arithmetic is in float32; what plain torch would store in the dtype in between is rounded to it here too.
+is float32, and of 8 bits (float8_e4m3fn, or int8 with scales: `pagewire.kernels.cache_rows`) whatever the rest is.
+Arithmetic is in float32; what plain torch would store in the dtype in between is rounded to it here too.
 Nothing is read or written before the arguments have been checked, but indices inside tensors (block tables, slots) are
 trusted.
 """

@@ -98,8 +98,9 @@ def attend(rng, kernels, prompt, start, end, company=ALONE):
     starts = [0]
     for _, num_queries in lengths:
         starts.append(starts[-1] + num_queries)
+    seq_lens = [sum(length) for length in lengths]
     output = kernels.paged_attention(
-        torch.cat(queries), *cache.view(prompt.key.dtype), tables, [sum(length) for length in lengths], starts, prompt.scoring,
+        torch.cat(queries), *cache.view(prompt.key.dtype), tables, seq_lens, starts, prompt.scoring,
         num_threads=company.num_threads,
     )  # fmt: skip
     return output[starts[company.index] : starts[company.index + 1]]

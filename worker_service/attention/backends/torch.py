@@ -61,7 +61,10 @@ class TorchAttention:
         """Sorts the rows into kinds and computes their cache indices and masks. See `AttentionBackend.prepare`."""
         caches = [(_TokenRows(keys), _TokenRows(values)) for keys, values in kv_cache]
         windows = self._windows or (0,) * len(kv_cache)
-        steps = [_Step.of(batch, kv_cache[0][0], window, self._dtype or kv_cache[0][0].dtype) for window in sorted(set(windows))]
+        steps = [
+            _Step.of(batch, kv_cache[0][0], window, self._dtype or kv_cache[0][0].dtype)
+            for window in sorted(set(windows))
+        ]
         parts = {step.window: [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)] for step in steps}
         block_size = steps[0].block_size
         written = steps[0].cache_rows(batch.slot_mapping // block_size, batch.slot_mapping % block_size)
