@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring, Selection
+from pagewire.kernels.cache_rows import read_rows, write_rows
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -15,26 +16,17 @@ def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache
 
     Args:
         key, value: [T, num_kv_heads, head_dim].
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], strided or not. Caches of
-            float8_e4m3fn hold what `quantize` makes of keys and values.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], strided or not. They hold what
+            `write_rows` of `pagewire.kernels.cache_rows` makes of keys and values.
         slot_mapping: [T], `block_id * block_size + offset` of each token; a token of slot -1 is skipped.
     """
-    if key_cache.dtype == torch.float8_e4m3fn:
-        key, value = quantize(key), quantize(value)
+    key, value = write_rows(key, key_cache.dtype), write_rows(value, value_cache.dtype)
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == -1:
             continue
         key_cache[slot // block_size, slot % block_size] = key[token]
         value_cache[slot // block_size, slot % block_size] = value[token]
-
-
-def quantize(x: Tensor) -> Tensor:
-    """Rounds x to float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
-
-    https://arxiv.org/abs/2209.05433. Rounded to nearest even; what lies beyond +-448 becomes that, and NaN stays NaN.
-    """
-    return x.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
 def copy_blocks(cache: Tensor, source_ids: Tensor, target_ids: Tensor) -> None:
@@ -78,7 +70,7 @@ def paged_attention(
 
     Args:
         query: [T, num_heads, head_dim]; as many heads in a row as num_heads / num_kv_heads read one KV head.
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], as `write_rows` fills them.
         block_tables: [S, max_blocks], block ids; entries of blocks without a position to read are never read.
         seq_lens: [S], positions of each row after this step.
         query_start_loc: [S + 1].
@@ -103,7 +95,8 @@ def paged_attention(
                 selected = selection.blocks[row, head, : int(selection.num_blocks[row, head])]
                 positions = positions[torch.isin(positions // block_size, selected)]
             slots = block_tables[row].long()[positions // block_size], positions % block_size, head
-            keys, values = key_cache[slots].to(groups.dtype), value_cache[slots].to(groups.dtype)  # [N, head_dim]
+            # [N, head_dim] each
+            keys, values = (read_rows(cache[slots], groups.dtype) for cache in (key_cache, value_cache))
             scores = torch.einsum("qgd,nd->gqn", groups[start:end, head], keys) * scoring.scale
             distances = query_positions[:, None] - positions  # [queries, N]
             weights = attention_weights(scores, distances, window, slopes[head], scoring.softcap)

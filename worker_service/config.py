@@ -58,8 +58,9 @@ class WorkerConfig:
     kv_cache_dtype: str = option(
         "auto",
         "data type of the KV cache; auto: the one the model computes in. A smaller one saves memory and bandwidth but "
-        "is less exact: 16 bits on a CPU that computes in float32, fp8 (e4m3, scale 1) on a GPU",
-        choices=("auto", "bfloat16", "float16", "fp8"),
+        "is less exact: 16 bits on a CPU that computes in float32; fp8 (e4m3, scale 1); on a CPU int8 (with a scale "
+        "for each head and position)",
+        choices=("auto", "bfloat16", "float16", "fp8", "int8"),
     )
     gpu_memory_utilization: float = option(
         0.9,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cache_rows import head_dim_of
 from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
-from pagewire.kernels.cpu.paged import PagedRows, cache_step, check
+from pagewire.kernels.cpu.paged import CACHE_ELEMENTS, PagedRows, cache_step, check
 
 # One layer's (key_cache, value_cache), [num_blocks, block_size, num_kv_heads, head_dim] each.
 LayerCache = tuple[Tensor, Tensor]
@@ -264,22 +265,22 @@ class DecoderKernel:
         if kv_cache is self._kv_cache:
             return
         first_key, first_value = kv_cache[0]
-        self._check_heads(*first_key.shape[2:])
+        self._check_heads(first_key.shape[2], head_dim_of(first_key))
         for key, value in kv_cache:
             found = (key.shape, key.stride(), value.shape, value.stride(), key.dtype, value.dtype)
             first = (first_key.shape, first_key.stride(), first_value.shape, first_value.stride())
-            if found != (*first, first_key.dtype, first_key.dtype) or key.dtype not in ELEMENTS:
+            if found != (*first, first_key.dtype, first_key.dtype) or key.dtype not in CACHE_ELEMENTS:
                 raise ValueError(
                     f"caches of {key.dtype} {tuple(key.shape)} with strides {key.stride()} and of {first_key.dtype} "
                     f"{tuple(first_key.shape)} with strides {first_key.stride()}: all layers have one shape, in one of "
-                    f"{', '.join(map(str, ELEMENTS))}"
+                    f"{', '.join(map(str, CACHE_ELEMENTS))}"
                 )
         for mirror, operation in zip(self._operations, self._model, strict=True):
             if isinstance(operation, Turn | AttendTo):
                 key, value = kv_cache[operation.layer]
                 mirror.key_cache, mirror.value_cache = key.data_ptr(), value.data_ptr()
                 mirror.window = scorings[operation.layer].window
-        self._decoder.cache_element = ELEMENTS[first_key.dtype]
+        self._decoder.cache_element = CACHE_ELEMENTS[first_key.dtype]
         self._kv_cache = kv_cache
 
     def _check_heads(self, num_kv_heads: int, head_dim: int) -> None:

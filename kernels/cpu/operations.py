@@ -1,7 +1,8 @@
 """The C kernels as functions on tensors. Each is specified by the function of its name in `pagewire.kernels.reference`.
 
 All tensors are on the CPU and of one dtype: float32, bfloat16 or float16; only a cache may be of 16 bits where the rest
-is float32. Arithmetic is in float32; what plain torch would store in the dtype in between is rounded to it here too.
+is float32, and of 8 bits (float8_e4m3fn, or int8 with scales: `pagewire.kernels.cache_rows`) whatever the rest is.
+Arithmetic is in float32; what plain torch would store in the dtype in between is rounded to it here too.
 Nothing is read or written before the arguments have been checked, but indices inside tensors (block tables, slots) are
 trusted.
 """
@@ -15,12 +16,18 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
 from pagewire.kernels.cpu.linear import ACTIVATIONS, PackedLinear, QuantizedPanels, SourceWeight
-from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
+from pagewire.kernels.cpu.paged import EIGHT_BITS, PagedRows, check, paged_step
 from pagewire.kernels.quantized import QuantizedWeight
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Of queries, and of the cache that they attend to.
-_PAIRS = (*((dtype, dtype) for dtype in _NAMES), (torch.float32, torch.bfloat16), (torch.float32, torch.float16))
+_PAIRS = (
+    *((dtype, dtype) for dtype in _NAMES),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    *((dtype, cache_dtype) for dtype in _NAMES for cache_dtype in EIGHT_BITS),
+)
+_PAGED_NAMES = {**_NAMES, torch.float8_e4m3fn: "float8", torch.int8: "int8"}
 
 
 class CpuKernels:
@@ -41,7 +48,7 @@ class CpuKernels:
         for names, dtypes in ((signatures, [(dtype,) for dtype in _NAMES]), (paged_signatures, _PAIRS)):
             for name, argtypes in names.items():
                 for key in dtypes:
-                    function = getattr(library, "_".join([name, *(_NAMES[dtype] for dtype in key)]))
+                    function = getattr(library, "_".join([name, *(_PAGED_NAMES[dtype] for dtype in key)]))
                     function.argtypes = argtypes
                     function.restype = ctypes.c_int if name in ("paged_attention", "attend") else None
                     self._functions[name, *key] = function
@@ -76,7 +83,7 @@ class CpuKernels:
 
         Args:
             key, value: [T, num_kv_heads, head_dim]; tokens may be strided. Rounded to the cache's dtype.
-            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides but the last.
+            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], any strides but the last.
             slot_mapping: [T] integers, `block_id * block_size + offset`; a token of slot -1 is skipped.
 
         Raises:
@@ -103,8 +110,8 @@ class CpuKernels:
         https://arxiv.org/abs/1805.02867) over the pages as they lie.
 
         Args:
-            query: [T, num_heads, head_dim], of the cache's dtype or float32; tokens may be strided.
-            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], any strides but the last.
+            query: [T, num_heads, head_dim], of the cache's dtype, float32, or any over 8 bits; tokens may be strided.
+            key_cache, value_cache: [num_blocks, block_size, num_kv_heads, row_size], any strides but the last.
             block_tables: [S, max_blocks] integers. What lies past a row's end or before its window is not read.
             seq_lens, query_start_loc, scoring: as in `pagewire.kernels.reference`.
             num_threads: to use instead of torch's number.

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cache_rows import head_dim_of
 
 MAX_HEAD_DIM = 256
+# What a cache holds, in the order of source/kernels.c.
+CACHE_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 
 
 class PagedStep(ctypes.Structure):
@@ -89,8 +93,9 @@ def paged_step(
 ) -> PagedStep:
     """Checks all arguments; the structure points into them and holds none of them."""
     num_tokens, num_heads, head_dim = query.shape
-    dtype = torch.float32 if query.dtype == torch.float32 else key_cache.dtype
-    check_heads("query", query, dtype, (num_tokens, num_heads, key_cache.shape[3]))
+    is_any = query.dtype == torch.float32 or key_cache.dtype in EIGHT_BITS
+    dtype = query.dtype if is_any else key_cache.dtype
+    check_heads("query", query, dtype, (num_tokens, num_heads, head_dim_of(key_cache)))
     step = cache_step(rows, scoring, num_tokens, num_heads, query.stride(0), key_cache, value_cache, num_threads)
     if key is not None and value is not None:
         shape = (len(rows.slot_mapping), key_cache.shape[2], head_dim)
@@ -111,7 +116,8 @@ def cache_step(
     num_threads: int | None = None,
 ) -> PagedStep:
     """`paged_step` for queries that are not there yet, and without fresh keys and values."""
-    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    head_dim = head_dim_of(key_cache)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if cache.shape != key_cache.shape or cache.dtype != key_cache.dtype or cache.stride(3) != 1:
             raise ValueError(

@@ -12,7 +12,8 @@ import torch
 import pagewire.kernels.cpu
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import HeadPreparation, Scoring
-from pagewire.kernels.cpu import BuildError, PagedRows, library
+from pagewire.kernels.cache_rows import read_rows, row_size, write_rows
+from pagewire.kernels.cpu import EIGHT_BITS, BuildError, PagedRows, library
 from pagewire.kernels.cpu.library import FLAGS, MAIN_SOURCE, SOURCES, VARIANTS, build_library, find_compiler, flags_of
 from tests.compiler import skip_without_compiler
 from tests.kernels.variants import load_variant
@@ -23,7 +24,12 @@ HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
 # A few times the rounding of the output's dtype, for values of some units.
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # Of queries, and of the cache.
-DTYPES = [*((dtype, dtype) for dtype in TOLERANCES), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+DTYPES = [
+    *((dtype, dtype) for dtype in TOLERANCES),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    *((dtype, cache_dtype) for cache_dtype in EIGHT_BITS for dtype in TOLERANCES),
+]
 
 
 @dataclass
@@ -58,7 +64,7 @@ def make_step(
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     cache_dtype = cache_dtype or dtype
 
-    def randn(*shape, dtype=cache_dtype):
+    def randn(*shape, dtype):
         return torch.randn(shape, generator=generator).to(dtype)
 
     seq_lens = [context + queries for context, queries in lengths]
@@ -67,8 +73,9 @@ def make_step(
     rng.shuffle(ids)
     order = (block_size, num_kv_heads)
     is_head_major = rng.random() < 0.5
-    sizes = (NUM_LAYERS, 2, *(reversed(order) if is_head_major else order), head_dim)
-    storage = torch.full((len(ids) + 1, *sizes), float("nan"), dtype=cache_dtype)
+    sizes = (NUM_LAYERS, 2, *(reversed(order) if is_head_major else order))
+    bytes_of_row = row_size(head_dim, cache_dtype) * cache_dtype.itemsize
+    storage = torch.full((len(ids) + 1, *sizes, bytes_of_row), 0xFF, dtype=torch.uint8).view(cache_dtype)  # NaN
     storage = storage.transpose(3, 4) if is_head_major else storage
     key_cache, value_cache = storage[:, 1, 0], storage[:, 1, 1]
     block_tables = torch.zeros(len(lengths), max(num_blocks), dtype=rng.choice([torch.int32, torch.int64]))
@@ -78,8 +85,9 @@ def make_step(
         first = max(0, context - window + 1) if window else 0
         positions = torch.arange(first, seq_lens[row])
         place = table[positions // block_size], positions % block_size
-        key_cache[place] = randn(len(positions), num_kv_heads, head_dim)
-        value_cache[place] = randn(len(positions), num_kv_heads, head_dim)
+        for cache in (key_cache, value_cache):
+            rows = write_rows(randn(len(positions), num_kv_heads, head_dim, dtype=torch.float32), cache_dtype)
+            cache.view(torch.uint8)[place] = rows.view(torch.uint8)
         table[: first // block_size] = ids[0]
         block_tables[row, : len(table)] = table
         query_start_loc.append(query_start_loc[-1] + queries)
@@ -225,13 +233,42 @@ def test_large_scores_do_not_overflow(cpu_kernels):
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
 def test_store_kv_writes_the_slots_and_nothing_else(cpu_kernels, dtype, cache_dtype, head_dim):
     key, value = torch.randn(2, 5, 6, head_dim).to(dtype)[:, :, 2:5]  # strided tokens
-    storage = torch.randn(2, 2, 7, NUM_LAYERS, 4, 3, head_dim).to(cache_dtype)
+    value[0, 0, :5] = torch.tensor([500.0, -449.0, 0.001, 0.015624, -0.0])  # at the edges of 8 bits
+    key[1, 1] = 0.0
+    storage = write_rows(torch.randn(2, 2, 7, NUM_LAYERS, 4, 3, head_dim), cache_dtype)
     caches = storage[:, :, :, 1]  # (ours, expected) of keys, values
-    caches[1] = caches[0]
+    caches[1].copy_(caches[0])
     slots = torch.tensor([5, -1, 27, 0, 14])
     cpu_kernels.store_kv(key, value, caches[0, 0], caches[0, 1], slots)
     reference.reshape_and_cache(key, value, caches[1, 0], caches[1, 1], slots)
-    assert torch.equal(caches[0], caches[1])
+    assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("cache_dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_8_bits_of_bad_values_are_bad_too(cpu_kernels, value, cache_dtype):
+    """NaN for the whole head where it has a scale; e4m3 has no infinity, but a largest number."""
+    key = torch.randn(3, 2, 20)
+    key[1, 1, 7] = value
+    size = row_size(20, cache_dtype)
+    caches = torch.zeros(4, 1, 4, 2, size, dtype=torch.uint8).view(cache_dtype)
+    slots = torch.tensor([0, 1, 3])
+    cpu_kernels.store_kv(key, key, caches[0], caches[1], slots)
+    reference.reshape_and_cache(key, key, caches[2], caches[3], slots)
+    ours, theirs = (read_rows(cache, torch.float32) for cache in (caches[0], caches[2]))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    is_bad = ours.isnan().any(-1)
+    assert is_bad.nonzero().tolist() == ([[0, 1, 1]] if cache_dtype == torch.int8 or value != value else [])
+
+
+def test_every_float8_is_widened_exactly():
+    for name in VARIANTS:
+        kernels = load_variant(name)
+        codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).view(1, 1, 1, 256)
+        zero_query = torch.zeros(1, 1, 256)
+        output = kernels.paged_attention(zero_query, torch.zeros_like(codes), codes, torch.zeros(1, 1), [1], [0, 1],
+                                         Scoring(1.0))  # fmt: skip
+        torch.testing.assert_close(output[0, 0], codes.float()[0, 0, 0], rtol=0, atol=0, equal_nan=True)
 
 
 def test_attend_stores_before_any_row_reads(cpu_kernels):

@@ -3,6 +3,7 @@
 import torch
 
 from pagewire.kernels import reference
+from pagewire.kernels.cache_rows import row_size
 from worker_service.attention import AttentionBatch, AttentionShape
 
 NUM_LAYERS = 2
@@ -12,9 +13,15 @@ PADDING = (-1, 1)  # one token that is not kept, of a row without positions
 
 
 def make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device):
-    shape = (num_blocks + 1, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
-    storage = torch.full(shape, float("nan"), device=device).to(dtype)
+    shape = (num_blocks + 1, NUM_LAYERS, 2, block_size, num_kv_heads, row_size(head_dim, dtype))
+    storage = torch.empty(shape, dtype=dtype, device=device)
+    storage.fill_(nan_of(dtype))
     return [(storage[:, layer, 0], storage[:, layer, 1]) for layer in range(NUM_LAYERS)]
+
+
+def nan_of(dtype):
+    """What fills a cache so that whatever is read of it is NaN: of integers all bits, those of their scale too."""
+    return float("nan") if dtype.is_floating_point else -1
 
 
 class Rows:
@@ -76,7 +83,7 @@ class Rows:
             for keys, values in self.kv_cache:
                 for position in range(first):
                     place = table[position // block_size], position % block_size
-                    keys[place] = values[place] = float("nan")
+                    keys[place] = values[place] = nan_of(keys.dtype)
             table[: first // block_size] = len(self.kv_cache[0][0]) - 1  # a block that was never written
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagewire.kernels.cache_rows import read_rows, write_rows
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
 from worker_service.startup.loader import log_size
 from worker_service.step import ProtocolError, StepPlan
@@ -198,6 +199,29 @@ def test_a_cache_of_fp8_is_half_as_large_and_moves_like_any() -> None:
         cache, swap_in_host_blocks=(2,), swap_in_device_blocks=(4,), copy_source_blocks=(3,), copy_target_blocks=(1,)
     )
     assert contents(cache.storage.float()) == [0, 3, 2, 3, 2]
+
+
+def test_a_cache_of_int8_has_its_scales_in_the_blocks() -> None:
+    """So that whatever is done with blocks is done with them: behind a head's values, for each position."""
+    shape = replace(SHAPE, dtype=torch.int8)
+    values = torch.tensor([SHAPE.head_dim + 4, 2 * SHAPE.head_dim])
+    assert [shape.block_bytes, SHAPE.block_bytes] == (values * (SHAPE.block_bytes // values[1])).tolist()
+    cache = CacheEngine(shape, 4, torch.device("cpu"), 2)
+    written = torch.randn(shape.block_size, shape.num_kv_heads, shape.head_dim)
+    keys, later_values = cache.layers[-1]
+    later_values[3] = write_rows(written, shape.dtype)
+    expected = read_rows(later_values[3].clone(), torch.float32)
+    carry_out(
+        cache, swap_out_device_blocks=(3,), swap_out_host_blocks=(1,), copy_source_blocks=(3,), copy_target_blocks=(2,)
+    )
+    carry_out(cache, swap_in_host_blocks=(1,), swap_in_device_blocks=(4,))
+    for block in (2, 4):
+        assert torch.equal(read_rows(later_values[block], torch.float32), expected)
+    cache.spoil([4, 3], 0, 1)
+    spoilt = read_rows(later_values, torch.float32)[4].isnan()
+    assert spoilt[0].all()
+    assert not spoilt[1:].any()
+    assert read_rows(keys, torch.float32)[4, 0].isnan().all()
 
 
 @pytest.mark.parametrize("is_head_major", [False, True])

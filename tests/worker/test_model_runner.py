@@ -472,10 +472,28 @@ def test_host_pool_is_sized_by_count_or_by_memory(checkpoints: dict[str, Path]) 
         assert worker.runner.execute(StepPlan(1, 1)).last_moved_step == 1
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_cpu_refuses_a_cache_of_fp8(checkpoints: dict[str, Path], backend: str) -> None:
-    with pytest.raises(ValueError, match="--kv-cache-dtype asks for float8_e4m3fn: use --kv-cache-dtype auto"):
-        load(checkpoints["qwen2"], kv_cache_dtype="fp8", attention_backend=backend)
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("cache_dtype", "tolerance"), [("fp8", 0.25), ("int8", 0.05)])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_cache_of_8_bits_chooses_nearly_the_likeliest(
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    cache_dtype: str,
+    tolerance: float,
+    dtype: str,
+    kernels: str,
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", kernels)
+    worker = load(checkpoints[family], kv_cache_dtype=cache_dtype, dtype=dtype)
+    prompts = random_prompts(17, [40, 3])
+    outputs = generate(worker, [Row(prompt, 12) for prompt in prompts], budget=32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[family], dtype=torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() <= tolerance * logits.std()
 
 
 @pytest.mark.parametrize(("cache_dtype", "tolerance"), [("float16", 0.01), ("bfloat16", 0.05)])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from worker_service.models.model import Attend
 
-# One layer's (key_cache, value_cache), each a view [num_blocks + 1, block_size, num_kv_heads, head_dim].
+# One layer's (key_cache, value_cache), each a view [num_blocks + 1, block_size, num_kv_heads, row_size]; see
+# `pagewire.kernels.cache_rows`.
 LayerCache = tuple[Tensor, Tensor]
 
 

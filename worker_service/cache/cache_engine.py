@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cache_rows import row_size
 from worker_service.attention import LayerCache
 from worker_service.cache.host_moves import HostMoves
 from worker_service.cache.stream_moves import StreamMoves
@@ -39,11 +40,16 @@ class CacheShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block, K and V of all layers."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.row_size * self.dtype.itemsize
+
+    @property
+    def row_size(self) -> int:
+        """Elements that a head's values at a position take, with the scale that a cache of int8 has for them."""
+        return row_size(self.head_dim, self.dtype)
 
 
 class CacheEngine:
-    """The KV cache: `layers[i]` is (key_cache, value_cache), each [num_blocks + 1, block_size, num_kv_heads, head_dim].
+    """The KV cache: `layers[i]` is (key_cache, value_cache), each [num_blocks + 1, block_size, num_kv_heads, row_size].
 
     Only block 0 is written here by itself. Whatever the others hold, NaN included, is read by nobody before it is
     written. What a plan wants done with blocks is checked by `check` before any of it is done.
@@ -63,9 +69,9 @@ class CacheEngine:
         self.num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
         order = (shape.block_size, shape.num_kv_heads)
-        sizes = (shape.num_layers, 2, *(reversed(order) if shape.is_head_major else order), shape.head_dim)
+        sizes = (shape.num_layers, 2, *(reversed(order) if shape.is_head_major else order), shape.row_size)
         self.storage = torch.empty((num_device_blocks + 1, *sizes), dtype=shape.dtype, device=device)
-        # [num_device_blocks + 1, num_layers, 2, block_size, num_kv_heads, head_dim], however a block lies
+        # [num_device_blocks + 1, num_layers, 2, block_size, num_kv_heads, row_size], however a block lies
         self._views = self.storage.transpose(3, 4) if shape.is_head_major else self.storage
         self.layers: list[LayerCache] = [
             (self._views[:, layer, 0], self._views[:, layer, 1]) for layer in range(shape.num_layers)
@@ -125,7 +131,8 @@ class CacheEngine:
             last = min(end, (index + 1) * block_size)
             first = position - index * block_size
             content = self._views[int(block_ids[index]), :, :, first : last - index * block_size]
-            self._moves.run(partial(content.fill_, float("nan")))
+            # Of an integer all bits are set, in its scale too, which is NaN then.
+            self._moves.run(partial(content.fill_, float("nan") if self.shape.dtype.is_floating_point else -1))
             position = last
 
     def last_moved_step(self) -> int:

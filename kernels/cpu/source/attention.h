@@ -7,6 +7,12 @@
 // where they are few, those of several KV heads take turns at each tile of positions, in the order in which keys lie.
 // Positions that no pair of a tile sees are never read.
 
+// A cache of integers has a scale behind the values of each head and position.
+#ifndef IS_SCALED
+#define IS_SCALED 0
+#define IS_NOT_SCALED
+#endif
+
 // Loads the item's queries, as words.
 static void PAGED(load_queries)(const attention_step* step, const item* work, const ELEMENT* query, tile* t) {
   const int64_t group = step->num_heads / step->num_kv_heads;
@@ -71,6 +77,9 @@ static void PAGED(attend_span)(PAGED(reader)* r, tile* t, int64_t first, float* 
       const HELD(places)* after = PAGED(find_next)(r, t, first, nth);
       const HELD(places)* at = &r->both[r->turn];
       tile head = head_tile(r->work, t, nth);
+#if IS_SCALED
+      HELD(load_scales)(&head, at);
+#endif
       PAGED(score)(&head, at, packed);
       weigh_scores(r->step, &head, first);
       HELD(weigh_values)(&head, at->values, after->keys);
@@ -82,7 +91,7 @@ static void PAGED(attend_span)(PAGED(reader)* r, tile* t, int64_t first, float* 
 // returned, in `own`. The first keys of the item that the thread takes next are fetched meanwhile.
 static state PAGED(attend_item)(PAGED(reader)* r, const ELEMENT* query, scratch* own, float* partial) {
   const item* work = r->work;
-  tile t = start_tile(r->step, work, own, IN_PAIRS);
+  tile t = start_tile(r->step, work, own, IN_PAIRS, IS_SCALED);
   const state merged = state_at(own->merged, t.num_rows, t.stride);
   const int64_t spans = num_spans(work->start, work->end), begin = work->start / SPAN_POSITIONS;
   PAGED(load_queries)(r->step, work, query, &t);
@@ -113,11 +122,29 @@ static void PAGED(write_pairs)(const attention_step* step, const item* work, con
   }
 }
 
+#if IS_SCALED
+// Rounds a head's values to integers up to 127, in units of a scale that follows them. Where one is not finite, the scale
+// is not either, and so are all of them.
+static void PAGED(store_elements)(const ELEMENT* source, CACHE* target, int64_t size) {
+  float largest = 0.0f;
+  for (int64_t d = 0; d < size; d++) {
+    const float value = fabsf(NAME(value)(source[d]));
+    largest = value > largest || value != value ? value : largest;
+  }
+  const float scale = largest / 127.0f;
+  for (int64_t d = 0; d < size; d++) {
+    const float value = NAME(value)(source[d]) / scale;
+    target[d] = fabsf(value) < 127.5f ? (CACHE)(value + 12582912.0f - 12582912.0f) : 0;
+  }
+  memcpy(target + size, &scale, sizeof scale);
+}
+#else
 INLINE void PAGED(store_elements)(const ELEMENT* source, CACHE* target, int64_t size) {
   int64_t d = 0;
   for (; d + LANES <= size; d += LANES) HELD(store)(target + d, NAME(load)(source + d));
   for (; d < size; d++) target[d] = HELD(from_value)(NAME(value)(source[d]));
 }
+#endif
 
 // Writes the fresh key and value of a token and a KV head to its slot; a token of slot -1 is skipped.
 static void PAGED(store_head)(const attention_step* step, int64_t token, int64_t head, const ELEMENT* key,
@@ -198,3 +225,7 @@ int PAGED(attend)(const attention_step* step, const ELEMENT* query, const ELEMEN
 
 #undef CACHE
 #undef CACHE_NAME
+#ifdef IS_NOT_SCALED
+#undef IS_SCALED
+#undef IS_NOT_SCALED
+#endif

@@ -47,7 +47,7 @@ typedef struct {
   const operation* operations;
   int64_t num_operations, num_buffers;
   const int64_t* widths;  // [num_buffers]
-  int64_t cache_element;  // what the cache holds: ELEMENT_FLOAT and so on
+  int64_t cache_element;  // what the cache holds: HELD_FLOAT and so on
 } decoder;
 
 // Attention over a cache of some element type.
@@ -57,9 +57,11 @@ typedef struct {
 } attention_functions;
 
 static const attention_functions ATTENTION_OVER[] = {
-    [ELEMENT_FLOAT] = {store_head_float_float, attend_task_float_float, merge_task_float_float},
-    [ELEMENT_BFLOAT16] = {store_head_float_bfloat16, attend_task_float_bfloat16, merge_task_float_bfloat16},
-    [ELEMENT_FLOAT16] = {store_head_float_float16, attend_task_float_float16, merge_task_float_float16},
+    [HELD_FLOAT] = {store_head_float_float, attend_task_float_float, merge_task_float_float},
+    [HELD_BFLOAT16] = {store_head_float_bfloat16, attend_task_float_bfloat16, merge_task_float_bfloat16},
+    [HELD_FLOAT16] = {store_head_float_float16, attend_task_float_float16, merge_task_float_float16},
+    [HELD_FLOAT8] = {store_head_float_float8, attend_task_float_float8, merge_task_float_float8},
+    [HELD_INT8] = {store_head_float_int8, attend_task_float_int8, merge_task_float_int8},
 };
 
 // Which of a step's parts takes how long. `decoder.py` mirrors their order.

@@ -38,6 +38,9 @@ enum {
 // Elements below which a second thread costs more than it saves.
 #define MIN_PARALLEL_ELEMENTS 32768
 
+// What a cache holds; `paged.py` mirrors it.
+enum { HELD_FLOAT, HELD_BFLOAT16, HELD_FLOAT16, HELD_FLOAT8, HELD_INT8 };
+
 #include "tasks.h"
 
 #include "rows.h"
@@ -99,6 +102,59 @@ enum {
 #define CACHE float16
 #define CACHE_NAME float16
 #include "attention.h"
+
+// Over a cache of 8 bits, queries of all types.
+#undef ELEMENT
+#undef ELEMENT_NAME
+
+#define ELEMENT float8
+#define ELEMENT_NAME float8
+#include "pages.h"
+#undef ELEMENT
+#undef ELEMENT_NAME
+
+#define ELEMENT int8
+#define ELEMENT_NAME int8
+#include "pages.h"
+#undef ELEMENT
+#undef ELEMENT_NAME
+
+#define ELEMENT float
+#define ELEMENT_NAME float
+#define CACHE float8
+#define CACHE_NAME float8
+#include "attention.h"
+#define CACHE int8
+#define CACHE_NAME int8
+#define IS_SCALED 1
+#include "attention.h"
+#undef IS_SCALED
+#undef ELEMENT
+#undef ELEMENT_NAME
+
+#define ELEMENT bfloat16
+#define ELEMENT_NAME bfloat16
+#define CACHE float8
+#define CACHE_NAME float8
+#include "attention.h"
+#define CACHE int8
+#define CACHE_NAME int8
+#define IS_SCALED 1
+#include "attention.h"
+#undef IS_SCALED
+#undef ELEMENT
+#undef ELEMENT_NAME
+
+#define ELEMENT float16
+#define ELEMENT_NAME float16
+#define CACHE float8
+#define CACHE_NAME float8
+#include "attention.h"
+#define CACHE int8
+#define CACHE_NAME int8
+#define IS_SCALED 1
+#include "attention.h"
+#undef IS_SCALED
 
 #include "bfloat16.h"
 

@@ -5,6 +5,14 @@ typedef struct {
   const ELEMENT *keys[TILE_POSITIONS], *values[TILE_POSITIONS];
 } NAME(places);
 
+// The factors of a tile's keys and values, of a type that has them.
+static __attribute__((unused)) void NAME(load_scales)(const tile* t, const NAME(places)* at) {
+  for (int j = t->begin; j < t->end; j++) {
+    memcpy(t->scales + j, at->keys[j] + t->head_dim, sizeof(float));
+    memcpy(t->scales + TILE_POSITIONS + j, at->values[j] + t->head_dim, sizeof(float));
+  }
+}
+
 // Words of a key: its values, or two of them each where scores are added in pairs.
 INLINE floats NAME(load_words)(const int in_pairs, const ELEMENT* p) {
   return in_pairs ? load_float((const float*)(const void*)p) : NAME(load)(p);

@@ -142,7 +142,9 @@ INLINE void weigh_row(tile* t, int m, const shape* s) {
   const float before = t->sums.maxima[m];
   floats largest = splat(before), offsets = count_lanes(first);
   for (int j = first; j < end; j += LANES, offsets += splat((float)LANES)) {
-    floats seen = shape_scores(s, load_float(scores + j), offsets);
+    floats seen = load_float(scores + j);
+    if (t->scales) seen *= load_float(t->scales + j);
+    seen = shape_scores(s, seen, offsets);
     if (j < t->begins[m] || j + LANES > end)
       seen = choose((offsets >= begin_lane) & (offsets < end_lane), seen, splat(-INFINITY));
     largest = larger(largest, seen);
@@ -155,7 +157,7 @@ INLINE void weigh_row(tile* t, int m, const shape* s) {
   for (int j = first; j < end; j += LANES) {
     const floats weight = exponential(load_float(scores + j) - base);
     total += weight;
-    store_float(scores + j, weight);
+    store_float(scores + j, t->scales ? weight * load_float(t->scales + TILE_POSITIONS + j) : weight);
   }
   t->sums.maxima[m] = maximum;
   if (before == maximum || before == -INFINITY) {

@@ -310,3 +310,67 @@ INLINE void store_float16(float16* p, floats v) {
   for (int i = 0; i < LANES; i++) p[i] = from_value_float16(v[i]);
 #endif
 }
+
+// Eight bits, in caches alone. Both are widened exactly.
+
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
+typedef struct {
+  uint8_t bits;
+} float8;
+typedef int8_t int8;
+
+// float8: e4m3 (https://arxiv.org/abs/2209.05433), 4 bits of exponent and 3 of mantissa; no infinity, and one NaN
+
+INLINE floats widen_float8(words x) {
+  const words size = (x & 0x7fu) << 20, sign = (x & 0x80u) << 24;
+  const floats small = (floats)(size + (121u << 23)) - splat(0.015625f);  // multiples of 2^-9
+  const floats value = choose((ints)(size < (8u << 20)), small, (floats)(size + (120u << 23)));
+  return (floats)((words)choose((ints)(size == (0x7fu << 20)), splat(NAN), value) | sign);
+}
+INLINE floats load_float8(const float8* p) {
+#if defined(HAS_AVX512)
+  return widen_float8((words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(HAS_AVX2)
+  return widen_float8((words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  bytes b;
+  memcpy(&b, p, sizeof b);
+  return widen_float8(__builtin_convertvector(b, words));
+#endif
+}
+INLINE float value_float8(float8 x) { return widen_float8(x.bits - (words){0})[0]; }
+INLINE floats4 load4_float8(const float8* p) {
+  words x = {p[0].bits, p[1].bits, p[2].bits, p[3].bits};
+  const floats v = widen_float8(x);
+  return (floats4){v[0], v[1], v[2], v[3]};
+}
+// Rounded to even; beyond 448 it is 448.
+INLINE words round_to_float8(floats v) {
+  const words sign = (words)v >> 24 & 0x80u;
+  const floats size = (floats)((words)v & 0x7fffffffu);
+  const floats bounded = choose(size > splat(448.0f), splat(448.0f), size);
+  const words bits = (words)bounded;
+  const words small = (words)(bounded + splat(16384.0f)) - (words)splat(16384.0f);  // in multiples of 2^-9
+  const words normal = ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
+  const words rounded = (words)choose(bounded < splat(0.015625f), (floats)small, (floats)normal);
+  return (words)choose(v != v, (floats)(0x7fu + (words){0}), (floats)rounded) | sign;
+}
+INLINE void store_float8(float8* p, floats v) {
+  const bytes b = __builtin_convertvector(round_to_float8(v), bytes);
+  memcpy(p, &b, sizeof b);
+}
+INLINE float8 from_value_float8(float x) { return (float8){(uint8_t)round_to_float8(splat(x))[0]}; }
+
+// int8
+
+INLINE floats load_int8(const int8* p) {
+#if defined(HAS_AVX512)
+  return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(HAS_AVX2)
+  return (floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  return (floats){p[0], p[1], p[2], p[3]};
+#endif
+}
+INLINE float value_int8(int8 x) { return x; }
+INLINE floats4 load4_int8(const int8* p) { return (floats4){p[0], p[1], p[2], p[3]}; }

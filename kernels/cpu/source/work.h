@@ -48,6 +48,7 @@ typedef struct {
   float* slopes;           // [num_rows], of ALiBi
   float* scores;           // [num_rows, TILE_POSITIONS], then the weights
   int32_t *begins, *ends;  // [num_rows]: the tile's positions that each row sees
+  float* scales;           // [2, TILE_POSITIONS]: factors of the tile's keys and values; NULL: they have none
   state sums;              // of the span
 } tile;
 
@@ -60,6 +61,7 @@ typedef struct {
   float span[TILE_ROWS * (PADDED_HEAD_DIM + 2)] __attribute__((aligned(64)));
   float merged[TILE_ROWS * (PADDED_HEAD_DIM + 2)] __attribute__((aligned(64)));
   float packed[PADDED_HEAD_DIM * TILE_POSITIONS] __attribute__((aligned(64)));
+  float scales[2 * TILE_POSITIONS];
   int64_t positions[TILE_ROWS];
   float slopes[TILE_ROWS];
   int32_t begins[TILE_ROWS], ends[TILE_ROWS];
@@ -84,7 +86,7 @@ static void start_span(tile* t, float* memory) {
   }
 }
 
-INLINE tile start_tile(const attention_step* step, const item* work, scratch* own, const int in_pairs) {
+INLINE tile start_tile(const attention_step* step, const item* work, scratch* own, const int in_pairs, const int is_scaled) {
   return (tile){.num_rows = work->num_pairs * work->num_kv_heads,
                 .kv_head = work->kv_head,
                 .head_dim = step->head_dim,
@@ -94,6 +96,7 @@ INLINE tile start_tile(const attention_step* step, const item* work, scratch* ow
                 .positions = own->positions,
                 .slopes = own->slopes,
                 .scores = own->scores,
+                .scales = is_scaled ? own->scales : NULL,
                 .begins = own->begins,
                 .ends = own->ends};
 }

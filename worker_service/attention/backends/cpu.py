@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.cpu import MAX_HEAD_DIM, CpuKernels, PagedRows
+from pagewire.kernels.cache_rows import head_dim_of
+from pagewire.kernels.cpu import EIGHT_BITS, MAX_HEAD_DIM, CpuKernels, PagedRows
 from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
 from worker_service.attention.capability import Capability, UnavailableError
 
-_16_BITS = Capability("cpu", ("cpu",), head_dims=range(1, MAX_HEAD_DIM + 1))
-_FLOAT32 = replace(_16_BITS, cache_dtypes=(torch.bfloat16, torch.float16))
+_16_BITS = Capability("cpu", ("cpu",), cache_dtypes=EIGHT_BITS, head_dims=range(1, MAX_HEAD_DIM + 1))
+_FLOAT32 = replace(_16_BITS, cache_dtypes=(torch.bfloat16, torch.float16, *EIGHT_BITS))
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "CpuAttention":
@@ -57,6 +58,6 @@ class CpuAttention:
         """See `AttentionBackend.prepare`."""
         rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
         if not self._scorings:
-            scale = kv_cache[0][0].shape[3] ** -0.5
+            scale = head_dim_of(kv_cache[0][0]) ** -0.5
             self._scorings = [Scoring(scale, window) for window in self._windows or (0,) * len(kv_cache)]
         return CpuAttend(self._kernels, rows, self._scorings, kv_cache)

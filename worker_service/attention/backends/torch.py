@@ -14,14 +14,15 @@ Grouped query heads are packed or expanded by strides: `enable_gqa` is many time
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagewire.kernels.cpu import CpuKernels
+from pagewire.kernels.cache_rows import read_rows, write_rows
+from pagewire.kernels.cpu import EIGHT_BITS, CpuKernels
 from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
 from worker_service.attention.capability import Capability
 from worker_service.models.model import Attend
@@ -35,12 +36,13 @@ MAX_FREE_PADDING = 64
 
 
 _CAPABILITY = Capability("torch", ("cpu", "cuda"))
+_ON_A_CPU = replace(_CAPABILITY, cache_dtypes=EIGHT_BITS)
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TorchAttention":
     """Raises UnavailableError where it cannot compute this."""
-    _CAPABILITY.check(shape, device)
-    return TorchAttention(shape.windows)
+    (_ON_A_CPU if device.type == "cpu" else _CAPABILITY).check(shape, device)
+    return TorchAttention(shape.windows, shape.dtype)
 
 
 class TorchAttention:
@@ -50,23 +52,26 @@ class TorchAttention:
     is_head_major = False
     is_capturable = False  # rows are sorted on the host
 
-    def __init__(self, windows: Sequence[int] = ()) -> None:
-        """`windows`: see `AttentionShape`; left out, no layer has one."""
+    def __init__(self, windows: Sequence[int] = (), dtype: torch.dtype | None = None) -> None:
+        """See `AttentionShape`; left out, no layer has a window, and queries are of the cache's dtype."""
         self._windows = windows
+        self._dtype = dtype
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Sorts the rows into kinds and computes their cache indices and masks. See `AttentionBackend.prepare`."""
-        caches = [(_token_rows(keys), _token_rows(values)) for keys, values in kv_cache]
+        caches = [(_TokenRows(keys), _TokenRows(values)) for keys, values in kv_cache]
         windows = self._windows or (0,) * len(kv_cache)
-        steps = [_Step.of(batch, kv_cache[0][0], window) for window in sorted(set(windows))]
+        steps = [
+            _Step.of(batch, kv_cache[0][0], window, self._dtype or kv_cache[0][0].dtype)
+            for window in sorted(set(windows))
+        ]
         parts = {step.window: [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)] for step in steps}
         block_size = steps[0].block_size
         written = steps[0].cache_rows(batch.slot_mapping // block_size, batch.slot_mapping % block_size)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             key_rows, value_rows = caches[layer]
-            key_rows.index_copy_(0, written, key.flatten(1))
-            value_rows.index_copy_(0, written, value.flatten(1))
+            key, value = key_rows.write(written, key), value_rows.write(written, value)
             output = query.new_empty(query.shape)
             for part in parts[windows[layer]]:
                 output[part.tokens] = part.attend(query, key, value, key_rows, value_rows)
@@ -75,13 +80,42 @@ class TorchAttention:
         return attend
 
 
+class _TokenRows:
+    """A layer's keys or values with one row per position.
+
+    Position `offset` of a block is cache row `block_id * block_stride + offset`. The rows between are other parts of
+    the block; no index points at them.
+    """
+
+    def __init__(self, cache: Tensor) -> None:
+        num_blocks, block_size, num_kv_heads, size = cache.shape
+        block_stride, row_stride = cache.stride()[:2]
+        if not cache[0].is_contiguous() or block_stride % row_stride:
+            raise ValueError(f"KV cache of shape {tuple(cache.shape)} and strides {cache.stride()} is not block-major")
+        num_rows = (num_blocks - 1) * (block_stride // row_stride) + block_size
+        self._dtype = cache.dtype
+        # [cache rows, num_kv_heads, row_size]; torch moves bytes, but not every type of them
+        rows = cache.as_strided((num_rows, num_kv_heads, size), (row_stride, size, 1))
+        self._rows = rows.view(torch.uint8) if cache.dtype in EIGHT_BITS else rows
+
+    def write(self, indexes: Tensor, values: Tensor) -> Tensor:
+        """Writes values [N, num_kv_heads, head_dim], and returns what will be read of them."""
+        rows = write_rows(values, self._dtype)
+        self._rows.index_copy_(0, indexes, rows.view(self._rows.dtype))
+        return read_rows(rows, values.dtype)
+
+    def read(self, indexes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values [N, num_kv_heads, head_dim]."""
+        return read_rows(self._rows.index_select(0, indexes).view(self._dtype), dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class _FirstChunk:
     """A row's tokens from its position 0 on, no more than the window."""
 
     tokens: slice
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: _TokenRows, value_rows: _TokenRows) -> Tensor:
         return _attend_chunk(query[self.tokens], key[self.tokens], value[self.tokens], None)
 
 
@@ -94,9 +128,8 @@ class _LaterChunk:
     mask: Tensor  # additive, shared by the step's chunks; see `_mask`
     window: int
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> Tensor:
-        keys = key_rows.index_select(0, self.positions).unflatten(1, key.shape[1:])
-        values = value_rows.index_select(0, self.positions).unflatten(1, value.shape[1:])
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: _TokenRows, value_rows: _TokenRows) -> Tensor:
+        keys, values = (rows.read(self.positions, query.dtype) for rows in (key_rows, value_rows))
         queries = query[self.tokens]
         end = len(keys) - len(queries)
         outputs = []
@@ -116,10 +149,10 @@ class _DecodeGroup:
     positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
     mask: Tensor | None  # [R, 1, 1, N] additive; None where all rows are equally long
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: Tensor, value_rows: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: _TokenRows, value_rows: _TokenRows) -> Tensor:
         shape = (len(self.tokens), -1, *key.shape[1:])
-        keys = key_rows.index_select(0, self.positions).view(shape).transpose(1, 2)  # [R, num_kv_heads, N, head_dim]
-        values = value_rows.index_select(0, self.positions).view(shape).transpose(1, 2)
+        keys = key_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)  # [R, num_kv_heads, N, head_dim]
+        values = value_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)
         # The G query heads of a KV head stand as G rows over the same keys: [R, num_kv_heads, G, head_dim].
         queries = query[self.tokens].unflatten(1, (key.shape[1], -1))
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask).flatten(1, 2)
@@ -142,10 +175,10 @@ class _Step:
     block_tables: Tensor  # [S, max_blocks] int64
     block_size: int
     block_stride: int  # from block to block, in cache rows
-    dtype: torch.dtype
+    dtype: torch.dtype  # of queries
 
     @staticmethod
-    def of(batch: AttentionBatch, cache: Tensor, window: int) -> "_Step":
+    def of(batch: AttentionBatch, cache: Tensor, window: int, dtype: torch.dtype) -> "_Step":
         num_queries = [end - start for start, end in pairwise(batch.query_start_loc)]
         starts = [0] * len(num_queries)
         if window:
@@ -159,7 +192,7 @@ class _Step:
             block_tables=batch.block_tables.long(),
             block_size=cache.shape[1],
             block_stride=cache.stride(0) // cache.stride(1),
-            dtype=cache.dtype,
+            dtype=dtype,
         )
 
     def tokens(self, row: int) -> slice:
@@ -237,20 +270,6 @@ def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
         mask = mask[:, None, None, :]
     tokens = torch.tensor([step.query_start_loc[row] for row in rows], device=device)
     return _DecodeGroup(tokens, step.positions(rows, lengths[0]), mask)
-
-
-def _token_rows(cache: Tensor) -> Tensor:
-    """A layer's keys or values with one row per position: [cache rows, num_kv_heads * head_dim].
-
-    Position `offset` of a block is cache row `block_id * block_stride + offset`. The rows between are other parts of
-    the block; no index points at them.
-    """
-    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-    block_stride, row_stride = cache.stride()[:2]
-    if not cache[0].is_contiguous() or block_stride % row_stride:
-        raise ValueError(f"KV cache of shape {tuple(cache.shape)} and strides {cache.stride()} is not block-major")
-    num_rows = (num_blocks - 1) * (block_stride // row_stride) + block_size
-    return cache.as_strided((num_rows, num_kv_heads * head_dim), (row_stride, 1))
 
 
 def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
