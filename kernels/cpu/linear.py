@@ -1,6 +1,7 @@
 """Weights as the C kernels' matrix products read them."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,7 @@ class QuantizedPanels:
         group_size: of inputs that share a scale, 16 or 32.
         scale_dtype: of scales and minima, float16 or float32.
         has_minima: whether groups have one.
-        table: what the codes of 4 bits stand for, at most 16.
+        table: what the codes of 4 bits stand for, 16.
     """
 
     bits: int
@@ -57,6 +58,17 @@ class QuantizedPanels:
     scale_dtype: torch.dtype
     has_minima: bool
     table: tuple[int, ...] = ()
+
+
+def code_table(codes: Sequence[int]) -> tuple[int, ...]:
+    """A table of 16 that holds these different codes, in ascending order; empty if there are more. It counts upwards if
+    such a table can hold them."""
+    if len(codes) > 16:
+        return ()
+    first = min(codes[0], 112) if codes else 0
+    if not codes or codes[-1] < first + 16:
+        return tuple(range(first, first + 16))
+    return (*codes, *[codes[-1]] * (16 - len(codes)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
-from pagewire.kernels.cpu.linear import ACTIVATIONS, PackedLinear, QuantizedPanels, SourceWeight
+from pagewire.kernels.cpu.linear import ACTIVATIONS, PackedLinear, QuantizedPanels, SourceWeight, code_table
 from pagewire.kernels.cpu.paged import EIGHT_BITS, PagedRows, check, paged_step
 from pagewire.kernels.quantized import QuantizedWeight
 
@@ -208,16 +208,15 @@ class CpuKernels:
         present = torch.zeros(256, dtype=torch.uint8)
         codes = weight.codes
         self._library.find_codes(codes.data_ptr(), codes.numel(), present.data_ptr(), torch.get_num_threads())
-        table = tuple(code - 128 for code in present.nonzero().flatten().tolist())
-        is_few = len(table) <= 16
+        table = code_table([code - 128 for code in present.nonzero().flatten().tolist()])
         floats = [values for values in (weight.scale, weight.minimum) if values is not None]
         is_half = all(torch.equal(values.half().float(), values) for values in floats)
         return QuantizedPanels(
-            bits=4 if is_few else 8,
+            bits=4 if table else 8,
             group_size=16 if weight.group_size % 32 else 32,
             scale_dtype=torch.float16 if is_half else torch.float32,
             has_minima=weight.minimum is not None,
-            table=table if is_few else (),
+            table=table,
         )
 
     def _packed_bytes(self, packed: PackedLinear) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -158,16 +157,14 @@ def test_what_it_computes_in_follows_from_the_weights(
     assert GgufCheckpoint(path).dtype("model.layers.0.mlp.up_proj.weight") == getattr(torch, dtype)
 
 
-def test_quantized_weights_compute_in_bfloat16_and_say_so(
-    checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_says_what_becomes_of_quantized_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", checkpoints["qwen3"], "Q4_K", types={"attn_v.weight": "Q6_K"})
     assert load_config(path).dtype == "bfloat16"
-    with caplog.at_level(logging.INFO):
-        load_model(path, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert [record.message for record in caplog.records if "widened" in record.message] == [
-        "weights in Q4_K, Q6_K are widened to bfloat16 as they load: they take the memory of that, and compute as fast"
-    ]
+    unloaded = prepare_model(path, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert unloaded.describe_quantization() == (
+        "weights are stored in Q4_K, Q6_K: 0 of 9 products read them as they are, whatever else is quantised is "
+        "widened to bfloat16"
+    )
 
 
 def test_the_digest_covers_settings_tokenizer_and_format(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from worker_service.config import WorkerConfig
 from worker_service.models import packing
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import model_digest
+from worker_service.models.linear import Linear
 from worker_service.models.loading import load_model
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
@@ -75,10 +76,9 @@ def test_a_row_that_is_one_group_can_be_cut_anywhere(tmp_path, name):
     assert torch.equal(part, meant[4:12, 10:37])
 
 
-@pytest.mark.parametrize("mode", ["require", "off"])
 @EVERY_CASE
-def test_a_model_computes_as_if_its_weights_were_floats(tmp_path, monkeypatch, case, mode):
-    use_kernels(monkeypatch, mode)
+def test_a_model_computes_as_if_its_weights_were_floats(tmp_path, monkeypatch, case):
+    use_kernels(monkeypatch, "off")
     family = ("llama", "qwen3")[CASES.index(case) % 2]
     paths = make_quantized(tmp_path, family, case, seed=11, tie_word_embeddings=case.name == "W8A8")
     token_ids = random_tokens()
@@ -87,6 +87,25 @@ def test_a_model_computes_as_if_its_weights_were_floats(tmp_path, monkeypatch, c
         for path in paths
     ]
     assert torch.equal(*logits)
+
+
+@EVERY_CASE
+def test_the_kernels_multiply_with_what_the_weights_mean(tmp_path, monkeypatch, case):
+    """Bit for bit, whether they hold codes or floats. Over codes their inputs are rounded to 8 bits."""
+    use_kernels(monkeypatch, "require")
+    family = ("llama", "qwen3")[CASES.index(case) % 2]
+    paths = make_quantized(tmp_path, family, case, seed=11, tie_word_embeddings=case.name == "W8A8")
+    operations = host_operations()
+    models = [load_model(path, dtype=torch.float32, device=CPU, operations=operations) for path in paths]
+    products = [[module for module in model.modules() if isinstance(module, Linear)] for model in models]
+    for quantized, plain in zip(*products, strict=True):
+        rows = torch.arange(sum(quantized.out_sizes))
+        assert torch.equal(quantized.product.take_rows(rows), plain.product.take_rows(rows))
+    stays = [linear for linear in products[0] if linear.product.packed.quantized is not None]
+    keeps_codes = not case.name.startswith("FP8") and "in act-order" not in case.name
+    assert bool(stays) == keeps_codes
+    actual, expected = (compute_logits(model, random_tokens()) for model in models)
+    assert torch.nn.functional.cosine_similarity(actual, expected).min() > 0.995
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])
@@ -155,7 +174,8 @@ def test_a_worker_says_what_becomes_of_quantised_weights(tmp_path, caplog):
     config = WorkerConfig(model=str(quantized), device="cpu", dtype="float32", num_device_blocks=200)
     with caplog.at_level(logging.INFO):
         load_worker(config, "worker")
-    assert "quantised weights (gptq in 8 bits) are loaded as float32: the weights take 0.00 GiB" in caplog.text
+    assert "weights are stored in gptq in 8 bits: " in caplog.text
+    assert "whatever else is quantised is widened to float32; the model takes 0.00 GiB" in caplog.text
 
 
 @EVERY_CASE

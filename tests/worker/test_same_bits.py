@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cache_rows import row_size
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from worker_service.attention import AttentionBatch, create_backend
@@ -24,6 +25,8 @@ DTYPES = [
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
     (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float32, torch.int8),
 ]
 
 
@@ -45,11 +48,10 @@ class Engine:
         assert isinstance(self._host, CpuDecoder)
         self._block_size = block_size
         config, num_blocks = model.config, 1 + 4000 // block_size
-        storage = torch.full(
-            (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim),
-            float("nan"),
-            dtype=cache_dtype,
-        )
+        row = row_size(config.head_dim, cache_dtype)
+        places = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, row)
+        # The bytes of NaN, or of integers whose scale is one.
+        storage = torch.full((*places[:-1], row * cache_dtype.itemsize), 0xFF, dtype=torch.uint8).view(cache_dtype)
         self._cache = [tuple(storage[:, i, j].transpose(1, 2) for j in (0, 1)) for i in range(config.num_layers)]
         self._free = rng.sample(range(1, num_blocks), num_blocks - 1)
 

@@ -8,16 +8,9 @@
 
 enum { ACTIVATION_FLOAT, ACTIVATION_BFLOAT16, ACTIVATION_INT8 };
 
-// What a row has of a unit, in words: its inputs, four in each; the scale; of all inputs and of each half what is added
-// to sums over codes that are stored with an offset; and of the same the negative sum, times the scale, which minima are
-// multiplied with.
-enum { UNIT_INPUTS = 32, INT8_SCALE = 8, INT8_CORRECTION = 9, INT8_NEGATIVE_SUM = 12, INT8_WORDS = 16 };
-// Instructions that multiply unsigned with signed bytes need codes that are not negative.
-#if defined(__AVX512VNNI__) && defined(HAS_AVX512)
-#define CODE_OFFSET 128
-#else
-#define CODE_OFFSET 0
-#endif
+// What a row has of a unit, in words: its inputs, four in each; the scale; the sums of all inputs and of each half, as
+// integers; and the same with the other sign, times the scale, which minima are multiplied with.
+enum { UNIT_INPUTS = 32, INT8_SCALE = 8, INT8_SUM = 9, INT8_NEGATIVE_SUM = 12, INT8_WORDS = 16 };
 
 // Of a row.
 INLINE int64_t prepared_row_bytes(int64_t kind, int64_t in_size) {
@@ -94,9 +87,8 @@ INLINE void prepare_unit(const float* x, uint32_t* target, int64_t stride) {
   }
   memcpy(&target[INT8_SCALE * stride], &scale, sizeof scale);
   for (int i = 0; i < 3; i++) {
-    const int32_t correction = -CODE_OFFSET * sums[i];
     const float negative_sum = -scale * (float)sums[i];
-    memcpy(&target[(INT8_CORRECTION + i) * stride], &correction, sizeof correction);
+    memcpy(&target[(INT8_SUM + i) * stride], &sums[i], sizeof sums[i]);
     memcpy(&target[(INT8_NEGATIVE_SUM + i) * stride], &negative_sum, sizeof negative_sum);
   }
 }

@@ -57,6 +57,7 @@ INLINE arithmetic pair_arithmetic(void) {
   return (arithmetic){.unit = 2,
                       .weight_bytes = 2 * (int64_t)sizeof(words),
                       .row_bytes = (int64_t)sizeof(uint32_t),
+                      .run = RUN / 2,
                       .turn = UNROLLED,
                       .runs = PAIR_RUNS};
 }

@@ -5,7 +5,17 @@
 //
 // A panel holds units of 32 inputs; a unit the codes of 2 vectors of outputs, then scales and minima, [1 or 2 groups,
 // PANEL] each. Codes of 8 bits lie as [8, LANES, 4]: four inputs of LANES outputs in a step. Of 4 bits two steps share
-// a byte, the first one in the lower half; they are looked up in the layer's table.
+// a byte, the first one in the lower half; they are looked up in the layer's table, unless that counts upwards.
+//
+// Codes may be stored with an offset; the sum of the activations, times that, is what sums then begin with.
+
+enum { CODES_OF_8, CODES_OF_4, CODES_OF_TABLE };
+// Instructions that multiply unsigned with signed bytes need codes that are not negative.
+#if defined(__AVX512VNNI__) && defined(HAS_AVX512)
+#define CODE_OFFSET 128
+#else
+#define CODE_OFFSET 0
+#endif
 
 INLINE words load_words(const void* p) {
   words v;
@@ -59,11 +69,17 @@ INLINE words offset_table(const linear_layer* layer) {
   return load_words(entries);
 }
 
+INLINE int counts_upwards(const linear_layer* layer) {
+  int is_next = 1;
+  for (int i = 1; i < 16; i++) is_next &= layer->table[i] == layer->table[i - 1] + 1;
+  return is_next;
+}
+
 enum { STEPS = UNIT_INPUTS / 4 };
 
 INLINE int64_t unit_code_bytes(int64_t bits) { return UNIT_INPUTS * PANEL * bits / 8; }
 INLINE int64_t scale_bytes(const linear_layer* layer) { return layer->scale_element == ELEMENT_FLOAT ? 4 : 2; }
-INLINE int64_t groups_of_unit(const linear_layer* layer) { return UNIT_INPUTS / layer->group_size; }
+INLINE int64_t groups_of_unit(const linear_layer* layer) { return layer->group_size == UNIT_INPUTS ? 1 : 2; }
 
 INLINE int64_t unit_bytes(const linear_layer* layer, int64_t bits) {
   const int64_t num_scales = PANEL * groups_of_unit(layer) * (1 + layer->has_minima);
@@ -76,11 +92,11 @@ INLINE floats load_scales(const linear_layer* layer, const char* scales, int64_t
 }
 
 // What a step of a vector of outputs has of a unit's codes; `of_vector`: the vector's.
-INLINE words load_codes(const int bits, const char* of_vector, int step, words table) {
+INLINE words load_codes(const int coding, const char* of_vector, int step, words table) {
   const int64_t size = sizeof(words);
-  if (bits == 8) return load_words(of_vector + step * size);
-  const words both = load_words(of_vector + step / 2 * size);
-  return look_up(table, (step % 2 ? both >> 4 : both) & 0x0f0f0f0fu);
+  if (coding == CODES_OF_8) return load_words(of_vector + step * size);
+  const words both = load_words(of_vector + step / 2 * size), indexes = (step % 2 ? both >> 4 : both) & 0x0f0f0f0fu;
+  return coding == CODES_OF_TABLE ? look_up(table, indexes) : indexes;
 }
 
 INLINE words word_of(const uint32_t* x) { return *x - (words){0}; }
@@ -88,7 +104,7 @@ INLINE floats float_of(const uint32_t* x) { return (floats)word_of(x); }
 
 // sums: [R, V] += the products of a group, the `nth` of its unit, whose integer sums are `dots`. `place`: of the first
 // vector of the outputs in the panel.
-INLINE void scale_dots(const int R, const int V, const linear_layer* layer, const char* scales, int64_t stride,
+INLINE void scale_dots(const int R, const int V, const int pitch, const linear_layer* layer, const char* scales, int64_t stride,
                        int64_t place, int nth, const uint32_t* x, ints (*dots)[8], floats (*sums)[8]) {
   const int64_t num_groups = groups_of_unit(layer);
   const int part = num_groups == 1 ? 0 : 1 + nth;
@@ -99,102 +115,117 @@ INLINE void scale_dots(const int R, const int V, const linear_layer* layer, cons
     const floats w = load_scales(layer, of_panel, index);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
-      sums[r][v] = multiply_add(__builtin_convertvector(dots[r][v], floats) * float_of(x + INT8_SCALE * R + r), w, sums[r][v]);
+      sums[r][v] = multiply_add(__builtin_convertvector(dots[r][v], floats) * float_of(x + INT8_SCALE * pitch + r), w, sums[r][v]);
     if (!layer->has_minima) continue;
     const floats minima = load_scales(layer, of_panel, index + num_groups * PANEL);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
-      sums[r][v] = multiply_add(float_of(x + (INT8_NEGATIVE_SUM + part) * R + r), minima, sums[r][v]);
+      sums[r][v] = multiply_add(float_of(x + (INT8_NEGATIVE_SUM + part) * pitch + r), minima, sums[r][v]);
   }
 }
 
+// What a coding takes beside the codes: the table, and the offset of what it gives.
+typedef struct {
+  words table;
+  int32_t offset;
+} code_reading;
+
 // sums: [R, V] += the products of a unit. `weights`: the unit of the first vector's panel.
-INLINE void multiply_unit(const int bits, const int R, const int V, const linear_layer* layer, const char* weights,
-                          int64_t panel_bytes, int64_t place, const uint32_t* x, words table, floats (*sums)[8]) {
-  const int is_whole = layer->group_size == UNIT_INPUTS;
+INLINE void multiply_unit(const int coding, const int R, const int V, const int pitch, const linear_layer* layer,
+                          const char* weights, int64_t panel_bytes, int64_t place, const uint32_t* x, code_reading by,
+                          floats (*sums)[8]) {
+  const int is_whole = layer->group_size == UNIT_INPUTS, bits = coding == CODES_OF_8 ? 8 : 4;
+  const int has_offset = coding == CODES_OF_4 || CODE_OFFSET;
   const int64_t vector_bytes = unit_code_bytes(bits) / 2;
   ints dots[GROUP_ROWS][8];
 #pragma GCC unroll 2
   for (int half = 0; half < 2; half++) {
     if (half == 0 || !is_whole) {
-      const uint32_t* corrections = x + (INT8_CORRECTION + (is_whole ? 0 : 1 + half)) * R;
+      const uint32_t* x_sums = x + (INT8_SUM + (is_whole ? 0 : 1 + half)) * pitch;
 #pragma GCC unroll 12
-      for (int r = 0; r < R; r++)
+      for (int r = 0; r < R; r++) {
+        const ints first = has_offset ? (ints)word_of(x_sums + r) * by.offset : (ints){0};
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) dots[r][v] = CODE_OFFSET ? (ints)word_of(corrections + r) : (ints){0};
+        for (int v = 0; v < V; v++) dots[r][v] = first;
+      }
     }
 #pragma GCC unroll 4
     for (int step = half * STEPS / 2; step < (half + 1) * STEPS / 2; step++)
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
         const char* of_vector = weights + v / 2 * panel_bytes + (place / LANES + v % 2) * vector_bytes;
-        const words codes = load_codes(bits, of_vector, step, table);
+        const words codes = load_codes(coding, of_vector, step, by.table);
 #pragma GCC unroll 12
-        for (int r = 0; r < R; r++) dots[r][v] = add_code_dots(dots[r][v], codes, word_of(x + step * R + r));
+        for (int r = 0; r < R; r++) dots[r][v] = add_code_dots(dots[r][v], codes, word_of(x + step * pitch + r));
       }
     if (half == 1 || !is_whole)
-      scale_dots(R, V, layer, weights + unit_code_bytes(bits), panel_bytes, place, is_whole ? 0 : half, x, dots, sums);
+      scale_dots(R, V, pitch, layer, weights + unit_code_bytes(bits), panel_bytes, place, is_whole ? 0 : half, x, dots, sums);
   }
 }
 
-// V of the vectors of outputs that a `run_function` of R rows computes; totals: those of R rows, `pitch` floats apart.
-INLINE void multiply_vectors(const int bits, const int R, const int V, const linear_layer* layer, const char* weights,
-                             int64_t panel_bytes, int64_t place, const uint32_t* x, int64_t num, const char* ahead,
-                             int64_t stride, float* totals, int64_t pitch) {
-  const int64_t bytes = unit_bytes(layer, bits);
-  const words table = bits == 4 ? offset_table(layer) : (words){0};
+// How many sums registers hold beside as many integer sums.
+#if defined(HAS_AVX512)
+#define MAX_SUMS 12
+#else
+#define MAX_SUMS 6
+#endif
+
+// R rows and V vectors of outputs of a run of `pitch` rows; totals: the first of them, whose rows are `size` floats.
+INLINE void multiply_tile(const int coding, const int R, const int V, const int pitch, const linear_layer* layer,
+                          const char* weights, int64_t panel_bytes, int64_t place, const uint32_t* x, int64_t num,
+                          const char* ahead, int64_t stride, float* totals, int64_t size) {
+  const int64_t bytes = unit_bytes(layer, coding == CODES_OF_8 ? 8 : 4);
+  const code_reading by = {coding == CODES_OF_TABLE ? offset_table(layer) : (words){0},
+                           coding == CODES_OF_4 ? layer->table[0] : -CODE_OFFSET};
   floats sums[GROUP_ROWS][8];
   clear_sums(R, V, sums);
   for (int64_t i = 0; i < num; i++, ahead += stride) {
     for (int64_t line = 0; line < stride; line += LINE) __builtin_prefetch(ahead + line);
-    multiply_unit(bits, R, V, layer, weights + i * bytes, panel_bytes, place, x + i * INT8_WORDS * R, table, sums);
+    multiply_unit(coding, R, V, pitch, layer, weights + i * bytes, panel_bytes, place, x + i * INT8_WORDS * pitch, by,
+                  sums);
   }
 #pragma GCC unroll 12
-  for (int r = 0; r < R; r++) add_sums(1, V, &sums[r], totals + r * pitch);
+  for (int r = 0; r < R; r++) add_sums(1, V, &sums[r], totals + r * size);
 }
 
-// Up to so many rows there are registers for two vectors of outputs.
-#if defined(HAS_AVX512)
-#define PAIRED_ROWS 6
-#else
-#define PAIRED_ROWS 2
-#endif
-
-INLINE void multiply_codes(const int bits, const int R, const int C, const linear_layer* layer, const char* weights,
+INLINE void multiply_codes(const int coding, const int R, const int C, const linear_layer* layer, const char* weights,
                            int64_t panel_bytes, const uint32_t* x, int64_t num, const char* ahead, int64_t stride,
                            float* totals) {
-  const int V = C > 1 ? 2 * C : R <= PAIRED_ROWS ? 2 : 1;
+  const int size = 2 * C * LANES, V = C == 1 && 2 * R > MAX_SUMS ? 1 : 2 * C;
 #pragma GCC unroll 2
   for (int v = 0; v < 2 * C; v += V)
-    multiply_vectors(bits, R, V, layer, weights, panel_bytes, v * LANES, x, num, ahead, v ? 0 : stride,
-                     totals + v * LANES, 2 * C * LANES);
+    multiply_tile(coding, R, V, R, layer, weights, panel_bytes, v * LANES, x, num, ahead, v ? 0 : stride,
+                  totals + v * LANES, size);
 }
 
-#define MULTIPLY_BITS(bits, R, C) \
-  static void multiply_int##bits##_##R##x##C(const linear_layer* layer, const char* weights, int64_t panel_bytes, \
-                                             const char* x, int64_t num, const char* ahead, int64_t stride, \
-                                             float* totals) { \
-    multiply_codes(bits, R, C, layer, weights, panel_bytes, (const uint32_t*)x, num, ahead, stride, totals); \
+#define MULTIPLY_CODES(coding, R, C) \
+  static void multiply_##coding##_##R##x##C(const linear_layer* layer, const char* weights, int64_t panel_bytes, \
+                                            const char* x, int64_t num, const char* ahead, int64_t stride, \
+                                            float* totals) { \
+    multiply_codes(coding, R, C, layer, weights, panel_bytes, (const uint32_t*)x, num, ahead, stride, totals); \
   }
-#define MULTIPLY(R, C) MULTIPLY_BITS(8, R, C) MULTIPLY_BITS(4, R, C)
+#define MULTIPLY(R, C) \
+  MULTIPLY_CODES(CODES_OF_8, R, C) MULTIPLY_CODES(CODES_OF_4, R, C) MULTIPLY_CODES(CODES_OF_TABLE, R, C)
 EVERY_RUN(MULTIPLY)
 #undef MULTIPLY
 
-#define ENTRY(R, C) [C == 1 ? R : 0] = multiply_int8_##R##x##C,
-static const run_function INT8_RUNS[] = {EVERY_RUN(ENTRY)};
-#undef ENTRY
-#define ENTRY(R, C) [C == 1 ? R : 0] = multiply_int4_##R##x##C,
-static const run_function INT4_RUNS[] = {EVERY_RUN(ENTRY)};
+#define ENTRY(R, C) \
+  [CODES_OF_8][C == 1 ? R : 0] = multiply_CODES_OF_8_##R##x##C, \
+  [CODES_OF_4][C == 1 ? R : 0] = multiply_CODES_OF_4_##R##x##C, \
+  [CODES_OF_TABLE][C == 1 ? R : 0] = multiply_CODES_OF_TABLE_##R##x##C,
+static const run_function CODE_RUNS[][GROUP_ROWS + 1] = {EVERY_RUN(ENTRY)};
 #undef ENTRY
 
 INLINE int64_t code_bits(const linear_layer* layer) { return layer->element == ELEMENT_INT4 ? 4 : 8; }
 
 INLINE arithmetic integer_arithmetic(const linear_layer* layer) {
+  const int coding = layer->element == ELEMENT_INT8 ? CODES_OF_8 : counts_upwards(layer) ? CODES_OF_4 : CODES_OF_TABLE;
   return (arithmetic){.unit = UNIT_INPUTS,
                       .weight_bytes = unit_bytes(layer, code_bits(layer)),
                       .row_bytes = INT8_WORDS * 4,
+                      .run = INTEGER_RUN / UNIT_INPUTS,
                       .turn = 1,
-                      .runs = layer->element == ELEMENT_INT4 ? INT4_RUNS : INT8_RUNS};
+                      .runs = CODE_RUNS[coding]};
 }
 
 // A quantised weight as a loader gives it: `QuantizedWeight` of quantized.py.

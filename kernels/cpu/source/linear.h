@@ -108,6 +108,7 @@ INLINE arithmetic NAME(arithmetic)(void) {
   return (arithmetic){.unit = NAME(UNIT),
                       .weight_bytes = NAME(UNIT) * PANEL * (int64_t)sizeof(ELEMENT),
                       .row_bytes = NAME(UNIT) * (int64_t)sizeof(float),
+                      .run = RUN / NAME(UNIT),
                       .turn = UNROLLED / NAME(UNIT),
                       .runs = NAME(RUNS)};
 }

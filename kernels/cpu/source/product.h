@@ -45,7 +45,7 @@ INLINE const char* nth_panel(const product* p, int64_t panel) {
 
 // One row and four panels from `panel` on: as fast as memory by itself.
 static void multiply_row(const product* p, int64_t panel) {
-  const int64_t num = num_units(p), run = RUN / p->by.unit;
+  const int64_t num = num_units(p), run = p->by.run;
   float totals[2][4 * PANEL] __attribute__((aligned(64))) = {{0}};
   for (int half = 0; half <= p->is_gated; half++) {
     const char* weights = nth_panel(p, panel + half * p->num_panels);
@@ -63,7 +63,7 @@ static void multiply_row(const product* p, int64_t panel) {
 static void multiply_panel(const product* p, int64_t panel, int64_t first_group, int64_t num_groups, int64_t ahead,
                            float (*totals)[GROUP_ROWS * PANEL]) {
   const arithmetic* by = &p->by;
-  const int64_t num = num_units(p), run = RUN / by->unit;
+  const int64_t num = num_units(p), run = by->run;
   const int64_t stride = by->turn * by->weight_bytes / p->groups->num_groups;
   const int64_t row_size = prepared_row_bytes(p->layer->activation, p->layer->in_size);
   for (int64_t start = 0; start < num; start += run) {

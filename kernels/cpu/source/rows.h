@@ -3,6 +3,7 @@
 enum {
   PANEL = 2 * LANES,  // outputs that are computed together, in two vectors
   RUN = 256,          // inputs that are summed up one after the other: longer sums round off more
+  INTEGER_RUN = 1024, // the same where sums over a group are exact
 };
 // As many rows as leave registers for two vectors of weights and one of activations.
 #if defined(HAS_AVX512)
@@ -22,7 +23,7 @@ typedef struct {
   int64_t group_size;     // of inputs that share a scale: 16 or 32
   int64_t scale_element;  // of scales and minima: ELEMENT_FLOAT or ELEMENT_FLOAT16
   int64_t has_minima;
-  int8_t table[16];  // what 4 bits stand for
+  int8_t table[16];  // what 4 bits stand for; products are fastest where each is one more than the one before
 } linear_layer;
 
 enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_INT8, ELEMENT_INT4 };
@@ -54,6 +55,7 @@ typedef struct {
   int64_t unit;              // inputs
   int64_t weight_bytes;      // of a unit of a panel
   int64_t row_bytes;         // of a unit of a row of prepared activations
+  int64_t run;               // units whose products are summed up one after the other
   int64_t turn;              // units that are multiplied in a turn of the loop
   const run_function* runs;  // [GROUP_ROWS + 1]: of so many rows and one panel; the first: of one row and four panels
 } arithmetic;
