@@ -55,31 +55,30 @@ class _Kernel:
         self._scratch_size = library.sampling_scratch_size
         self._scratch_size.argtypes, self._scratch_size.restype = [ctypes.c_int64], ctypes.c_int64
         self._scratch = torch.empty(0)
+        self._room_of: dict[int, int] = {}  # by size of the vocabulary, for how many threads the scratch is
 
-    def choose(
-        self, step: SamplingStep, logits: Tensor, num_tokens: Indexes, highest: Tensor | None, entries: Indexes | None
-    ) -> Chosen:
-        """Choose tokens by a step whose columns are filled in. Raises ValueError if the arguments do not fit."""
+    def run(self, step: SamplingStep, logits: Tensor, highest: Tensor | None) -> None:
+        """Choose tokens by a step in which all else is filled in. Raises ValueError if the logits do not fit."""
         num_rows, vocab_size = logits.shape
-        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        stride, last_stride = logits.stride()
+        if logits.dtype != torch.float32 or last_stride != 1:
             raise ValueError(f"the logits are {list(logits.shape)} of {logits.dtype}; make them dense rows of float32")
         if highest is not None:
             check("highest", highest, torch.int64, (num_rows,))
+            step.highest = highest.data_ptr()
+        else:
+            step.highest = None
         num_threads = min(torch.get_num_threads(), max(num_rows, 1))
-        num_floats = num_threads * self._scratch_size(vocab_size)
-        if len(self._scratch) < num_floats:
-            self._scratch = torch.empty(num_floats)
-        chosen = Chosen(np.empty(num_rows, np.int64), np.empty(num_rows, np.uint8))
-        step.logits = logits.data_ptr()
-        step.highest = None if highest is None else highest.data_ptr()
-        step.entries = None if entries is None else _address(entries, np.int64, num_rows)
-        step.num_tokens = _address(num_tokens, np.int64, num_rows)
         step.num_rows, step.vocab_size, step.num_threads = num_rows, vocab_size, num_threads
-        step.logits_stride = logits.stride(0)
-        step.scratch = self._scratch.data_ptr()
-        step.token_ids, step.statuses = (_address(column, column.dtype, num_rows) for column in chosen)
+        step.logits, step.logits_stride = logits.data_ptr(), stride
+        step.scratch = self._room(num_threads, vocab_size)
         self._sample(ctypes.addressof(step))
-        return chosen
+
+    def _room(self, num_threads: int, vocab_size: int) -> int:
+        if self._room_of.get(vocab_size, 0) < num_threads:
+            self._scratch = torch.empty(num_threads * self._scratch_size(vocab_size))
+            self._room_of = {vocab_size: num_threads}
+        return self._scratch.data_ptr()
 
 
 class CpuSampler:
@@ -99,7 +98,11 @@ class CpuSampler:
         """See `pagewire.kernels.cpu.sampling.sample`. `columns.slots` name lines of `history`."""
         step = _step(columns, history)
         _put_lists(step, columns)
-        chosen = self._kernel.choose(step, logits, columns.num_tokens.numpy().astype(np.int64), highest, None)
+        num_rows = len(logits)
+        num_tokens = columns.num_tokens.numpy().astype(np.int64)
+        step.num_tokens = _address(num_tokens, np.int64, num_rows)
+        chosen = _outputs(step, num_rows)
+        self._kernel.run(step, logits, highest)
         left = np.flatnonzero(chosen.statuses == _OPEN)
         if len(left):
             chosen.token_ids[left] = choose(logits, columns, left)
@@ -117,23 +120,36 @@ class TableSampler:
         self._kernel = kernel
         self._columns, self._history = columns, history  # whose memory the step names
         self._step = _step(columns, history)
+        num_slots = len(columns.seeds)
+        self._slots, self._num_tokens = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
+        self._step.entries = _address(self._slots, np.int64, num_slots)
+        self._step.num_tokens = _address(self._num_tokens, np.int64, num_slots)
+        self._chosen = _outputs(self._step, num_slots)
 
     def take_tokens(
         self, logits: Tensor, slots: Indexes, num_tokens: Indexes, highest: Tensor | None = None
     ) -> tuple[Indexes, NDArray[np.bool_]]:
-        """The tokens of the rows of some slots, and where the logits hold NaN.
+        """Return the tokens of the rows of some slots, and where the logits hold NaN.
 
         Args:
             logits: [R, vocab_size] float32, overwritten.
-            slots: [R] int64.
+            slots: [R] int64, none twice.
             num_tokens: [R] int64, as `SamplingColumns` has them.
             highest: see `pagewire.kernels.cpu.sampling.sample`.
+
+        Raises:
+            ValueError: the arguments do not fit each other.
         """
-        chosen = self._kernel.choose(self._step, logits, num_tokens, highest, slots)
-        left = np.flatnonzero(chosen.statuses == _OPEN)
-        if len(left):
-            chosen.token_ids[left] = choose(logits, self._columns_of(slots, num_tokens), left)
-        return chosen.token_ids, chosen.statuses == _NAN
+        num_rows = len(slots)
+        if len(logits) != num_rows or len(num_tokens) != num_rows:
+            raise ValueError(f"{num_rows} slots come with {len(logits)} logits and {len(num_tokens)} lengths")
+        self._slots[:num_rows], self._num_tokens[:num_rows] = slots, num_tokens
+        self._kernel.run(self._step, logits, highest)
+        token_ids, statuses = self._chosen.token_ids[:num_rows].copy(), self._chosen.statuses[:num_rows]
+        left = statuses == _OPEN
+        if left.any():
+            token_ids[left] = choose(logits, self._columns_of(slots, num_tokens), np.flatnonzero(left))
+        return token_ids, statuses == _NAN
 
     def _columns_of(self, slots: Indexes, num_tokens: Indexes) -> SamplingColumns:
         columns = {name: torch.from_numpy(getattr(self._columns, name).numpy()[slots]) for name in _COLUMNS}
@@ -168,6 +184,13 @@ def _step(columns: SamplingColumns, history: TokenHistory) -> SamplingStep:
     step.num_prompt_tokens = _address(num_prompt_tokens, np.int64, len(tokens))
     step.history_stride = tokens.shape[1]
     return step
+
+
+def _outputs(step: SamplingStep, num_rows: int) -> Chosen:
+    """Where the step puts what it finds."""
+    chosen = Chosen(np.empty(num_rows, np.int64), np.empty(num_rows, np.uint8))
+    step.token_ids, step.statuses = (_address(column, column.dtype, num_rows) for column in chosen)
+    return chosen
 
 
 def _address(array: NDArray, dtype: DTypeLike, length: int) -> int:
