@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
+from pagewire.kernels.cache_rows import EIGHT_BITS
 from pagewire.kernels.cpu.linear import PackedLinear
-from pagewire.kernels.cpu.paged import EIGHT_BITS, PagedRows, check, paged_step
+from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Of queries, and of the cache that they attend to.
