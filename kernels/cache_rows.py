@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 SCALED = torch.int8  # the dtype whose values are in units of a scale
 _SCALE_BYTES = torch.float32.itemsize
 
@@ -41,3 +42,32 @@ def read_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
         return rows.to(dtype)
     scale = rows[..., -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return (rows[..., :-_SCALE_BYTES].to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
+
+
+class TokenRows:
+    """A layer's keys or values with one row per position.
+
+    Position `offset` of a block is cache row `block_id * block_stride + offset`. The rows between are other parts of
+    the block; no index points at them.
+    """
+
+    def __init__(self, cache: Tensor) -> None:
+        num_blocks, block_size, num_kv_heads, size = cache.shape
+        block_stride, row_stride = cache.stride()[:2]
+        if not cache[0].is_contiguous() or block_stride % row_stride:
+            raise ValueError(f"KV cache of shape {tuple(cache.shape)} and strides {cache.stride()} is not block-major")
+        num_rows = (num_blocks - 1) * (block_stride // row_stride) + block_size
+        self._dtype = cache.dtype
+        # [cache rows, num_kv_heads, row_size]; torch moves bytes, but not every type of them
+        rows = cache.as_strided((num_rows, num_kv_heads, size), (row_stride, size, 1))
+        self._rows = rows.view(torch.uint8) if cache.dtype in EIGHT_BITS else rows
+
+    def write(self, indexes: Tensor, values: Tensor) -> Tensor:
+        """Writes values [N, num_kv_heads, head_dim], and returns what will be read of them."""
+        rows = write_rows(values, self._dtype)
+        self._rows.index_copy_(0, indexes, rows.view(self._rows.dtype))
+        return read_rows(rows, values.dtype)
+
+    def read(self, indexes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values [N, num_kv_heads, head_dim]."""
+        return read_rows(self._rows.index_select(0, indexes).view(self._dtype), dtype)

@@ -17,10 +17,9 @@ from pagewire.kernels.cpu.decoder import (
 from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, BuildError, load_library
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
-from pagewire.kernels.cpu.paged import EIGHT_BITS, MAX_HEAD_DIM, PagedRows
+from pagewire.kernels.cpu.paged import MAX_HEAD_DIM, PagedRows
 
 __all__ = [
-    "EIGHT_BITS",
     "MAX_HEAD_DIM",
     "NATIVE",
     "VARIANTS",

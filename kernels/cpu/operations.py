@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
+from pagewire.kernels.cache_rows import EIGHT_BITS
 from pagewire.kernels.cpu.linear import ACTIVATIONS, PackedLinear, QuantizedPanels, SourceWeight, code_table
-from pagewire.kernels.cpu.paged import EIGHT_BITS, PagedRows, check, paged_step
+from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
 from pagewire.kernels.quantized import QuantizedWeight
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}

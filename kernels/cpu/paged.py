@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.cache_rows import head_dim_of
+from pagewire.kernels.cache_rows import EIGHT_BITS, head_dim_of
 
 MAX_HEAD_DIM = 256
 # What a cache holds, in the order of source/kernels.c.
 CACHE_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
-EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)
 
 
 class PagedStep(ctypes.Structure):

@@ -12,8 +12,8 @@ import torch
 import pagewire.kernels.cpu
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import HeadPreparation, Scoring
-from pagewire.kernels.cache_rows import read_rows, row_size, write_rows
-from pagewire.kernels.cpu import EIGHT_BITS, BuildError, PagedRows, library
+from pagewire.kernels.cache_rows import EIGHT_BITS, read_rows, row_size, write_rows
+from pagewire.kernels.cpu import BuildError, PagedRows, library
 from pagewire.kernels.cpu.library import FLAGS, MAIN_SOURCE, SOURCES, VARIANTS, build_library, find_compiler, flags_of
 from tests.compiler import skip_without_compiler
 from tests.kernels.variants import load_variant

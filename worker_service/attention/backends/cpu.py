@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.cache_rows import head_dim_of
-from pagewire.kernels.cpu import EIGHT_BITS, MAX_HEAD_DIM, CpuKernels, PagedRows
+from pagewire.kernels.cache_rows import EIGHT_BITS, head_dim_of
+from pagewire.kernels.cpu import MAX_HEAD_DIM, CpuKernels, PagedRows
 from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
 from worker_service.attention.capability import Capability, UnavailableError
 

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagewire.kernels.cache_rows import read_rows, write_rows
-from pagewire.kernels.cpu import EIGHT_BITS, CpuKernels
+from pagewire.kernels.cache_rows import EIGHT_BITS, TokenRows
+from pagewire.kernels.cpu import CpuKernels
 from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
 from worker_service.attention.capability import Capability
 from worker_service.models.model import Attend
@@ -59,7 +59,7 @@ class TorchAttention:
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Sorts the rows into kinds and computes their cache indices and masks. See `AttentionBackend.prepare`."""
-        caches = [(_TokenRows(keys), _TokenRows(values)) for keys, values in kv_cache]
+        caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
         windows = self._windows or (0,) * len(kv_cache)
         steps = [
             _Step.of(batch, kv_cache[0][0], window, self._dtype or kv_cache[0][0].dtype)
@@ -80,42 +80,13 @@ class TorchAttention:
         return attend
 
 
-class _TokenRows:
-    """A layer's keys or values with one row per position.
-
-    Position `offset` of a block is cache row `block_id * block_stride + offset`. The rows between are other parts of
-    the block; no index points at them.
-    """
-
-    def __init__(self, cache: Tensor) -> None:
-        num_blocks, block_size, num_kv_heads, size = cache.shape
-        block_stride, row_stride = cache.stride()[:2]
-        if not cache[0].is_contiguous() or block_stride % row_stride:
-            raise ValueError(f"KV cache of shape {tuple(cache.shape)} and strides {cache.stride()} is not block-major")
-        num_rows = (num_blocks - 1) * (block_stride // row_stride) + block_size
-        self._dtype = cache.dtype
-        # [cache rows, num_kv_heads, row_size]; torch moves bytes, but not every type of them
-        rows = cache.as_strided((num_rows, num_kv_heads, size), (row_stride, size, 1))
-        self._rows = rows.view(torch.uint8) if cache.dtype in EIGHT_BITS else rows
-
-    def write(self, indexes: Tensor, values: Tensor) -> Tensor:
-        """Writes values [N, num_kv_heads, head_dim], and returns what will be read of them."""
-        rows = write_rows(values, self._dtype)
-        self._rows.index_copy_(0, indexes, rows.view(self._rows.dtype))
-        return read_rows(rows, values.dtype)
-
-    def read(self, indexes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Values [N, num_kv_heads, head_dim]."""
-        return read_rows(self._rows.index_select(0, indexes).view(self._dtype), dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class _FirstChunk:
     """A row's tokens from its position 0 on, no more than the window."""
 
     tokens: slice
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: _TokenRows, value_rows: _TokenRows) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: TokenRows, value_rows: TokenRows) -> Tensor:
         return _attend_chunk(query[self.tokens], key[self.tokens], value[self.tokens], None)
 
 
@@ -128,7 +99,7 @@ class _LaterChunk:
     mask: Tensor  # additive, shared by the step's chunks; see `_mask`
     window: int
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: _TokenRows, value_rows: _TokenRows) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: TokenRows, value_rows: TokenRows) -> Tensor:
         keys, values = (rows.read(self.positions, query.dtype) for rows in (key_rows, value_rows))
         queries = query[self.tokens]
         end = len(keys) - len(queries)
@@ -149,7 +120,7 @@ class _DecodeGroup:
     positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
     mask: Tensor | None  # [R, 1, 1, N] additive; None where all rows are equally long
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: _TokenRows, value_rows: _TokenRows) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: TokenRows, value_rows: TokenRows) -> Tensor:
         shape = (len(self.tokens), -1, *key.shape[1:])
         keys = key_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)  # [R, num_kv_heads, N, head_dim]
         values = value_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)
