@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources
 
 # Statements by ast; docstrings, comments and formatting do not count.
-MAX_STATEMENTS = {"scheduler_service": 7_648, "worker_service": 5_161, "pagewire/kernels": 2_070, "pagewire": 5_395}
+MAX_STATEMENTS = {"scheduler_service": 7_648, "worker_service": 5_162, "pagewire/kernels": 2_073, "pagewire": 5_395}
 MAX_CLASS_NAMES_TWICE = 18
 MAX_PROTOCOLS = 24
 MAX_FUNCTION_LINES = 60
