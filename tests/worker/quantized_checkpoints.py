@@ -251,6 +251,10 @@ CASES = [
     compressed("W8A8 asymmetric", "int-quantized", torch.float32, num_bits=8, type="int", strategy="channel",
                symmetric=False),
     compressed("W8A8 by tensor", "int-quantized", torch.float32, num_bits=8, type="int", strategy="tensor"),
+    compressed("W8A8 by group", "int-quantized", torch.bfloat16, num_bits=8, **PACKED),
+    compressed(
+        "FP8 by group", "float-quantized", torch.bfloat16, num_bits=8, type="float", strategy="group", group_size=16
+    ),
     compressed("FP8 by channel", "float-quantized", torch.bfloat16, num_bits=8, type="float", strategy="channel"),
     compressed("FP8 by tensor", "float-quantized", torch.float32, num_bits=8, type="float", strategy="tensor"),
     compressed("FP8 by block", "float-quantized", torch.bfloat16, num_bits=8, type="float", strategy="block",

@@ -275,7 +275,10 @@ def working_bytes(weight_format: WeightFormat, num_elements: int, *, has_wide_sc
     is_exact = weight_format.is_symmetric or not has_wide_scales
     are_groups_served = layout in ("fp8", "float-quantized") or weight_format.columns % GROUP == 0
     may_be_floats = weight_format.has_ordered_columns or not is_exact or not are_groups_served
-    return (per_element + (4 if may_be_floats else 0)) * num_elements + chunk
+    scales = (
+        12 * num_elements // weight_format.columns if weight_format.columns else 0
+    )  # as stored, and by row in floats
+    return (per_element + (4 if may_be_floats else 0)) * num_elements + scales + chunk
 
 
 def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
