@@ -216,7 +216,10 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "a", "--early-stopping", "soon"], "--early-stopping"),
         (["attach"], "ID"),
         (["attach", "x", "--from-token", "-1"], "--from-token is -1"),
-        (["serve"], "MODEL is missing (also --model): give a checkpoint directory, or the id of a Hugging Face model"),
+        (
+            ["serve"],
+            "MODEL is missing (also --model): give a checkpoint directory, a GGUF file, or the id of a Hugging",
+        ),
         (["serve"], "`pagewire demo` serves the bundled model"),
         (["serve", "a", "--model", "b"], "MODEL is given twice: 'a' and 'b'"),
         (["serve", "--modle", "b"], "unknown flag --modle; did you mean --model?"),

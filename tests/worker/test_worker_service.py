@@ -570,7 +570,7 @@ def test_mutual_tls(checkpoint: Path, start: Callable[..., Process], tmp_path: P
 
 
 BAD_STARTS = [
-    ({"model": "/nowhere"}, "--model is '/nowhere', but that is not a directory"),
+    ({"model": "/nowhere"}, "--model is '/nowhere', but that is neither a directory nor a GGUF file"),
     ({"max_model_len": 100_000}, "--max-model-len is 100000; the checkpoint has 1024 positions"),
     ({"num_host_blocks": 1 << 30}, "--num-host-blocks is 1073741824, which takes"),
     ({"swap_space": "1KiB"}, "--swap-space is 1KiB; two blocks take"),
