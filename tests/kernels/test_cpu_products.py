@@ -176,7 +176,7 @@ def random_quantized(seed, rng=None):
     rng = rng or random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     group_size = rng.choice([16, 32, 32, 48, 64, 128])
-    in_size = group_size * rng.choice([1, 2, 3, 9, 22, 70])
+    in_size = group_size * rng.choice([1, 2, 3, 9, 1200 // group_size])
     out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
     table = torch.tensor(rng.choice(TABLES), dtype=torch.int8)
     is_half, has_minima = rng.random() < 0.5, rng.random() < 0.5

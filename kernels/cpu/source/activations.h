@@ -57,34 +57,35 @@ INLINE void prepare_bfloat16(const float* x, int64_t in_size, uint32_t* target, 
 }
 
 // The factor that takes a unit's inputs to integers up to 127, and back, which is the scale: that of the largest. Both are
-// 0 where all are next to 0, and the scale is NaN where one is not finite.
+// 0 where all are next to 0; where one is not finite, the scale is NaN.
 INLINE float scale_unit(const float* x, float* scale) {
-  floats largest = splat(0.0f), nothing = splat(0.0f);
+  ints largest = {0};
   for (int i = 0; i < UNIT_INPUTS; i += LANES) {
-    const floats values = load_float(x + i);
-    largest = larger((floats)((ints)values & 0x7fffffff), largest);
-    nothing += values - values;
+    const ints bits = (ints)load_float(x + i) & 0x7fffffff;  // in the order of sizes
+    const ints is_larger = bits > largest;
+    largest = (bits & is_larger) | (largest & ~is_larger);
   }
-  const float value = largest_lane(largest), is_nan = sum_lanes(nothing);
-  *scale = value > 1e-30f ? value / 127.0f + is_nan : is_nan;
-  return value > 1e-30f && is_nan == 0.0f ? 127.0f / value : 0.0f;
+  const int32_t bits = largest_int(largest);
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  *scale = bits >= 0x7f800000 ? NAN : value > 1e-30f ? value / 127.0f : 0.0f;
+  return bits < 0x7f800000 && value > 1e-30f ? 127.0f / value : 0.0f;
 }
 
 // x: [UNIT_INPUTS], finite or not.
 INLINE void prepare_unit(const float* x, uint32_t* target, int64_t stride) {
   float scale;
   const float factor = scale_unit(x, &scale);
-  int32_t codes[UNIT_INPUTS], sums[3] = {0};
+  int8_t codes[UNIT_INPUTS];
+  ints parts[2] = {{0}, {0}};
   for (int i = 0; i < UNIT_INPUTS; i += LANES) {
     const ints rounded = factor == 0.0f ? (ints){0} : round_to_ints(load_float(x + i) * splat(factor));
-    memcpy(codes + i, &rounded, sizeof rounded);
+    const bytes narrow = __builtin_convertvector(rounded, bytes);
+    memcpy(codes + i, &narrow, sizeof narrow);
+    parts[i / 16] += rounded;
   }
-  for (int i = 0; i < UNIT_INPUTS; i++) sums[1 + i / 16] += codes[i];
-  sums[0] = sums[1] + sums[2];
-  for (int i = 0; i < UNIT_INPUTS; i += 4) {
-    const int8_t bytes[4] = {(int8_t)codes[i], (int8_t)codes[i + 1], (int8_t)codes[i + 2], (int8_t)codes[i + 3]};
-    memcpy(&target[i / 4 * stride], bytes, sizeof bytes);
-  }
+  const int32_t first = sum_ints(parts[0]), second = sum_ints(parts[1]), sums[3] = {first + second, first, second};
+  for (int i = 0; i < UNIT_INPUTS / 4; i++) memcpy(&target[i * stride], codes + 4 * i, 4);
   memcpy(&target[INT8_SCALE * stride], &scale, sizeof scale);
   for (int i = 0; i < 3; i++) {
     const float negative_sum = -scale * (float)sums[i];

@@ -48,6 +48,7 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef float floats4 __attribute__((vector_size(16)));
 typedef uint16_t bfloat16;
 typedef struct {
@@ -84,6 +85,26 @@ INLINE floats multiply_add(floats a, floats b, floats c) {
   return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
+#endif
+}
+
+INLINE int32_t largest_int(ints v) {
+#if defined(HAS_AVX512)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+  int32_t largest = v[0];
+  for (int i = 1; i < LANES; i++) largest = v[i] > largest ? v[i] : largest;
+  return largest;
+#endif
+}
+
+INLINE int32_t sum_ints(ints v) {
+#if defined(HAS_AVX512)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t sum = v[0];
+  for (int i = 1; i < LANES; i++) sum += v[i];
+  return sum;
 #endif
 }
 
