@@ -85,6 +85,12 @@ class WorkerConfig:
         "needs --block-size 256) or plain torch; auto: cpu or triton if it supports the model, otherwise torch",
         choices=("auto", *ATTENTION_BACKENDS),
     )
+    cpu_products: str = option(
+        "auto",
+        "whose matrix products a CPU computes with; auto: our C kernels', in which a token's logits are the same bits "
+        "whatever it shares a step with; onednn: oneDNN's, which are faster where a CPU has AMX, without that promise",
+        choices=("auto", "onednn"),
+    )
     tensor_parallel_size: int = option(
         1, "number of ranks to split the model across; each is a process of its own", between(1, 1024)
     )

@@ -35,6 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "scheduling": ("policy", "max_num_batched_tokens", "max_decode_slowdown", "pipeline_depth"),
     "computing": (
         "num_threads",
+        "cpu_products",
         "attention_backend",
         "max_graph_batch_size",
         "tensor_parallel_size",

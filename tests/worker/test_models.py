@@ -222,12 +222,13 @@ def test_weights_stay_as_small_as_the_checkpoint_has_them(tmp_path, monkeypatch,
 
 def test_only_what_the_kernels_compute_whole_is_fused(tmp_path, monkeypatch):
     use_kernels(monkeypatch, "require")
-    operations = host_operations()
-    for family, dtype, expected in [
-        ("qwen3", torch.float32, True), ("qwen3", torch.bfloat16, True), ("gpt2", torch.bfloat16, True),
-        ("gpt2", torch.float16, False),
+    ours, onednn = host_operations(), create_host_operations(load_cpu_kernels(), uses_onednn=True)
+    for family, dtype, operations, expected in [
+        ("qwen3", torch.float32, ours, True), ("qwen3", torch.bfloat16, ours, True),
+        ("gpt2", torch.bfloat16, ours, True), ("gpt2", torch.float16, ours, False),
+        ("qwen3", torch.float32, onednn, False), ("qwen3", torch.bfloat16, onednn, False),
     ]:  # fmt: skip
-        path = make_checkpoint(tmp_path / f"{family}-{dtype}", family, seed=22)
+        path = make_checkpoint(tmp_path / f"{family}-{dtype}-{expected}", family, seed=22)
         model = loading.load_model(path, dtype=dtype, device=CPU, operations=operations)
         assert isinstance(host_model(model, create_attention(model.config)), CpuDecoder) == expected
         assert isinstance(host_model(model, create_attention(model.config, "torch")), LayeredModel)

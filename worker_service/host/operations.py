@@ -15,42 +15,44 @@ from worker_service.models.operations import Operations, Product, TorchOperation
 _COMPUTED = (torch.float32, torch.bfloat16)
 
 
-def create_host_operations(kernels: CpuKernels | None) -> Operations:
-    """The C kernels where there are any, else plain torch."""
-    return TorchOperations() if kernels is None else CpuOperations(kernels)
+def create_host_operations(kernels: CpuKernels | None, *, uses_onednn: bool = False) -> Operations:
+    """The C kernels where there are any, else plain torch. `uses_onednn`: products are oneDNN's all the same."""
+    return TorchOperations() if kernels is None else CpuOperations(kernels, uses_onednn=uses_onednn)
 
 
 class CpuOperations:
     """The C kernels. Products in float32 are over weights of any dtype; those in bfloat16, whose inputs are rounded to
     it, over weights of bfloat16. In float16 they are torch's."""
 
-    def __init__(self, kernels: CpuKernels) -> None:
+    def __init__(self, kernels: CpuKernels, *, uses_onednn: bool = False) -> None:
         self.kernels = kernels
+        self._computed = () if uses_onednn else _COMPUTED
         self.rms_norm = kernels.rms_norm
         self.add_rms_norm = kernels.add_rms_norm
         self.silu_mul = kernels.silu_mul
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Every bfloat16 and float16 is a float32, so nothing is lost, and half as much is read."""
-        return held == computed or (computed == torch.float32 and held in (torch.bfloat16, torch.float16))
+        is_widened = computed == torch.float32 and held in (torch.bfloat16, torch.float16)
+        return held == computed or (is_widened and computed in self._computed)
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
-        if computed in _COMPUTED:
+        if computed in self._computed:
             packed = self.kernels.pack_linear(weight.contiguous(), _floats(bias), computed)
             return CpuProduct(self.kernels, packed, computed)
         return TorchOperations().prepare_product(weight, bias, computed)
 
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
-        return computed in _COMPUTED
+        return computed in self._computed
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
         return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, _floats(bias)), computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
-        return computed in _COMPUTED or TorchOperations().packs(computed, device)
+        return computed in self._computed or TorchOperations().packs(computed, device)
 
     def takes_rows(self, computed: torch.dtype) -> bool:
-        return computed in _COMPUTED
+        return computed in self._computed
 
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
         return attend(layer, *self.kernels.norm_rope(heads, preparation))

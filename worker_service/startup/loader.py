@@ -62,12 +62,13 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     device = choose_device(config.device, config.tensor_parallel_rank)
     communicator = _communicator(config, device)
     model_config = Shard.of(load_config(path), communicator.rank, communicator.size).config
-    dtype = choose_dtype(config.dtype, model_config.dtype, device)
+    is_gpu, uses_onednn = device.type == "cuda", config.cpu_products == "onednn"
+    kernels = None if is_gpu else _cpu_kernels()
+    dtype = choose_dtype(config.dtype, model_config.dtype, device, None if uses_onednn else kernels)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
-    is_gpu = device.type == "cuda"
-    kernels = None if is_gpu else _cpu_kernels()
-    operations = create_device_operations(model_config) if is_gpu else create_host_operations(kernels)
+    host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
+    operations = create_device_operations(model_config) if is_gpu else host_operations
     attention = attention_shape(model_config, config.block_size, dtype, cache_dtype)
     backend = create_backend(config.attention_backend, device, attention, kernels)
     unloaded = prepare_model(
@@ -150,18 +151,23 @@ def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
     )
 
 
-def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """The named dtype; for "auto" the checkpoint's, or float32 where the CPU would only emulate that."""
+def choose_dtype(
+    name: str, checkpoint_dtype: str, device: torch.device, kernels: CpuKernels | None = None
+) -> torch.dtype:
+    """The named dtype; for "auto" the checkpoint's, or float32 where the CPU would only emulate that. `kernels`: the
+    CPU's, where they compute the products."""
     if name != "auto":
         return _DTYPES[name]
     dtype = _DTYPES[checkpoint_dtype]
-    if device.type == "cpu" and not _is_native_on_cpu(dtype):
+    if device.type == "cpu" and not _is_native_on_cpu(dtype, kernels):
         logger.info("this CPU does not compute %s natively: computing in float32", checkpoint_dtype)
         return torch.float32
     return dtype
 
 
-def _is_native_on_cpu(dtype: torch.dtype) -> bool:
+def _is_native_on_cpu(dtype: torch.dtype, kernels: CpuKernels | None) -> bool:
+    if dtype == torch.bfloat16 and kernels is not None:
+        return kernels.variant == "avx512_bf16"
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
