@@ -15,6 +15,7 @@ from worker_service.startup.device_memory import GIB
 from worker_service.startup.host_memory import available_bytes
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # one of them is there where torch can find a GPU
+_32_BITS = ("float32", "F32")
 _16_BITS = ("bfloat16", "float16", "BF16", "F16")
 
 
@@ -32,11 +33,9 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
         raise ValueError(f"--model {config.model}: {error}") from error
     shard = Shard.of(model, config.tensor_parallel_rank, config.tensor_parallel_size)
     if config.device == "cpu" or (config.device == "auto" and not any(Path(file).exists() for file in _GPU_FILES)):
-        # Of a weight on any CPU: kernels may hold the checkpoint's dtype, or the model may compute in a smaller one.
         computed = model.dtype if config.dtype == "auto" else config.dtype
-        dtypes = {computed, *(header.dtype for header in headers.values())}
-        element_bytes = 4 if dtypes.isdisjoint(_16_BITS) else 2
-        weights = num_local_ranks * model_size(shard).num_bytes(element_bytes, is_tied=model.tie_word_embeddings)
+        bits = _least_bits({computed, *(header.dtype for header in headers.values())})
+        weights = num_local_ranks * model_size(shard).num_bytes(1, is_tied=model.tie_word_embeddings) * bits // 8
         available = available_bytes()
         if weights > available:
             raise ValueError(
@@ -44,6 +43,13 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
                 f"{available / GIB:.2f} GiB of memory are available: take a smaller model or a machine with more "
                 "memory, or end what else uses it"
             )
+
+
+def _least_bits(dtypes: set[str]) -> int:
+    """Of a weight on any CPU: kernels may hold what the checkpoint has, or the model may compute in a smaller dtype."""
+    if not dtypes <= {*_32_BITS, *_16_BITS}:
+        return 4
+    return 32 if dtypes.isdisjoint(_16_BITS) else 16
 
 
 def choose_max_model_len(asked: int | None, max_position_embeddings: int) -> int:
