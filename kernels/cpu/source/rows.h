@@ -95,16 +95,6 @@ INLINE row_group nth_group(const row_groups* groups, int64_t index) {
   return (row_group){index * groups->size + num_before, groups->size + (index < groups->num_larger)};
 }
 
-// Where a row's first value lies; the next ones follow at a distance of *stride.
-INLINE int64_t row_place(const row_groups* groups, int64_t row, int64_t in_size, int64_t* stride) {
-  const int64_t num_in_larger = groups->num_larger * (groups->size + 1);
-  const int64_t index = row < num_in_larger ? row / (groups->size + 1)
-                                            : groups->num_larger + (row - num_in_larger) / groups->size;
-  const row_group group = nth_group(groups, index);
-  *stride = group.num_rows;
-  return group.start * in_size + row - group.start;
-}
-
 // The sizes of runs that there are, as MULTIPLY(rows, panels).
 #if GROUP_ROWS > 6
 #define EVERY_RUN(MULTIPLY) \

@@ -334,7 +334,7 @@ INLINE void store_float16(float16* p, floats v) {
 
 // Eight bits, in caches alone. Both are widened exactly.
 
-typedef uint8_t bytes __attribute__((vector_size(LANES)));
+typedef uint8_t octets __attribute__((vector_size(LANES)));
 typedef struct {
   uint8_t bits;
 } float8;
@@ -354,7 +354,7 @@ INLINE floats load_float8(const float8* p) {
 #elif defined(HAS_AVX2)
   return widen_float8((words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 #else
-  bytes b;
+  octets b;
   memcpy(&b, p, sizeof b);
   return widen_float8(__builtin_convertvector(b, words));
 #endif
@@ -377,7 +377,7 @@ INLINE words round_to_float8(floats v) {
   return (words)choose(v != v, (floats)(0x7fu + (words){0}), (floats)rounded) | sign;
 }
 INLINE void store_float8(float8* p, floats v) {
-  const bytes b = __builtin_convertvector(round_to_float8(v), bytes);
+  const octets b = __builtin_convertvector(round_to_float8(v), octets);
   memcpy(p, &b, sizeof b);
 }
 INLINE float8 from_value_float8(float x) { return (float8){(uint8_t)round_to_float8(splat(x))[0]}; }
