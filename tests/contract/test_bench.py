@@ -1,5 +1,6 @@
 """`pagewire bench`: figures against ones computed by hand, and the verbs against a scheduler with a fake worker."""
 
+import argparse
 import asyncio
 import contextlib
 import importlib.util
@@ -22,6 +23,7 @@ from matplotlib.figure import Figure
 
 from pagewire.bench import server_times
 from pagewire.bench.chart import draw_latencies
+from pagewire.bench.flags import percents
 from pagewire.bench.profile import profile, report
 from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import Arrival, RequestRecord, Run, run
@@ -488,6 +490,14 @@ def test_a_chart_has_the_share_of_latencies_up_to_each(monkeypatch: pytest.Monke
     assert iterations.lines[0].get_xydata().tolist() == [[1, 3.0], [2, 1.0], [3, 2.0], [4, 5.0]]
     assert shares.lines[0].get_xydata().tolist() == [[1.0, 0.25], [2.0, 0.5], [3.0, 0.75], [5.0, 1.0]]
     assert shares.lines[0].get_drawstyle() == "steps-post"
+    assert shares.get_ylim() == (0, 1.02)
+
+
+def test_percentiles_are_0_to_100() -> None:
+    assert percents("0,50,99.9,100") == [0, 50, 99.9, 100]
+    for text in ("-1", "100.1", "50,101"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no percentile: they are 0 to 100"):
+            percents(text)
 
 
 def test_charts_need_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ async def test_tokens_of_texts_and_texts_of_tokens(chatty: Path, monkeypatch: py
             assert await client.atokenize(texts, add_special_tokens=adds) == expected
             assert await asyncio.to_thread(client.tokenize, texts, add_special_tokens=adds) == expected
             assert await client.atokenize(texts[3], add_special_tokens=adds) == expected[3]
+            assert await asyncio.to_thread(client.tokenize, texts[3], add_special_tokens=adds) == expected[3]
         with_special = await client.atokenize(texts)
         assert await client.adetokenize(with_special) == texts
         assert await asyncio.to_thread(client.detokenize, with_special[3]) == texts[3]
