@@ -102,7 +102,8 @@ def test_the_kernels_multiply_with_what_the_weights_mean(tmp_path, monkeypatch, 
         rows = torch.arange(sum(quantized.out_sizes))
         assert torch.equal(quantized.product.take_rows(rows), plain.product.take_rows(rows))
     stays = [linear for linear in products[0] if linear.product.packed.quantized is not None]
-    keeps_codes = not case.name.startswith("FP8") and "in act-order" not in case.name
+    widened = ("scales of 32 bits", "W8A8 asymmetric")  # a zero point times such a scale would be rounded
+    keeps_codes = not case.name.startswith("FP8") and "in act-order" not in case.name and case.name not in widened
     assert bool(stays) == keeps_codes
     actual, expected = (compute_logits(model, random_tokens()) for model in models)
     assert torch.nn.functional.cosine_similarity(actual, expected).min() > 0.995

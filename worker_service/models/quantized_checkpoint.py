@@ -66,9 +66,12 @@ class QuantizedCheckpoint:
         return tuple(sorted({weight_format.describe() for weight_format in self._formats.values()}))
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
-        """See `Tensors.quantized_format`. There is none of FP8, and of columns whose groups are not neighbours."""
+        """See `Tensors.quantized_format`. There is none of FP8, of columns whose groups are not neighbours, and of zero
+        points beside scales of 32 bits, whose product would be rounded."""
         kept = self._format_of(name)
         if kept is None or kept.layout in ("fp8", "float-quantized") or kept.has_ordered_columns:
+            return None
+        if not kept.is_symmetric and self._has_wide_scales(name):
             return None
         group_size = kept.columns or in_size
         if group_size % GROUP or in_size % group_size:
@@ -98,10 +101,7 @@ class QuantizedCheckpoint:
         weight_format = self._format_of(name)
         if weight_format is None:
             return self._checkpoint.working_bytes(name, num_elements)
-        module = name.removesuffix(_SUFFIX)
-        scales = {f"{module}.weight_scale", f"{module}.scales"} & self._checkpoint.names
-        has_wide_scales = any(self._checkpoint.header(scale).dtype == "F32" for scale in scales)
-        return working_bytes(weight_format, num_elements, has_wide_scales=has_wide_scales)
+        return working_bytes(weight_format, num_elements, has_wide_scales=self._has_wide_scales(name))
 
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`. Raises ValueError if a rank's part cuts a group."""
@@ -142,6 +142,11 @@ class QuantizedCheckpoint:
         except FaultyTensorError as error:
             self._refuse(f"{module}.{error.kind}", str(error), error)
         return part(whole, piece.index[0] if piece.index else slice(None), _columns(piece))
+
+    def _has_wide_scales(self, name: str) -> bool:
+        module = name.removesuffix(_SUFFIX)
+        scales = {f"{module}.weight_scale", f"{module}.scales"} & self._checkpoint.names
+        return any(self._checkpoint.header(scale).dtype == "F32" for scale in scales)
 
     def _format_of(self, name: str) -> WeightFormat | None:
         """The format of a parameter; None: it is stored as it is."""
