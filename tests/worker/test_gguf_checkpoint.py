@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gguf_files import dequantized, write_gguf
+from tests.compiler import skip_without_compiler
+from tests.gguf_files import dequantized, write_dequantized, write_gguf
 from tests.worker.checkpoints import make_checkpoint
+from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import ModelConfig, RopeConfig
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.gguf.files import open_gguf
+from worker_service.models.linear import Embedding, Linear
 from worker_service.models.loading import load_model, prepare_model
 from worker_service.models.rope import inverse_frequencies
 from worker_service.models.source import load_config, model_digest, read_headers
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Several chunks of rows, heads and groups of which some ranks cut through.
@@ -283,3 +287,34 @@ def test_bytes_that_turned_are_refused_or_read(tmp_path: Path, seed: int) -> Non
         except (CheckpointError, ValueError):
             num_refused += 1
     assert num_refused > 10
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("type_name", QUANTIZED)
+def test_the_kernels_multiply_with_what_a_file_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_name: str, tied: bool
+) -> None:
+    """Codes stay codes, a tied head's too, and each weight is bit for bit what PyPI `gguf` reads."""
+    skip_without_compiler()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
+    family = FAMILIES[QUANTIZED.index(type_name) % 4]
+    source = make_checkpoint(tmp_path / "source", family, seed=8, tie_word_embeddings=tied, **WIDE)
+    path = write_gguf(tmp_path / "model.gguf", source, type_name, types={"attn_v.weight": "Q6_K"})
+    plain = write_dequantized(tmp_path / "plain", path, source)
+    operations, cpu = create_host_operations(load_cpu_kernels()), torch.device("cpu")
+    unloaded = prepare_model(path, dtype=torch.float32, device=cpu, operations=operations)
+    footprint = unloaded.footprint()
+    model = unloaded.load()
+    expected = load_model(plain, dtype=torch.float32, device=cpu, operations=operations)
+    held = 0
+    for ours, theirs in zip(model.modules(), expected.modules(), strict=True):
+        if isinstance(ours, Linear):
+            assert isinstance(ours.product, CpuProduct)
+            assert ours.product.packed.quantized is not None
+            held += ours.product.packed.panels.nbytes
+            rows = torch.arange(sum(ours.out_sizes))
+            assert torch.equal(ours.product.take_rows(rows), theirs.product.take_rows(rows))
+        elif isinstance(ours, Embedding):
+            assert torch.equal(ours(torch.arange(151)), theirs(torch.arange(151)))
+    held += sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert footprint.held == pytest.approx(held, rel=0.1)

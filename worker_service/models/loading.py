@@ -110,7 +110,8 @@ def prepare_model(
     stays_quantized = shard.size == 1 and operations.multiplies_quantized(dtype)
     if is_tied and stays_quantized and _quantized_embedding(model, checkpoint, table) is not None:
         # The head has the codes, and the embedding takes rows of it.
-        table = tuple(replace(weight, target="head") if weight.target == "embedding" else weight for weight in table)
+        others = (weight for weight in table if weight.target != "head")
+        table = tuple(replace(weight, target="head") if weight.target == "embedding" else weight for weight in others)
         model.embedding.weight = None
     elif is_tied:
         model.head.weight = None
