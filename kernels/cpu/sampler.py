@@ -158,7 +158,7 @@ class TableSampler:
 
 
 class TorchSampler:
-    """The same in plain torch."""
+    """The sampler in plain torch."""
 
     def sample(
         self,

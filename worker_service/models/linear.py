@@ -49,7 +49,6 @@ class Linear(nn.Module):
         bias = self.bias.data if self.bias is not None and self._adds_bias else None
         quantized = [part for part in self._parts if isinstance(part, QuantizedWeight)]
         if quantized and len(quantized) == len(self._parts):
-            self._parts = []
             self.product = self._operations.prepare_quantized(QuantizedWeight.join(quantized), bias, dtype)
         else:
             self.product = self._operations.prepare_product(self._whole(dtype), bias, dtype)
