@@ -3,6 +3,7 @@
 import functools
 import logging
 
+from pagewire.kernels.cpu.batch import FlatRows, TableFlattener
 from pagewire.kernels.cpu.decoder import (
     Activate,
     AttendTo,
@@ -30,12 +31,14 @@ __all__ = [
     "CpuKernels",
     "DecoderKernel",
     "Embed",
+    "FlatRows",
     "Multiply",
     "Normalize",
     "Operation",
     "PackedLinear",
     "PagedRows",
     "Predict",
+    "TableFlattener",
     "Turn",
     "load_kernels",
 ]

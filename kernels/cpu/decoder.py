@@ -16,7 +16,7 @@ from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import head_dim_of
 from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
-from pagewire.kernels.cpu.paged import CACHE_ELEMENTS, PagedRows, cache_step, check
+from pagewire.kernels.cpu.paged import CACHE_ELEMENTS, NO_ROWS, PagedRows, PagedStep, cache_step, check, put_rows
 
 # One layer's (key_cache, value_cache), [num_blocks, block_size, num_kv_heads, head_dim] each.
 LayerCache = tuple[Tensor, Tensor]
@@ -169,6 +169,7 @@ class DecoderKernel:
             ctypes.addressof(self._operations), len(self._model), len(self._widths), ctypes.addressof(self._sizes)
         )
         self._kv_cache: Sequence[LayerCache] | None = None
+        self._step: PagedStep | None = None  # over that cache
         self._times = (ctypes.c_int64 * len(PARTS))()
 
     def _mirror(self, operation: Operation) -> _Operation:
@@ -238,8 +239,9 @@ class DecoderKernel:
         if len(rows.slot_mapping) != num_tokens:
             raise ValueError(f"there are {num_tokens} token_ids and {len(rows.slot_mapping)} in rows; they must agree")
         self._use_cache(kv_cache, scorings)
-        # The stride of queries is the operation's.
-        step = cache_step(rows, scorings[0], num_tokens, self._num_heads, 0, *kv_cache[0])
+        assert self._step is not None
+        step = self._step
+        put_rows(step, rows, num_tokens)
         hidden = torch.empty(num_tokens, self._head.in_size)
         logits = torch.empty(num_logits, self._head.out_size)
         highest = torch.empty(num_logits, dtype=torch.int64)
@@ -281,6 +283,8 @@ class DecoderKernel:
                 mirror.key_cache, mirror.value_cache = key.data_ptr(), value.data_ptr()
                 mirror.window = scorings[operation.layer].window
         self._decoder.cache_element = CACHE_ELEMENTS[first_key.dtype]
+        # The stride of queries is the operation's, and rows are put in at each step.
+        self._step = cache_step(NO_ROWS, scorings[0], 0, self._num_heads, 0, first_key, first_value)
         self._kv_cache = kv_cache
 
     def _check_heads(self, num_kv_heads: int, head_dim: int) -> None:

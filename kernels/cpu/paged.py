@@ -61,6 +61,17 @@ class PagedRows:
         )
 
 
+NO_ROWS = PagedRows.of([0], [], torch.empty(0, 0), torch.empty(0))
+
+
+def put_rows(step: PagedStep, rows: PagedRows, num_tokens: int, num_threads: int | None = None) -> None:
+    """Points a step to its rows, which it does not hold."""
+    step.query_start_loc, step.seq_lens = rows.query_start_loc.data_ptr(), rows.seq_lens.data_ptr()
+    step.block_tables, step.slot_mapping = rows.block_tables.data_ptr(), rows.slot_mapping.data_ptr()
+    step.num_tokens, step.num_rows, step.max_blocks = num_tokens, len(rows.seq_lens), rows.block_tables.shape[1]
+    step.num_threads = num_threads or torch.get_num_threads()
+
+
 def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ValueError(
@@ -129,23 +140,16 @@ def cache_step(
             f"most {MAX_HEAD_DIM} fit"
         )
     step = PagedStep(
-        query_start_loc=rows.query_start_loc.data_ptr(),
-        seq_lens=rows.seq_lens.data_ptr(),
-        block_tables=rows.block_tables.data_ptr(),
-        slot_mapping=rows.slot_mapping.data_ptr(),
-        num_tokens=num_tokens,
-        num_rows=len(rows.seq_lens),
-        max_blocks=rows.block_tables.shape[1],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
         query_token_stride=query_token_stride,
         window=scoring.window,
-        num_threads=num_threads or torch.get_num_threads(),
         scale=scoring.scale,
         softcap=scoring.softcap,
     )
+    put_rows(step, rows, num_tokens, num_threads)
     step.key_block_stride, step.key_position_stride, step.key_head_stride = key_cache.stride()[:3]
     step.value_block_stride, step.value_position_stride, step.value_head_stride = value_cache.stride()[:3]
     if scoring.alibi_slopes is not None:

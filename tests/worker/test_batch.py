@@ -1,7 +1,13 @@
+import random
+
+import numpy as np
+import pytest
 import torch
 
-from worker_service.host.batch import build_batch
-from worker_service.rows.table import SequenceTable, TableLimits
+from pagewire.kernels.cpu import PagedRows
+from worker_service.host.batch import BatchBuilder, HostBatch
+from worker_service.rows.table import SequenceTable, TableLimits, WorkingRows
+from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.step import RowOpening, SamplingParams, StepPlan
 
 LIMITS = TableLimits(
@@ -9,8 +15,10 @@ LIMITS = TableLimits(
 )
 
 
-def test_rows_lie_one_after_the_other_in_slot_order() -> None:
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_rows_lie_one_after_the_other_in_slot_order(has_kernels: bool) -> None:
     table = SequenceTable(LIMITS)
+    builder = BatchBuilder(table, load_cpu_kernels() if has_kernels else None)
     greedy = SamplingParams()
     rows = table.apply(
         StepPlan(
@@ -25,7 +33,7 @@ def test_rows_lie_one_after_the_other_in_slot_order() -> None:
             work_num_tokens=(5, 4, 1),
         )
     )
-    batch = build_batch(table, rows)
+    batch = builder.build(rows)
     assert batch.token_ids.tolist() == [50, 36, 37, 38, 39, 10, 11, 12, 13, 14]
     assert batch.positions.tolist() == [0, 6, 7, 8, 9, 0, 1, 2, 3, 4]
     assert batch.attention.query_start_loc == [0, 1, 5, 10]
@@ -35,3 +43,31 @@ def test_rows_lie_one_after_the_other_in_slot_order() -> None:
     assert batch.attention.block_tables.tolist() == [[3, 0, 0], [9, 1, 7], [5, 2, 0]]
     assert batch.sampling_indices.tolist() == [0, 4]
     assert batch.token_ids.dtype == batch.positions.dtype == batch.attention.slot_mapping.dtype == torch.int64
+
+
+def test_batches_of_random_rows_are_those_of_numpy() -> None:
+    """In tables that grow, so that what was made room for is used again and left."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    table = SequenceTable(LIMITS)
+    table.token_ids[:] = rng.integers(0, 100, table.token_ids.shape)
+    table.block_tables[:] = rng.integers(1, 11, table.block_tables.shape)
+    in_c, in_numpy = BatchBuilder(table, load_cpu_kernels()), BatchBuilder(table, None)
+    for _ in range(200):
+        num_rows = rng.integers(1, 5)
+        starts, samples = rng.integers(0, 17, num_rows), rng.integers(0, 2, num_rows).astype(bool)
+        num_new_tokens = rng.integers(1, 4, num_rows) if rng.integers(2) else np.ones(num_rows, np.int64)
+        slots = np.sort(rng.permutation(4)[:num_rows])
+        rows = WorkingRows(slots, starts, num_new_tokens, samples)
+        assert values_of(in_c.build(rows)) == values_of(in_numpy.build(rows))
+
+
+def values_of(batch: HostBatch) -> tuple:
+    attention = batch.attention
+    rows = attention.paged_rows or PagedRows.of(
+        attention.query_start_loc, attention.seq_lens, attention.block_tables, attention.slot_mapping
+    )
+    tensors = [batch.token_ids, batch.positions, batch.sampling_indices, attention.block_tables, attention.slot_mapping]
+    tensors += [rows.query_start_loc, rows.seq_lens, rows.block_tables, rows.slot_mapping]
+    return attention.query_start_loc, attention.seq_lens, [(each.shape, each.tolist()) for each in tensors]

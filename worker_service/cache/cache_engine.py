@@ -177,6 +177,6 @@ def _check_ids(what: str, block_ids: Sequence[int], num_blocks: int) -> None:
 
 def _check_moved_once(where: str, swapped_out: Sequence[int], swapped_in: Sequence[int]) -> None:
     """Both ends of a move are held until it is done: no other may write what it reads, or read what it writes."""
-    both = set(swapped_out).intersection(swapped_in)
+    both = swapped_out and swapped_in and set(swapped_out).intersection(swapped_in)
     if both:
         raise ProtocolError(f"{where} block {min(both)} is swapped out and in by one plan")

@@ -196,7 +196,9 @@ class Engine:
         if session.has_ended:
             return
         session.last_finished_step = step.plan.step
-        session.deliver(replace(result, last_moved_step=session.last_moved_step))
+        if result.last_moved_step != session.last_moved_step:
+            result = replace(result, last_moved_step=session.last_moved_step)
+        session.deliver(result)
         self._on_step_done(step.plan, step.started_ns)
 
     def _settle(self) -> None:

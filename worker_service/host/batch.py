@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pagewire.kernels.cpu import CpuKernels, TableFlattener
 from worker_service.attention import AttentionBatch
 from worker_service.rows import SequenceTable, WorkingRows
 
@@ -19,8 +20,36 @@ class HostBatch:
     sampling_indices: torch.Tensor  # [R] int64: where in the flat batch the sampling rows' last tokens are
 
 
-def build_batch(table: SequenceTable, rows: WorkingRows) -> HostBatch:
-    """Flatten the working rows. There must be at least one."""
+class BatchBuilder:
+    """Flattens working rows of a table. What it gives is overwritten when it is called again."""
+
+    def __init__(self, table: SequenceTable, kernels: CpuKernels | None) -> None:
+        """`kernels`: that flatten rows in one call; None: numpy does."""
+        self._table = table
+        self._flattener: TableFlattener | None = None
+        if kernels is not None:
+            block_size = table.limits.block_size
+            self._flattener = TableFlattener(kernels.library, table.token_ids, table.block_tables, block_size)
+
+    def build(self, rows: WorkingRows) -> HostBatch:
+        """There must be at least one row."""
+        if self._flattener is None:
+            return _build(self._table, rows)
+        ends = rows.ends
+        num_blocks = -(-int(ends.max()) // self._table.limits.block_size)
+        flat = self._flattener.flatten(rows.slots, rows.starts, rows.num_new_tokens, rows.samples, num_blocks)
+        paged = flat.paged
+        attention = AttentionBatch(
+            query_start_loc=paged.query_start_loc.tolist(),
+            seq_lens=ends.tolist(),
+            block_tables=paged.block_tables,
+            slot_mapping=paged.slot_mapping,
+            paged_rows=paged,
+        )
+        return HostBatch(flat.token_ids, flat.positions, attention, flat.sampling_indices)
+
+
+def _build(table: SequenceTable, rows: WorkingRows) -> HostBatch:
     block_size = table.limits.block_size
     slots, positions, query_start_loc = rows.flatten()
     block_ids = table.block_tables[slots, positions // block_size].astype(np.int64)

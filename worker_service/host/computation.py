@@ -12,7 +12,7 @@ from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.cpu.sampler import CpuSampler, TableSampler, TorchSampler
 from pagewire.kernels.cpu.sampling import TokenHistory, highest_logits
 from worker_service.attention import AttentionBackend, LayerCache
-from worker_service.host.batch import build_batch
+from worker_service.host.batch import BatchBuilder
 from worker_service.host.model import HostModel
 from worker_service.rows import (
     BegunStep,
@@ -40,8 +40,9 @@ class HostComputation:
         table: SequenceTable,
         kernels: CpuKernels | None,
     ) -> None:
-        """`layers`: of the KV cache. `kernels`: that sample; None: plain torch does."""
+        """`layers`: of the KV cache. `kernels`: that flatten rows and sample; None: numpy and plain torch do."""
         self.table = table
+        self._batches = BatchBuilder(table, kernels)
         self._model = model
         self._layers = layers
         self._backend = backend
@@ -72,7 +73,7 @@ class HostComputation:
 
     @torch.inference_mode()
     def _compute(self, rows: WorkingRows, watch: StepWatch) -> tuple[Samples, tuple[PromptLogprobs, ...]]:
-        batch = build_batch(self.table, rows)
+        batch = self._batches.build(rows)
         attend = self._backend.prepare(batch.attention, self._layers)
         watch.end("batch")
         hidden, logits, highest, times = self._model.forward_logits(
@@ -94,7 +95,11 @@ class HostComputation:
         """Sample rows that all take the token of the highest logit. This does without torch, whose operations would
         take longer than all the rest."""
         token_ids = (highest_logits(logits) if highest is None else highest).numpy()
-        return self._put(rows, np.maximum(token_ids, 0), token_ids < 0)
+        chosen = token_ids.tolist()
+        if min(chosen, default=0) < 0:
+            return self._put(rows, np.maximum(token_ids, 0), token_ids < 0)
+        self.table.put_tokens(rows, token_ids)
+        return Samples((), tuple(chosen))
 
     def _put(self, rows: WorkingRows, token_ids: NDArray[np.int64], is_nan: NDArray[np.bool_]) -> Samples:
         """The samples of rows that give a token and tell nothing else."""

@@ -513,8 +513,30 @@ static int prepare_step(decoding* d) {
 // Whether a layer's first half of outputs can gate the second within the product.
 int is_gateable(const linear_layer* layer) { return can_gate(layer); }
 
+// Multiplications below which a second thread costs more than it saves.
+enum { MIN_PARALLEL_PRODUCTS = 1 << 22 };
+
+// Of a whole step: products, and keys and values that are attended to.
+static int64_t count_products(const decoder* model, const attention_step* step, int64_t num_logits) {
+  int64_t num_positions = 0, num_products = 0;
+  for (int64_t row = 0; row < step->num_rows; row++)
+    num_positions += step->seq_lens[row] * (step->query_start_loc[row + 1] - step->query_start_loc[row]);
+  for (int64_t op = 0; op < model->num_operations; op++) {
+    const operation* o = &model->operations[op];
+    const int64_t num_weights = o->layer.in_size * o->layer.out_size;
+    num_products += o->kind == MULTIPLY  ? num_weights * step->num_tokens
+                    : o->kind == PREDICT ? num_weights * num_logits
+                    : o->kind == ATTEND  ? 2 * num_positions * step->num_heads * step->head_dim
+                                         : 0;
+  }
+  return num_products;
+}
+
 // times: [NUM_PARTS] nanoseconds. 0, or 1 if there is no memory.
-int decode(const decoder* model, const attention_step* step, const decoder_step* tokens, int64_t* times) {
+int decode(const decoder* model, const attention_step* given, const decoder_step* tokens, int64_t* times) {
+  attention_step own = *given;
+  const attention_step* step = &own;
+  if (count_products(model, given, tokens->num_logits) < MIN_PARALLEL_PRODUCTS) own.num_threads = 1;
   decoding d = {.model = model, .step = step, .tokens = tokens, .groups = group_rows(step->num_tokens),
                 .head_groups = group_rows(tokens->num_logits), .is_few = step->num_tokens <= FEW_TOKENS, .times = times};
   const int is_ready = prepare_step(&d);

@@ -166,4 +166,6 @@ enum { HELD_FLOAT, HELD_BFLOAT16, HELD_FLOAT16, HELD_FLOAT8, HELD_INT8 };
 
 #include "sampler.h"
 
+#include "batch.h"
+
 const char* variant(void) { return VARIANT; }

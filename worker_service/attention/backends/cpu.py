@@ -56,7 +56,9 @@ class CpuAttention:
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
         """See `AttentionBackend.prepare`."""
-        rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
+        rows = batch.paged_rows
+        if rows is None:
+            rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
         if not self._scorings:
             scale = head_dim_of(kv_cache[0][0]) ** -0.5
             self._scorings = [Scoring(scale, window) for window in self._windows or (0,) * len(kv_cache)]
