@@ -7,7 +7,10 @@ import torch
 import transformers
 
 FIRST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-FAMILIES = FIRST_FAMILIES
+FAMILIES = (
+    *FIRST_FAMILIES,
+    "smollm3",
+)
 
 DECODER = {
     "vocab_size": 151,

@@ -13,6 +13,7 @@ from worker_service.models.families import (
     llama,
     mistral,
     qwen,
+    smollm3,
 )
 from worker_service.models.families.family import Family
 from worker_service.models.families.reading import unserved
@@ -23,6 +24,7 @@ _FAMILIES = (
     mistral.MISTRAL,
     qwen.QWEN2,
     qwen.QWEN3,
+    smollm3.FAMILY,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
