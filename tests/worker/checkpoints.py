@@ -10,6 +10,7 @@ FIRST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 FAMILIES = (
     *FIRST_FAMILIES,
     "smollm3",
+    "phi3",
 )
 
 DECODER = {

@@ -12,6 +12,7 @@ from worker_service.models.families import (
     gpt2,
     llama,
     mistral,
+    phi3,
     qwen,
     smollm3,
 )
@@ -25,6 +26,7 @@ _FAMILIES = (
     qwen.QWEN2,
     qwen.QWEN3,
     smollm3.FAMILY,
+    phi3.FAMILY,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
