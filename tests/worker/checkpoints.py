@@ -11,6 +11,7 @@ FAMILIES = (
     *FIRST_FAMILIES,
     "smollm3",
     "phi3",
+    "granite",
 )
 
 DECODER = {

@@ -10,6 +10,7 @@ from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError,
 from worker_service.models.config import ModelConfig
 from worker_service.models.families import (
     gpt2,
+    granite,
     llama,
     mistral,
     phi3,
@@ -27,6 +28,7 @@ _FAMILIES = (
     qwen.QWEN3,
     smollm3.FAMILY,
     phi3.FAMILY,
+    granite.FAMILY,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
