@@ -12,6 +12,7 @@ FAMILIES = (
     "smollm3",
     "phi3",
     "granite",
+    "ministral3",
 )
 
 DECODER = {

@@ -29,6 +29,7 @@ _FAMILIES = (
     smollm3.FAMILY,
     phi3.FAMILY,
     granite.FAMILY,
+    mistral.MINISTRAL3,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
