@@ -13,6 +13,8 @@ FAMILIES = (
     "phi3",
     "granite",
     "ministral3",
+    "olmo2",
+    "olmo3",
 )
 
 DECODER = {

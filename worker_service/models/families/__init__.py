@@ -13,6 +13,7 @@ from worker_service.models.families import (
     granite,
     llama,
     mistral,
+    olmo,
     phi3,
     qwen,
     smollm3,
@@ -30,6 +31,8 @@ _FAMILIES = (
     phi3.FAMILY,
     granite.FAMILY,
     mistral.MINISTRAL3,
+    olmo.OLMO2,
+    olmo.OLMO3,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
