@@ -15,6 +15,7 @@ FAMILIES = (
     "ministral3",
     "olmo2",
     "olmo3",
+    "seed_oss",
 )
 
 DECODER = {

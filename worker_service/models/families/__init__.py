@@ -16,6 +16,7 @@ from worker_service.models.families import (
     olmo,
     phi3,
     qwen,
+    seed_oss,
     smollm3,
 )
 from worker_service.models.families.family import Family
@@ -33,6 +34,7 @@ _FAMILIES = (
     mistral.MINISTRAL3,
     olmo.OLMO2,
     olmo.OLMO3,
+    seed_oss.FAMILY,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
