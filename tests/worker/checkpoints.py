@@ -16,6 +16,8 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "seed_oss",
+    "glm",
+    "glm4",
 )
 
 DECODER = {

@@ -9,6 +9,7 @@ from typing import Any
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
 from worker_service.models.config import ModelConfig
 from worker_service.models.families import (
+    glm,
     gpt2,
     granite,
     llama,
@@ -35,6 +36,8 @@ _FAMILIES = (
     olmo.OLMO2,
     olmo.OLMO3,
     seed_oss.FAMILY,
+    glm.GLM,
+    glm.GLM4,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
