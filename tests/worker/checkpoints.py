@@ -18,6 +18,8 @@ FAMILIES = (
     "seed_oss",
     "glm",
     "glm4",
+    "gemma2",
+    "gemma3_text",
 )
 
 DECODER = {

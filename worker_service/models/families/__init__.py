@@ -9,6 +9,7 @@ from typing import Any
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
 from worker_service.models.config import ModelConfig
 from worker_service.models.families import (
+    gemma,
     glm,
     gpt2,
     granite,
@@ -38,6 +39,8 @@ _FAMILIES = (
     seed_oss.FAMILY,
     glm.GLM,
     glm.GLM4,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
