@@ -20,6 +20,7 @@ FAMILIES = (
     "glm4",
     "gemma2",
     "gemma3_text",
+    "starcoder2",
 )
 
 DECODER = {

@@ -20,6 +20,7 @@ from worker_service.models.families import (
     qwen,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 from worker_service.models.families.family import Family
 from worker_service.models.families.reading import unserved
@@ -41,6 +42,7 @@ _FAMILIES = (
     glm.GLM4,
     gemma.GEMMA2,
     gemma.GEMMA3,
+    starcoder2.FAMILY,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
