@@ -21,6 +21,7 @@ FAMILIES = (
     "gemma2",
     "gemma3_text",
     "starcoder2",
+    "gpt_neox",
 )
 
 DECODER = {

@@ -12,6 +12,7 @@ from worker_service.models.families import (
     gemma,
     glm,
     gpt2,
+    gpt_neox,
     granite,
     llama,
     mistral,
@@ -43,6 +44,7 @@ _FAMILIES = (
     gemma.GEMMA2,
     gemma.GEMMA3,
     starcoder2.FAMILY,
+    gpt_neox.FAMILY,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
