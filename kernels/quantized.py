@@ -75,6 +75,11 @@ class QuantizedWeight:
             groups = groups - self.minimum[..., None]
         return groups.flatten(1)
 
+    def __getitem__(self, rows: Tensor) -> "QuantizedWeight":
+        """Return the weight that has these outputs, in this order."""
+        minimum = None if self.minimum is None else self.minimum[rows]
+        return QuantizedWeight(self.codes[rows], self.scale[rows], minimum, self.group_size)
+
     @staticmethod
     def join(weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight":
         """Return the weight that has the outputs of several, all of as many inputs, one below the other."""

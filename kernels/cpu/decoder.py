@@ -24,16 +24,26 @@ LayerCache = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embed:
-    """output = table[token] + positions[position]."""
+    """output = table[token] * factor + positions[position]."""
 
     output: str
     table: Tensor | PackedLinear  # [vocab_size, width] of any dtype that kernels know, or what has such a weight
     positions: Tensor | None = None  # [number of positions, width] of any dtype that kernels know
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Add:
+    """input += update * factor."""
+
+    input: str
+    update: str
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normalize:
-    """input += update, where there is one; then output = input / rms(input) * weight; or, centered, layer
+    """input += update * factor, where there is one; then output = input / rms(input) * weight; or, centered, layer
     normalization: (input - mean) / deviation * weight + bias."""
 
     input: str
@@ -43,6 +53,18 @@ class Normalize:
     update: str | None = None
     bias: Tensor | None = None
     is_centered: bool = False
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormalizeParts:
+    """output = input, of which the first values, and those behind them, are each divided by their rms and multiplied
+    with a weight."""
+
+    input: str
+    output: str
+    weights: tuple[Tensor, Tensor]  # float32, as long as the parts
+    eps: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,11 +79,12 @@ class Multiply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Activate:
-    """output = f(input); of silu_gate, silu of the first half of the input times the second."""
+    """output = f(input); gated, that of the first half of the input times the second."""
 
     input: str
     output: str
-    function: Literal["silu_gate", "gelu", "gelu_tanh"]
+    function: Literal["silu", "gelu", "gelu_tanh", "relu"]
+    is_gated: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +101,7 @@ class Turn:
     eps: float = 0.0
     cos: Tensor | None = None  # [positions, head_dim] float32, as `CpuKernels.norm_rope` takes them
     sin: Tensor | None = None
+    query_scales: Tensor | None = None  # [positions] float32, of queries that are turned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,17 +115,20 @@ class AttendTo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predict:
-    """The input is the final hidden states, and the head's product of it the logits."""
+    """The input is the final hidden states, and the head's product of it, times a factor, the logits; with a softcap
+    they are bounded to softcap * tanh(logit / softcap)."""
 
     input: str
     head: PackedLinear
+    factor: float = 1.0
+    softcap: float = 0.0
 
 
-Operation: TypeAlias = Embed | Normalize | Multiply | Activate | Turn | AttendTo | Predict
+Operation: TypeAlias = Embed | Add | Normalize | NormalizeParts | Multiply | Activate | Turn | AttendTo | Predict
 
 # The orders of source/decoder.h.
-_KINDS = (Embed, Normalize, Multiply, Activate, Turn, AttendTo, Predict)
-_FUNCTIONS = ("silu_gate", "gelu", "gelu_tanh")
+_KINDS = (Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Turn, AttendTo, Predict)
+_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _NO_BUFFER, _MAX_BUFFERS = -1, 32
 PARTS = ("norms", "products", "rotary", "attention", "head")
 
@@ -112,13 +139,14 @@ class _Operation(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("kind", "input", "output", "update")),
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        ("part_sizes", ctypes.c_int64 * 2),
         ("is_centered", ctypes.c_int64),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "factor", "softcap")),
         ("layer", LinearLayer),
         *((name, ctypes.c_int64) for name in ("is_gated", "function")),
         *((name, ctypes.c_void_p) for name in ("table", "positions")),
         *((name, ctypes.c_int64) for name in ("table_element", "positions_element")),
-        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm", "cos", "sin", "query_scales")),
         ("rotary_size", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("key_cache", "value_cache")),
         ("window", ctypes.c_int64),
@@ -156,6 +184,7 @@ class DecoderKernel:
         """`num_heads` are those of queries. One operation predicts, the last. Raises ValueError if a weight does not
         fit, or a buffer is read that nothing has written."""
         self._library = kernels.library
+        self._joined: list[Tensor] = []  # weights, which operations point to
         self._model = tuple(operations)
         self._num_heads = num_heads
         self._widths = dict(_widths(self._model, num_heads))
@@ -176,6 +205,7 @@ class DecoderKernel:
         mirror = _Operation(
             kind=_KINDS.index(type(operation)),
             **{name: self._number(getattr(operation, name, None)) for name in ("input", "output", "update")},
+            factor=getattr(operation, "factor", 1.0),
         )
         match operation:
             case Embed(table=table, positions=positions):
@@ -188,17 +218,21 @@ class DecoderKernel:
             case Normalize():
                 mirror.weight, mirror.bias = _pointer(operation.weight), _pointer(operation.bias)
                 mirror.eps, mirror.is_centered = operation.eps, operation.is_centered
+            case NormalizeParts(weights=weights):
+                self._joined.append(torch.cat(weights))
+                mirror.weight, mirror.eps = _pointer(self._joined[-1]), operation.eps
+                mirror.part_sizes[:] = [len(weight) for weight in weights]
             case Multiply():
                 mirror.layer, mirror.is_gated = operation.linear.layer(), operation.is_gated
             case Activate():
-                mirror.function = _FUNCTIONS.index(operation.function)
+                mirror.function, mirror.is_gated = _FUNCTIONS.index(operation.function), operation.is_gated
             case Turn():
-                for name in ("query_norm", "key_norm", "cos", "sin"):
+                for name in ("query_norm", "key_norm", "cos", "sin", "query_scales"):
                     setattr(mirror, name, _pointer(getattr(operation, name)))
                 mirror.eps = operation.eps
                 mirror.rotary_size = 0 if operation.cos is None else operation.cos.shape[1]
             case Predict():
-                mirror.layer = operation.head.layer()
+                mirror.layer, mirror.softcap = operation.head.layer(), operation.softcap
         return mirror
 
     def _number(self, buffer: str | None) -> int:
@@ -307,6 +341,8 @@ class DecoderKernel:
                 table = getattr(operation, name)
                 if table is not None:
                     check(name, table, torch.float32, (len(table), head_dim))
+            if operation.query_scales is not None:
+                check("query_scales", operation.query_scales, torch.float32, (len(operation.query_scales),))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -336,11 +372,20 @@ def _widths(operations: Sequence[Operation], num_heads: int) -> Iterator[tuple[s
                     check("norm's bias", operation.bias, torch.float32, (width,))
                 if operation.update is not None:
                     read(operation.update, width)
+            case Add(input, update):
+                read(update, read(input))
+                continue
+            case NormalizeParts(input, output, weights):
+                width = read(input)
+                for weight in weights:
+                    check("part's norm", weight, torch.float32, (len(weight),))
+                if sum(map(len, weights)) > width:
+                    raise ValueError(f"parts of {[len(weight) for weight in weights]} are normalized of {width} values")
             case Multiply(input, output, linear, is_gated):
                 read(input, linear.in_size)
                 width = linear.out_size // (2 if is_gated else 1)
-            case Activate(input, output, function):
-                width = read(input) // (2 if function == "silu_gate" else 1)
+            case Activate(input, output):
+                width = read(input) // (2 if operation.is_gated else 1)
             case Turn(input, output):
                 read(input)
                 width = num_heads * operation.head_dim

@@ -33,7 +33,7 @@ def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=N
         Multiply("attended", "update", packed(HIDDEN, NUM_HEADS * head_dim)),
         Normalize("x", "normed", torch.ones(HIDDEN), 1e-6, "update"),
         Multiply("normed", "gate_up", packed(96, HIDDEN)),
-        Activate("gate_up", "activated", "silu_gate"),
+        Activate("gate_up", "activated", "silu", is_gated=True),
         Multiply("activated", "update", packed(HIDDEN, 48)),
     ]
 

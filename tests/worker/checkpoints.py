@@ -6,7 +6,23 @@ from typing import Any
 import torch
 import transformers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+FIRST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+FAMILIES = (
+    *FIRST_FAMILIES,
+    "smollm3",
+    "phi3",
+    "granite",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "seed_oss",
+    "glm",
+    "glm4",
+    "gemma2",
+    "gemma3_text",
+    "starcoder2",
+    "gpt_neox",
+)
 
 DECODER = {
     "vocab_size": 151,
@@ -24,6 +40,34 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {**DECODER, "sliding_window": 20},
     "qwen2": DECODER,
     "qwen3": DECODER,
+    "smollm3": {**DECODER, "num_hidden_layers": 4},
+    "phi3": {**DECODER, "sliding_window": 20},
+    "granite": {
+        **DECODER,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+    },
+    "ministral3": {
+        **DECODER,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 32,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    "olmo2": DECODER,
+    "olmo3": {**DECODER, "num_hidden_layers": 4, "sliding_window": 20},
+    "seed_oss": DECODER,
+    "glm": DECODER,
+    "glm4": DECODER,
+    "gemma2": {**DECODER, "sliding_window": 20, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0},
+    "gemma3_text": {**DECODER, "num_hidden_layers": 6, "sliding_window": 20, "query_pre_attn_scalar": 24},
+    "starcoder2": {**DECODER, "sliding_window": 20},
+    "gpt_neox": {key: value for key, value in DECODER.items() if key not in ("num_key_value_heads", "head_dim")},
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -50,17 +94,18 @@ def make_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(_scaled(name, noise))
+            parameter.copy_(_scaled(name, noise, around=0 if family.startswith("gemma") else 1))
     model.generation_config = transformers.GenerationConfig()
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     return Path(directory)
 
 
-def _scaled(name: str, noise: torch.Tensor) -> torch.Tensor:
+def _scaled(name: str, noise: torch.Tensor, around: int) -> torch.Tensor:
+    """`around`: what norms' weights are near."""
     if noise.dim() == 1:
         is_scale = name.endswith("weight")  # of a norm
-        return 1 + 0.1 * noise if is_scale else 0.2 * noise
-    if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head")):
+        return around + 0.1 * noise if is_scale else 0.2 * noise
+    if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out")):
         return 0.4 * noise
     fan_in = noise.shape[0] if "c_" in name else noise.shape[1]  # GPT-2's layers are [in, out]
     return 1.5 * fan_in**-0.5 * noise

@@ -26,12 +26,21 @@ TOGETHER = {
     "rope_theta": {"rope_theta"},
     "original_max_position_embeddings": {"factor"},
     "low_freq_factor": {"high_freq_factor"},
-    "architectures": {"architecture", "has no hidden_size"},
+    "architectures": {"architecture", "has no ", "rope_parameters", "partial_rotary_factor", "hidden_act"},
     "model_type": {"architecture"},
     "type": {"rope_type"},
     "sliding_window": {"layer_types"},
     "use_sliding_window": {"layer_types", "sliding_window"},
 }
+# What belongs to a type of scaling that the family does not have.
+TOGETHER |= {
+    key: {*TOGETHER.get(key, ()), "rope_type", "long_factor", "short_factor"}
+    for key in (
+        "factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
+        "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor", "rope_parameters", "rope_scaling", "type",
+        "partial_rotary_factor",
+    )
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def test_the_parts_of_a_decoder_make_the_whole(tmp_path, tied):
         parts = [rank[f"layers.1.{target}"].weight for rank in ranks]
         assert torch.equal(torch.cat(parts, dim=1), tensors[f"model.layers.1.{name}.weight"])
     for part, name in enumerate(("gate_proj", "up_proj")):
-        parts = [rank["layers.0.mlp.gate_up"].weight.chunk(2)[part] for rank in ranks]
+        parts = [rank["layers.0.mlp.up"].weight.chunk(2)[part] for rank in ranks]
         assert torch.equal(torch.cat(parts), tensors[f"model.layers.0.mlp.{name}.weight"])
     head = torch.cat([rank["head"].weight for rank in ranks])
     assert len(head) == 152

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu import PagedRows
 from worker_service.models.model import Attend
 
@@ -28,6 +29,12 @@ class AttentionShape:
     dtype: torch.dtype  # of queries, fresh keys and values, and outputs
     cache_dtype: torch.dtype  # of the KV cache
     windows: tuple[int, ...]  # [num_layers] positions a query attends to, its own included; 0: all up to its own
+    scale: float | None = None  # of the products of queries and keys; None: head_dim ** -0.5
+    softcap: float = 0.0  # bounds scores to softcap * tanh(score / softcap); 0: leaves them as they are
+
+    def scoring(self, window: int) -> Scoring:
+        """Return how layers of this window score."""
+        return Scoring(self.head_dim**-0.5 if self.scale is None else self.scale, window, softcap=self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +90,5 @@ class AttentionBackend(Protocol):
 
         What it returns writes the step's keys and values of a layer to the cache, then attends causally over the cache.
         All writes come before all reads, so a row may read blocks that another row of the step fills. Layers count from
-        0; the query is not yet scaled, and scores are scaled by head_dim ** -0.5.
+        0; the query is not yet scaled.
         """

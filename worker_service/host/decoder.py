@@ -1,18 +1,20 @@
 """Models that are computed in one call of the C kernels: no Python, and no threads sent home, in between."""
 
 from collections.abc import Iterator
-from typing import TypeVar
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from pagewire.kernels.cpu import (
     Activate,
+    Add,
     AttendTo,
     CpuKernels,
     DecoderKernel,
     Embed,
     Multiply,
     Normalize,
+    NormalizeParts,
     Operation,
     PackedLinear,
     Predict,
@@ -21,17 +23,15 @@ from pagewire.kernels.cpu import (
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.model import HostModel, LayeredModel, Outputs
 from worker_service.host.operations import CpuProduct
-from worker_service.models.decoder import Decoder, DecoderLayer
-from worker_service.models.gpt2 import GPT2, GPT2Layer
+from worker_service.models.decoder import Attention, Decoder, DecoderLayer, HeadNorm, Norm
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Attend, Model
-
-_M = TypeVar("_M", bound=nn.Module)
+from worker_service.models.rope import RotaryEmbedding, query_scales
 
 
 def host_model(model: Model, backend: AttentionBackend) -> HostModel:
     """A `CpuDecoder` where the kernels compute all of the model, else its layers: several ranks meet in between."""
-    if not isinstance(backend, CpuAttention) or not isinstance(model, Decoder | GPT2) or model.communicator.size > 1:
+    if not isinstance(backend, CpuAttention) or not isinstance(model, Decoder) or model.communicator.size > 1:
         return LayeredModel(model)
     product = model.head.product
     return CpuDecoder(model, product.kernels) if isinstance(product, CpuProduct) else LayeredModel(model)
@@ -40,10 +40,9 @@ def host_model(model: Model, backend: AttentionBackend) -> HostModel:
 class CpuDecoder:
     """Computes what a model does, as a list of operations."""
 
-    def __init__(self, model: Decoder | GPT2, kernels: CpuKernels) -> None:
+    def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
         self.compute_logits = model.compute_logits
-        listed = _list_decoder(model, kernels) if isinstance(model, Decoder) else _list_gpt2(model)
-        self._kernel = DecoderKernel(kernels, list(listed), model.config.num_heads)
+        self._kernel = DecoderKernel(kernels, list(_Listing(model, kernels).decoder()), model.config.num_heads)
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
         """See `HostModel.forward_logits`. `attend` is one that `CpuAttention` prepared."""
@@ -53,66 +52,93 @@ class CpuDecoder:
         return Outputs(*outputs, self._kernel.times())
 
 
-def _list_decoder(model: Decoder, kernels: CpuKernels) -> Iterator[Operation]:
-    """Llama, Mistral, Qwen2 and Qwen3."""
-    eps = model.config.norm_eps
-    cos, sin = model.rope.cos.float(), model.rope.sin.float()
-    yield Embed("x", _table(model.embedding, model.head))
-    update = None
-    for number, layer in enumerate(_layers(model, DecoderLayer)):
-        attention, mlp = layer.attention, layer.mlp
-        yield Normalize("x", "normed", layer.attention_norm.weight.data.float(), eps, update)
-        yield Multiply("normed", "heads", _packed(attention.qkv))
-        norms = [_head_norm(norm.weight) for norm in (attention.query_norm, attention.key_norm)]
-        yield Turn("heads", "queries", number, attention.head_dim, norms[0], norms[1], eps, cos, sin)
+class _Listing:
+    """The operations of a model, in the order in which they are carried out."""
+
+    def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
+        config = model.config
+        self._model = model
+        self._kernels = kernels
+        self._config = config
+        self._factor = config.residual_multiplier
+        self._updates: list[str] = []  # buffers that are still to be added to x
+        self._angles = [
+            (rope.cos.float(), rope.sin.float()) for rope in model.ropes if isinstance(rope, RotaryEmbedding)
+        ]
+        positions = torch.arange(config.max_position_embeddings)
+        self._query_scales = None if config.query_growth is None else query_scales(config.query_growth, positions)
+
+    def decoder(self) -> Iterator[Operation]:
+        model, config = self._model, self._config
+        embedded = model.position_embedding
+        positions = None if embedded is None or embedded.weight is None else embedded.weight.data
+        yield Embed("x", _table(model.embedding, model.head), positions, config.embedding_multiplier)
+        for number, layer in enumerate(model.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from self._layer(number, layer)
+        yield from self._read(model.norm, "normed")
+        yield Predict("normed", _packed(model.head), config.logits_multiplier, config.logits_softcap)
+
+    def _layer(self, number: int, layer: DecoderLayer) -> Iterator[Operation]:
+        yield from self._read(layer.attention_norm, "normed")
+        source = "normed" if layer.attention_norm is not None else "x"
+        yield from self._attention(number, layer.attention, source)
+        if not layer.is_parallel:
+            yield from self._finish("update", layer.attention_post_norm)
+            yield from self._read(layer.mlp_norm, "normed")
+        else:
+            yield from self._read(layer.mlp_norm, "normed")
+            yield from self._finish("update", layer.attention_post_norm)
+        target = "mlp_update" if layer.is_parallel else "update"
+        yield from self._mlp(layer, source, target)
+        yield from self._finish(target, layer.mlp_post_norm)
+
+    def _attention(self, number: int, attention: Attention, source: str) -> Iterator[Operation]:
+        eps = self._config.norm_eps
+        yield Multiply(source, "heads", _packed(attention.qkv))
+        heads, norms = "heads", [_head_norm(norm) for norm in (attention.query_norm, attention.key_norm)]
+        query_norm, key_norm = norms
+        if attention.norms_projections and query_norm is not None and key_norm is not None:
+            yield NormalizeParts("heads", "normed_heads", (query_norm, key_norm), eps)
+            heads, query_norm, key_norm = "normed_heads", None, None
+        place = self._model.rope_numbers[number]
+        cos, sin = (None, None) if place is None else self._angles[place]
+        yield Turn(
+            heads, "queries", number, attention.head_dim, query_norm, key_norm, eps, cos, sin, self._query_scales
+        )
         yield AttendTo("queries", "attended", number)
         yield Multiply("attended", "update", _packed(attention.output))
-        yield Normalize("x", "normed", layer.mlp_norm.weight.data.float(), eps, "update")
-        gate_up = _packed(mlp.gate_up)
-        if kernels.can_gate(gate_up):
-            yield Multiply("normed", "activated", gate_up, is_gated=True)
+
+    def _mlp(self, layer: DecoderLayer, source: str, target: str) -> Iterator[Operation]:
+        mlp, up = layer.mlp, _packed(layer.mlp.up)
+        if mlp.is_gated and mlp.activation == "silu" and self._kernels.can_gate(up):
+            yield Multiply(source, "activated", up, is_gated=True)
         else:
-            yield Multiply("normed", "gate_up", gate_up)
-            yield Activate("gate_up", "activated", "silu_gate")
-        yield Multiply("activated", "update", _packed(mlp.down))
-        update = "update"
-    yield Normalize("x", "normed", model.norm.weight.data.float(), eps, update)
-    yield Predict("normed", _packed(model.head))
+            yield Multiply(source, "up", up)
+            yield Activate("up", "activated", mlp.activation, mlp.is_gated)
+        yield Multiply("activated", target, _packed(mlp.down))
+
+    def _read(self, norm: Norm | None, output: str) -> Iterator[Operation]:
+        """Adds to x what is still to be added, and normalizes it where there is a norm."""
+        while self._updates and (norm is None or len(self._updates) > 1):
+            yield Add("x", self._updates.pop(0), self._factor)
+        if norm is not None:
+            yield self._normalize(norm, "x", output, self._updates.pop() if self._updates else None)
+
+    def _finish(self, update: str, norm: Norm | None) -> Iterator[Operation]:
+        """What becomes of an update before it is added."""
+        if norm is not None:
+            yield self._normalize(norm, update, f"normed_{update}", None)
+        self._updates.append(update if norm is None else f"normed_{update}")
+
+    def _normalize(self, norm: Norm, source: str, output: str, update: str | None) -> Normalize:
+        bias = None if norm.bias is None else norm.bias.data.float()
+        weight = norm.weight.data.float()
+        return Normalize(source, output, weight, norm.eps, update, bias, norm.is_centered, self._factor)
 
 
-def _list_gpt2(model: GPT2) -> Iterator[Operation]:
-    positions = model.position_embedding.weight
-    assert positions is not None
-    yield Embed("x", _table(model.embedding, model.head), positions.data)
-    update = None
-    for number, layer in enumerate(_layers(model, GPT2Layer)):
-        yield _layer_norm(layer.attention_norm, update)
-        yield Multiply("normed", "heads", _packed(layer.attention.qkv))
-        yield Turn("heads", "queries", number, layer.attention.head_dim)
-        yield AttendTo("queries", "attended", number)
-        yield Multiply("attended", "update", _packed(layer.attention.output))
-        yield _layer_norm(layer.mlp_norm, "update")
-        yield Multiply("normed", "up", _packed(layer.mlp.up))
-        yield Activate("up", "activated", "gelu" if layer.mlp.gelu_form == "none" else "gelu_tanh")
-        yield Multiply("activated", "update", _packed(layer.mlp.down))
-        update = "update"
-    yield _layer_norm(model.norm, update)
-    yield Predict("normed", _packed(model.head))
-
-
-def _layers(model: Decoder | GPT2, kind: type[_M]) -> Iterator[_M]:
-    for layer in model.layers:
-        assert isinstance(layer, kind)
-        yield layer
-
-
-def _layer_norm(norm: nn.LayerNorm, update: str | None) -> Normalize:
-    weight, bias = norm.weight.data.float(), norm.bias.data.float()
-    return Normalize("x", "normed", weight, norm.eps, update, bias, is_centered=True)
-
-
-def _head_norm(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.data.float()
+def _head_norm(norm: HeadNorm) -> Tensor | None:
+    return None if norm.weight is None else norm.weight.data.float()
 
 
 def _table(embedding: Embedding, head: Linear) -> Tensor | PackedLinear:

@@ -27,9 +27,15 @@ class CpuOperations:
     def __init__(self, kernels: CpuKernels, *, uses_onednn: bool = False) -> None:
         self.kernels = kernels
         self._computed = () if uses_onednn else _COMPUTED
-        self.rms_norm = kernels.rms_norm
-        self.add_rms_norm = kernels.add_rms_norm
         self.silu_mul = kernels.silu_mul
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        operations = self.kernels if weight.dtype == x.dtype else TorchOperations()
+        return operations.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
+        operations = self.kernels if weight.dtype == x.dtype else TorchOperations()
+        return operations.add_rms_norm(x, update, weight, eps)
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Every bfloat16 and float16 is a float32, so nothing is lost, and half as much is read."""
@@ -55,7 +61,10 @@ class CpuOperations:
         return computed in self._computed
 
     def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
-        return attend(layer, *self.kernels.norm_rope(heads, preparation))
+        weights = (preparation.query_weight, preparation.key_weight)
+        are_equal = all(weight is None or weight.dtype == heads.dtype for weight in weights)
+        norm_rope = self.kernels.norm_rope if are_equal else TorchOperations().norm_rope
+        return attend(layer, *norm_rope(heads, preparation))
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         return product.take_rows if isinstance(product, CpuProduct) else None

@@ -1,12 +1,10 @@
-"""Llama, Mistral, Qwen2 and Qwen3: one decoder, with flags for what differs.
+"""One decoder for all families: they differ by the flags of `ModelConfig`."""
 
-Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971) with grouped-query attention (Ainslie et al., 2023,
-https://arxiv.org/abs/2305.13245). Mistral (Jiang et al., 2023, https://arxiv.org/abs/2310.06825) differs by its sliding
-window, which is the attention's business. Qwen2 adds biases to queries, keys and values; Qwen3 normalizes each head of
-queries and keys instead (https://arxiv.org/abs/2505.09388).
-"""
+from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pagewire.kernels.arguments import HeadPreparation
@@ -15,28 +13,17 @@ from worker_service.models.config import ModelConfig
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations
-from worker_service.models.rope import RotaryEmbedding
-from worker_service.models.shard import Split, vocabulary_share
-from worker_service.models.weights import Weight
+from worker_service.models.rope import RotaryEmbedding, head_order, query_scales
+from worker_service.models.shard import vocabulary_share
 
-WEIGHTS = (
-    Weight("model.embed_tokens", "embedding"),
-    Weight("model.layers.{layer}.input_layernorm", "layers.{layer}.attention_norm"),
-    Weight("model.layers.{layer}.self_attn.q_proj", "layers.{layer}.attention.qkv", part=0, split=Split.HEADS),
-    Weight("model.layers.{layer}.self_attn.k_proj", "layers.{layer}.attention.qkv", part=1, split=Split.KV_HEADS),
-    Weight("model.layers.{layer}.self_attn.v_proj", "layers.{layer}.attention.qkv", part=2, split=Split.KV_HEADS),
-    Weight("model.layers.{layer}.self_attn.q_norm", "layers.{layer}.attention.query_norm"),
-    Weight("model.layers.{layer}.self_attn.k_norm", "layers.{layer}.attention.key_norm"),
-    Weight("model.layers.{layer}.self_attn.o_proj", "layers.{layer}.attention.output", split=Split.HEADS, axis=1),
-    Weight("model.layers.{layer}.post_attention_layernorm", "layers.{layer}.mlp_norm"),
-    Weight("model.layers.{layer}.mlp.gate_proj", "layers.{layer}.mlp.gate_up", part=0, split=Split.INTERMEDIATE),
-    Weight("model.layers.{layer}.mlp.up_proj", "layers.{layer}.mlp.gate_up", part=1, split=Split.INTERMEDIATE),
-    Weight("model.layers.{layer}.mlp.down_proj", "layers.{layer}.mlp.down", split=Split.INTERMEDIATE, axis=1),
-    Weight("model.norm", "norm"),
-    Weight("lm_head", "head", split=Split.VOCABULARY),
-)
-# Old checkpoints carry the frequencies of the rotary embedding, which follow from config.json.
-IGNORED = r"\.rotary_emb\.inv_freq$"
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+# Cosines and sines of a step's positions, [T, head_dim] each.
+Angles = tuple[Tensor, Tensor]
 
 
 class Decoder(nn.Module):
@@ -44,45 +31,85 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
-        assert config.rope is not None
         self.config = config
         self.operations = operations
         self.communicator = communicator
+        positions = config.max_position_embeddings
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
-        self.rope = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
+        self.position_embedding = Embedding(positions, config.hidden_size) if config.has_position_embedding else None
+        ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
+        self.ropes = nn.ModuleList(RotaryEmbedding(rope, config.head_dim, positions) for rope in ropes)
+        # Of each layer, the place of its angles among those of the step; None: it has no positions.
+        self.rope_numbers = [None if rope is None else ropes.index(rope) for rope in config.ropes]
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, operations, communicator) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
+        self.norm = Norm(config, operations)
         num_logits = vocabulary_share(config.vocab_size, communicator.size)
         self.head = Linear(config.hidden_size, [num_logits], operations, bias=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `Model.forward`."""
+        config = self.config
         x = self.embedding(token_ids)  # [T, hidden_size]
-        cos, sin = self.rope(positions)
+        if config.embedding_multiplier != 1:
+            x = x * config.embedding_multiplier
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        angles = [rope(positions) for rope in self.ropes]
+        growth = None if config.query_growth is None else query_scales(config.query_growth, positions)
         update = None
-        for layer in self.layers:
-            update = layer(x, update, cos, sin, attend)
+        for layer, number in zip(self.layers, self.rope_numbers, strict=True):
+            update = layer(x, update, None if number is None else angles[number], growth, attend)
         return self.norm(x, update)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `Model.compute_logits`."""
-        return self.communicator.all_gather(self.head(hidden))[:, : self.config.vocab_size].float()
+        config = self.config
+        logits = self.communicator.all_gather(self.head(hidden))[:, : config.vocab_size].float()
+        if config.logits_multiplier != 1:
+            logits = logits * config.logits_multiplier
+        if config.logits_softcap:
+            logits = config.logits_softcap * (logits / config.logits_softcap).tanh()
+        return logits
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
+        self.is_parallel = config.is_parallel
+        self.residual_multiplier = config.residual_multiplier
+        self.attention_norm = Norm(config, operations) if config.pre_norm else None
         self.attention = Attention(config, layer, operations, communicator)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, operations)
+        self.attention_post_norm = Norm(config, operations) if config.post_norm else None
+        self.mlp_norm = Norm(config, operations) if config.pre_norm else None
         self.mlp = MLP(config, operations, communicator)
+        self.mlp_post_norm = Norm(config, operations) if config.post_norm else None
 
-    def forward(self, x: Tensor, update: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, update: Tensor | None, angles: Angles | None, growth: Tensor | None, attend: Attend
+    ) -> Tensor:
         """`update` is what the layer before adds to `x`, which is changed in place; returns what this one adds."""
-        update = self.attention(self.attention_norm(x, update), cos, sin, attend)
-        return self.mlp(self.mlp_norm(x, update))
+        attended = self.attention(_add(x, update, self.attention_norm), angles, growth, attend)
+        attended = self._finish(attended, self.attention_post_norm)
+        if not self.is_parallel:
+            return self._finish(self.mlp(_add(x, attended, self.mlp_norm)), self.mlp_post_norm)
+        update = self._finish(self.mlp(_add(x, None, self.mlp_norm)), self.mlp_post_norm)
+        x.add_(attended)
+        return update
+
+    def _finish(self, update: Tensor, norm: "Norm | None") -> Tensor:
+        """What becomes of an update before it is added."""
+        if norm is not None:
+            update = norm(update, None)
+        return update if self.residual_multiplier == 1 else update * self.residual_multiplier
+
+
+def _add(x: Tensor, update: Tensor | None, norm: "Norm | None") -> Tensor:
+    """x += update, where there is one; returns the norm of x, where there is one, else x."""
+    if norm is not None:
+        return norm(x, update)
+    return x if update is None else x.add_(update)
 
 
 class Attention(nn.Module):
@@ -96,8 +123,10 @@ class Attention(nn.Module):
         self.communicator = communicator
         qkv_sizes = [num * config.head_dim for num in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.qkv = Linear(config.hidden_size, qkv_sizes, operations, bias=config.qkv_bias)
-        self.query_norm = HeadNorm(config.head_dim if config.qk_norm else None)
-        self.key_norm = HeadNorm(config.head_dim if config.qk_norm else None)
+        self.qkv.row_order = _row_order(config, layer)
+        self.query_norm = HeadNorm(config, layer, config.num_heads)
+        self.key_norm = HeadNorm(config, layer, config.num_kv_heads)
+        self.norms_projections = config.qk_norm == "projection"
         self.output = Linear(
             qkv_sizes[0],
             [config.hidden_size],
@@ -106,31 +135,110 @@ class Attention(nn.Module):
             adds_bias=communicator.rank == 0,
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        heads = self.qkv(x).unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
-        preparation = HeadPreparation(
-            self.num_heads, self.query_norm.weight, self.key_norm.weight, self.norm_eps, cos, sin
-        )
-        attended = self.operations.attend_heads(attend, self.layer, heads, preparation)
+    def forward(self, x: Tensor, angles: Angles | None, growth: Tensor | None, attend: Attend) -> Tensor:
+        qkv = self.qkv(x)
+        if self.norms_projections:
+            qkv = self._normalize_projections(qkv)
+        heads = qkv.unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
+        if growth is not None:
+            heads[:, : self.num_heads] *= growth[:, None, None].to(heads.dtype)
+        attended = self._attend(heads, angles, attend)
         return self.communicator.all_reduce(self.output(attended.flatten(1)))
+
+    def _attend(self, heads: Tensor, angles: Angles | None, attend: Attend) -> Tensor:
+        query_weight, key_weight = self.query_norm.weight, self.key_norm.weight
+        if self.norms_projections:
+            query_weight = key_weight = None
+        if angles is None and query_weight is None and key_weight is None:
+            num_kv_heads = (heads.shape[1] - self.num_heads) // 2
+            return attend(self.layer, *heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1))
+        if angles is None:
+            ones = heads.new_ones(len(heads), self.head_dim)
+            angles = ones, torch.zeros_like(ones)
+        preparation = HeadPreparation(self.num_heads, query_weight, key_weight, self.norm_eps, *angles)
+        return self.operations.attend_heads(attend, self.layer, heads, preparation)
+
+    def _normalize_projections(self, qkv: Tensor) -> Tensor:
+        """RMS norm over all heads of queries, and over all of keys, of all ranks."""
+        queries, keys, values = qkv.split(self.qkv.out_sizes, dim=1)
+        assert self.query_norm.weight is not None
+        assert self.key_norm.weight is not None
+        parts = [(queries.contiguous(), self.query_norm.weight), (keys.contiguous(), self.key_norm.weight)]
+        if self.communicator.size == 1:
+            return torch.cat(
+                [*(self.operations.rms_norm(x, weight, self.norm_eps) for x, weight in parts), values], dim=1
+            )
+        sums = torch.cat([x.float().square().sum(1, keepdim=True) for x, _ in parts], dim=1)
+        # Where several ranks hold a key head, all are held equally often.
+        means = [
+            total / (self.communicator.size * x.shape[1])
+            for total, (x, _) in zip(self.communicator.all_reduce(sums).split(1, dim=1), parts, strict=True)
+        ]
+        normed = [
+            (x.float() / (mean + self.norm_eps).sqrt()).to(weight.dtype) * weight
+            for mean, (x, weight) in zip(means, parts, strict=True)
+        ]
+        return torch.cat([*(x.to(qkv.dtype) for x in normed), values], dim=1)
 
 
 class HeadNorm(nn.Module):
-    """The weight that heads are normalized with; None: they are not."""
+    """The weight that heads are normalized with, of one or of all; None: they are not."""
 
-    def __init__(self, head_dim: int | None) -> None:
+    def __init__(self, config: ModelConfig, layer: int, num_heads: int) -> None:
         super().__init__()
-        self.weight = None if head_dim is None else nn.Parameter(torch.empty(head_dim), requires_grad=False)
+        num_normed = {"none": 0, "head": 1, "projection": num_heads}[config.qk_norm]
+        size = num_normed * config.head_dim
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False) if size else None
+        self.adds_one = config.norm_adds_one
+        order = _head_order(config, layer)
+        self._order = None if order is None else _repeated(order, num_normed)
+
+    def finish_loading(self) -> None:
+        if self.weight is None:
+            return
+        if self.adds_one:
+            self.weight.data.add_(1)
+        if self._order is not None:
+            self.weight.data.copy_(self.weight.data[torch.tensor(self._order)])
+
+
+def _head_order(config: ModelConfig, layer: int) -> list[int] | None:
+    rope = config.ropes[layer]
+    return None if rope is None else head_order(rope, config.head_dim)
+
+
+def _row_order(config: ModelConfig, layer: int) -> list[int] | None:
+    """Which row of the checkpoint's queries, keys and values each of ours is; None: they are in that order."""
+    order = _head_order(config, layer)
+    num_heads, num_kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    if order is None and not config.qkv_by_head:
+        return None
+    heads = _repeated(order or list(range(size)), num_heads + num_kv_heads)
+    rows = [*heads, *range(len(heads), len(heads) + num_kv_heads * size)]
+    if not config.qkv_by_head:
+        return rows
+    # The checkpoint has each head's query, key and value together.
+    return [(row // size % num_heads * 3 + row // size // num_heads) * size + row % size for row in rows]
+
+
+def _repeated(order: list[int], num_heads: int) -> list[int]:
+    """The order of the values of several heads."""
+    return [head * len(order) + value for head in range(num_heads) for value in order]
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, 2020, https://arxiv.org/abs/2002.05202)."""
+    """An activation between two products; or gated, as GLU variants are (Shazeer, 2020,
+    https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, config: ModelConfig, operations: Operations, communicator: Communicator) -> None:
         super().__init__()
+        self.is_gated = config.is_gated
+        self.activation = config.activation
         self.operations = operations
         self.communicator = communicator
-        self.gate_up = Linear(config.hidden_size, [config.intermediate_size] * 2, operations, bias=config.mlp_bias)
+        # Gates come first.
+        up_sizes = [config.intermediate_size] * (2 if config.is_gated else 1)
+        self.up = Linear(config.hidden_size, up_sizes, operations, bias=config.mlp_bias)
         self.down = Linear(
             config.intermediate_size,
             [config.hidden_size],
@@ -140,20 +248,41 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.communicator.all_reduce(self.down(self.operations.silu_mul(self.gate_up(x))))
+        return self.communicator.all_reduce(self.down(self._activate(self.up(x))))
+
+    def _activate(self, up: Tensor) -> Tensor:
+        if self.is_gated and self.activation == "silu":
+            return self.operations.silu_mul(up)
+        function = _ACTIVATIONS[self.activation]
+        if not self.is_gated:
+            return function(up)
+        gate, up = up.chunk(2, dim=-1)
+        return function(gate) * up
 
 
-class RMSNorm(nn.Module):
-    """The weight of a normalization: see `Operations.rms_norm`."""
+class Norm(nn.Module):
+    """The weight of a normalization: see `Operations.rms_norm`; or that and the bias of a layer normalization (Ba et
+    al., 2016, https://arxiv.org/abs/1607.06450)."""
 
-    def __init__(self, size: int, eps: float, operations: Operations) -> None:
+    def __init__(self, config: ModelConfig, operations: Operations) -> None:
         super().__init__()
+        size = config.hidden_size
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if config.norm_bias else None
+        self.is_centered = config.norm == "layer"
+        self.adds_one = config.norm_adds_one
+        self.eps = config.norm_eps
         self.operations = operations
+
+    def finish_loading(self) -> None:
+        if self.adds_one:
+            self.weight.data.add_(1)
 
     def forward(self, x: Tensor, update: Tensor | None) -> Tensor:
         """Return the norm of x, to which an update, if there is one, is added first, in place."""
+        if self.is_centered:
+            x = x if update is None else x.add_(update)
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         if update is None:
             return self.operations.rms_norm(x, self.weight, self.eps)
         return self.operations.add_rms_norm(x, update, self.weight, self.eps)

@@ -1,6 +1,7 @@
 """Layers that load their weights: linear ones, laid out as whoever multiplies likes them, and embeddings."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,9 @@ from torch import Tensor, nn
 
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.operations import Operations, Product
+
+# Rows of a weight or bias.
+_Rows = TypeVar("_Rows", Tensor, QuantizedWeight)
 
 
 class Linear(nn.Module):
@@ -32,6 +36,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if bias else None
         self.product: Product | None = None
         self.quantized_format: QuantizedFormat | None = None  # what the weight stays in, where it stays quantised
+        # Which row of the checkpoint's each row is; None: they are in that order.
+        self.row_order: list[int] | None = None
         self._parts: list[QuantizedWeight | Tensor] = []
         self._operations = operations
         self._adds_bias = adds_bias
@@ -46,17 +52,22 @@ class Linear(nn.Module):
         if self.product is not None:
             return
         assert self.weight is not None
-        bias = self.bias.data if self.bias is not None and self._adds_bias else None
+        bias = self._ordered(self.bias.data) if self.bias is not None and self._adds_bias else None
         quantized = [part for part in self._parts if isinstance(part, QuantizedWeight)]
         if quantized and len(quantized) == len(self._parts):
-            self.product = self._operations.prepare_quantized(QuantizedWeight.join(quantized), bias, dtype)
+            self.product = self._operations.prepare_quantized(
+                self._ordered(QuantizedWeight.join(quantized)), bias, dtype
+            )
         else:
-            self.product = self._operations.prepare_product(self._whole(dtype), bias, dtype)
+            self.product = self._operations.prepare_product(self._ordered(self._whole(dtype)), bias, dtype)
         self.weight, self._parts = None, []
 
     def add_part(self, weight: QuantizedWeight | Tensor) -> None:
         """Take the next projection, in place of rows of the weight."""
         self._parts.append(weight)
+
+    def _ordered(self, rows: _Rows) -> _Rows:
+        return rows if self.row_order is None else rows[torch.tensor(self.row_order)]
 
     def _whole(self, dtype: torch.dtype) -> Tensor:
         assert self.weight is not None

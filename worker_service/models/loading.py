@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from pagewire.gguf import is_gguf
 from pagewire.kernels.quantized import QuantizedFormat
-from worker_service.models import decoder, gpt2
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
-from worker_service.models.config import GPT2, ModelConfig
+from worker_service.models.config import ModelConfig
+from worker_service.models.decoder import Decoder, HeadNorm, Norm
+from worker_service.models.families import BY_ARCHITECTURE
+from worker_service.models.families.family import Family, Weight
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.model import Model
@@ -24,7 +26,6 @@ from worker_service.models.shard import Shard, Split
 from worker_service.models.source import load_config
 from worker_service.models.weights import (
     Progress,
-    Weight,
     check_weights,
     fill_layers,
     hold_dtypes,
@@ -33,22 +34,8 @@ from worker_service.models.weights import (
     working_bytes,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """The class of an architecture's model, and the names that its checkpoints give to its weights."""
-
-    model: type[decoder.Decoder] | type[gpt2.GPT2]
-    weights: tuple[Weight, ...]
-    ignored: str  # pattern of checkpoint names that hold no weights
-    optional_prefix: str = ""  # of checkpoint names; some published files lack it
-
-
 # What a quantised element takes beside its panels while they are packed: its code, that of its projection, and scales.
 _JOINING_BYTES = 4
-
-_DECODER = _Code(decoder.Decoder, decoder.WEIGHTS, decoder.IGNORED)
-_GPT2 = _Code(gpt2.GPT2, gpt2.WEIGHTS, gpt2.IGNORED, optional_prefix="transformer.")
 
 
 def load_model(
@@ -97,15 +84,16 @@ def prepare_model(
     communicator = communicator or SingleRank()
     shard = Shard.of(load_config(path), communicator.rank, communicator.size)
     checkpoint = DummyTensors() if is_dummy else _open(path)
-    code = _GPT2 if shard.config.architecture == GPT2 else _DECODER
+    family = BY_ARCHITECTURE[shard.config.architecture]
     operations = operations or TorchOperations()
     with torch.device("meta"):
-        model = code.model(shard.config, operations, communicator)
-    table = tuple(_weights(code, shard.config, checkpoint))
+        model = Decoder(shard.config, operations, communicator)
+    table = tuple(_weights(family, shard.config, checkpoint))
     if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
         checkpoint = QuantizedCheckpoint(checkpoint, _formats(model, table, shard.config.quantization))
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
-    has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names("lm_head.weight"))
+    (head,) = [weight.source for weight in table if weight.target == "head"]
+    has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight"))
     is_tied = shard.config.tie_word_embeddings and not has_head
     stays_quantized = shard.size == 1 and operations.multiplies_quantized(dtype)
     if is_tied and stays_quantized and _quantized_embedding(model, checkpoint, table) is not None:
@@ -116,10 +104,13 @@ def prepare_model(
     elif is_tied:
         model.head.weight = None
     model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, Norm | HeadNorm) and module.adds_one:
+            module.float()
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     if stays_quantized:
         keep_quantized(model, checkpoint, table)
-    check_weights(model, checkpoint, table, code.ignored, shard)
+    check_weights(model, checkpoint, table, family.ignored, shard)
     return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied)
 
 
@@ -135,7 +126,7 @@ class Footprint:
 class UnloadedModel:
     """A model whose weights take no memory yet, and where they are to come from."""
 
-    model: decoder.Decoder | gpt2.GPT2
+    model: Decoder
     checkpoint: Tensors
     table: tuple[Weight, ...]
     shard: Shard
@@ -222,7 +213,7 @@ def _open(path: Path) -> Tensors:
     return GgufCheckpoint(path) if is_gguf(path) else Checkpoint(path)
 
 
-def _tied_head(model: decoder.Decoder | gpt2.GPT2, shard: Shard) -> nn.Parameter:
+def _tied_head(model: Decoder, shard: Shard) -> nn.Parameter:
     """The embedding's weight; among several ranks, which hold the embedding whole, the rows of this one."""
     whole = model.embedding.weight
     assert isinstance(whole, nn.Parameter)
@@ -234,21 +225,19 @@ def _tied_head(model: decoder.Decoder | gpt2.GPT2, shard: Shard) -> nn.Parameter
     return nn.Parameter(head, requires_grad=False)
 
 
-def _finish(model: decoder.Decoder | gpt2.GPT2, dtype: torch.dtype, is_tied: bool) -> None:
+def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
     modules = list(model.modules())
     for module in modules:
         if isinstance(module, Linear):
             module.finish_loading(dtype)
-        elif isinstance(module, RotaryEmbedding):
+        elif isinstance(module, RotaryEmbedding | Norm | HeadNorm):
             module.finish_loading()
     for module in modules:
         if isinstance(module, Embedding):
             module.finish_loading(dtype, model.head if is_tied and module is model.embedding else None)
 
 
-def _quantized_embedding(
-    model: decoder.Decoder | gpt2.GPT2, checkpoint: Tensors, table: tuple[Weight, ...]
-) -> QuantizedFormat | None:
+def _quantized_embedding(model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...]) -> QuantizedFormat | None:
     (source,) = [weight.source for weight in table if weight.target == "embedding"]
     return checkpoint.quantized_format(f"{source}.weight", model.config.hidden_size)
 
@@ -258,18 +247,16 @@ def _shape(module: Linear) -> tuple[int, int]:
     return sum(module.out_sizes), module.weight.shape[1]
 
 
-def _formats(
-    model: decoder.Decoder | gpt2.GPT2, table: tuple[Weight, ...], quantization: Quantization
-) -> dict[str, WeightFormat]:
+def _formats(model: Decoder, table: tuple[Weight, ...], quantization: Quantization) -> dict[str, WeightFormat]:
     """The formats of the checkpoint's linear modules that are quantised, by their names there."""
     modules = [weight.source for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
     formats = {module: quantization.format_of(module) for module in modules}
     return {module: weight_format for module, weight_format in formats.items() if weight_format is not None}
 
 
-def _weights(code: _Code, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:
+def _weights(family: Family, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:
     """The architecture's table for this model, in the names this checkpoint uses."""
-    prefix = code.optional_prefix
+    prefix = family.optional_prefix
     has_prefix = any(name.startswith(prefix) for name in checkpoint.names)
-    for weight in fill_layers(code.weights, config.num_layers):
+    for weight in fill_layers(family.weights, config.num_layers):
         yield weight if has_prefix else replace(weight, source=weight.source.removeprefix(prefix))

@@ -45,7 +45,7 @@ class Operations(Protocol):
         """Rows of the weight of a product by their indexes, [T] int64 -> [T, in_size]; None: not from this layout."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) in float32, rounded, times weight: [T, size] by [size].
+        """x / sqrt(mean(x^2) + eps) in float32, rounded to the dtype of the weight, times that: [T, size] by [size].
 
         Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
         """
@@ -101,8 +101,8 @@ class TorchOperations:
         return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # Rounded to the model's dtype before the weight, as transformers does.
-        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+        # Rounded to the weight's dtype before it is multiplied, as transformers does.
+        return (F.rms_norm(x.float(), x.shape[-1:], None, eps).to(weight.dtype) * weight).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self.rms_norm(x.add_(update), weight, eps)

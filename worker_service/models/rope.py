@@ -1,11 +1,16 @@
-"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), in the half-split layout of Llama."""
+"""Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), in the half-split layout of Llama.
+
+Checkpoints that turn pairs of neighbours, or a part of each head, are brought to that layout while they are loaded
+(`head_order`), so that one kernel does for all.
+"""
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker_service.models.config import RopeConfig
+from worker_service.models.config import QueryGrowth, RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
@@ -21,8 +26,12 @@ class RotaryEmbedding(nn.Module):
         """Fills the tables. The first half of the sines is negated: see `rotate`."""
         max_position_embeddings, head_dim = self.cos.shape
         positions = torch.arange(max_position_embeddings, dtype=torch.float32)
-        angles = positions[:, None] * inverse_frequencies(self._config, head_dim)  # [positions, head_dim / 2]
+        frequencies = inverse_frequencies(self._config, head_dim)
+        angles = positions[:, None] * frequencies  # [positions, rotary_size / 2]
         cos, sin = angles.cos() * self._config.attention_factor, angles.sin() * self._config.attention_factor
+        # The other pairs stay as they are.
+        num_others = head_dim // 2 - len(frequencies)
+        cos, sin = F.pad(cos, (0, num_others), value=1.0), F.pad(sin, (0, num_others))
         self.cos.copy_(torch.cat([cos, cos], dim=-1))
         self.sin.copy_(torch.cat([-sin, sin], dim=-1))
 
@@ -41,9 +50,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
+def head_order(config: RopeConfig, head_dim: int) -> list[int] | None:
+    """Return which value of a checkpoint's head each value of ours is, such that pairs are (i, i + head_dim / 2) and
+    those that are turned come first; None: they are so already.
+
+    Queries and keys in one order have the products that they had before.
+    """
+    size = config.rotary_size(head_dim)
+    turned = [*range(0, size, 2), *range(1, size, 2)] if config.is_interleaved else list(range(size))
+    if size == head_dim and not config.is_interleaved:
+        return None
+    middle = (size + head_dim) // 2
+    return [*turned[: size // 2], *range(size, middle), *turned[size // 2 :], *range(middle, head_dim)]
+
+
+def query_scales(growth: QueryGrowth, positions: Tensor) -> Tensor:
+    """Return what queries of these positions are multiplied with, [T] float32."""
+    return 1 + growth.beta * torch.log1p((positions // growth.num_positions).float())
+
+
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair: [head_dim / 2], float32."""
-    frequencies = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    """Angle per position of each pair that is turned: [rotary_size / 2], float32."""
+    rotary_size = config.rotary_size(head_dim)
+    frequencies = 1.0 / config.theta ** (torch.arange(0, rotary_size, 2, dtype=torch.float32) / rotary_size)
     if config.divisors:
         frequencies = frequencies / torch.tensor(config.divisors)
     if config.rope_type == "linear":

@@ -16,6 +16,7 @@ class Split(Enum):
     HEADS = "heads"
     KV_HEADS = "KV heads"
     INTERMEDIATE = "intermediate size"
+    QKV_BY_HEAD = "heads with their keys and values"
     VOCABULARY = "vocabulary"
 
 
@@ -53,6 +54,7 @@ class Shard:
         return {
             Split.HEADS: whole.num_heads * whole.head_dim,
             Split.KV_HEADS: whole.num_kv_heads * whole.head_dim,
+            Split.QKV_BY_HEAD: 3 * whole.num_heads * whole.head_dim,
             Split.INTERMEDIATE: whole.intermediate_size,
             Split.VOCABULARY: whole.vocab_size,
         }[split]

@@ -23,25 +23,29 @@ class ModelSize:
 
 def model_size(shard: Shard) -> ModelSize:
     config = shard.config
-    is_gpt2 = config.rope is None
     positions = config.max_position_embeddings
     return ModelSize(
-        embeddings=(config.vocab_size + (positions if is_gpt2 else 0)) * config.hidden_size,
+        embeddings=(config.vocab_size + positions * config.has_position_embedding) * config.hidden_size,
         head=vocabulary_share(config.vocab_size, shard.size) * config.hidden_size,
-        layers=config.num_layers * _layer_size(config) + (2 if is_gpt2 else 1) * config.hidden_size,
-        rope=0 if is_gpt2 else 2 * positions * config.head_dim,
+        layers=config.num_layers * _layer_size(config) + _norm_size(config),
+        rope=2 * positions * config.head_dim * len({rope for rope in config.ropes if rope is not None}),
     )
 
 
 def _layer_size(config: ModelConfig) -> int:
-    is_gpt2 = config.rope is None
     hidden, intermediate = config.hidden_size, config.intermediate_size
     queries, heads = config.num_heads * config.head_dim, config.num_heads + 2 * config.num_kv_heads
-    products = hidden * (heads * config.head_dim + queries) + (2 if is_gpt2 else 3) * hidden * intermediate
+    products = hidden * (heads * config.head_dim + queries) + (2 + config.is_gated) * hidden * intermediate
     biases = (
         config.qkv_bias * heads * config.head_dim
         + config.output_bias * hidden
-        + config.mlp_bias * ((1 if is_gpt2 else 2) * intermediate + hidden)
+        + config.mlp_bias * ((1 + config.is_gated) * intermediate + hidden)
     )
-    norms = (4 if is_gpt2 else 2) * hidden + config.qk_norm * 2 * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    head_norms = {"none": 0, "head": 2 * config.head_dim, "projection": queries + kv_size}[config.qk_norm]
+    norms = 2 * (config.pre_norm + config.post_norm) * _norm_size(config) + head_norms
     return products + biases + norms
+
+
+def _norm_size(config: ModelConfig) -> int:
+    return (1 + config.norm_bias) * config.hidden_size

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,26 +11,12 @@ from torch import Tensor, nn
 from pagewire.kernels.quantized import QuantizedFormat
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.models.families.family import Weight
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.shard import Shard, Split
 
 # Called after each tensor with (tensors loaded, tensors in all).
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """The place in the model of a checkpoint module's weight, and of its bias if there is one. `{layer}` counts from
-    0."""
-
-    source: str  # module in the checkpoint
-    target: str  # module of the model
-    part: int | None = None  # which projection of a merged `Linear`
-    is_transposed: bool = False  # the checkpoint holds [in, out]
-    # What ranks share out, and whether that is the outputs (0) or the inputs (1) of the module. Projections that the
-    # checkpoint holds as one weight are shared out one by one. None: whole on every rank.
-    split: Split | None = None
-    axis: int = 0
 
 
 def load_weights(
@@ -161,14 +147,18 @@ def _targets(model: nn.Module, weight: Weight, shard: Shard) -> Iterator[tuple[s
 
 def _pieces(module: nn.Module, weight: Weight, target: Tensor, shard: Shard) -> Iterator[Piece]:
     """This rank's part of each projection that the checkpoint's weight holds."""
-    assert isinstance(module, Linear)
     assert weight.split is not None
-    length, span = shard.length(weight.split), shard.span(weight.split)
     if weight.axis == 1:
+        assert isinstance(weight.split, Split)
+        length, span = shard.length(weight.split), shard.span(weight.split)
         yield Piece(target, shape=(len(target), length), index=(slice(None), span))
         return
-    num_projections = len(module.out_sizes) if weight.part is None else 1
-    shape = (num_projections * length, *target.shape[1:])
-    for projection, rows in enumerate(target.chunk(num_projections)):
-        start, stop = projection * length + span.start, projection * length + span.stop
-        yield Piece(rows[: stop - start], shape=shape, index=(slice(start, stop),))
+    num_projections = len(module.out_sizes) if isinstance(module, Linear) and weight.part is None else 1
+    splits = weight.split if isinstance(weight.split, tuple) else (weight.split,) * num_projections
+    spans, lengths = [shard.span(split) for split in splits], [shard.length(split) for split in splits]
+    sizes = module.out_sizes if isinstance(module, Linear) and len(splits) == len(module.out_sizes) else (len(target),)
+    first = 0
+    for span, length, rows in zip(spans, lengths, target.split(list(sizes)), strict=True):
+        start, stop = first + span.start, first + span.stop
+        yield Piece(rows[: stop - start], shape=(sum(lengths), *target.shape[1:]), index=(slice(start, stop),))
+        first += length

@@ -117,6 +117,8 @@ def attention_shape(
         dtype=dtype,
         cache_dtype=cache_dtype,
         windows=model_config.windows,
+        scale=model_config.attention_scale,
+        softcap=model_config.attention_softcap,
     )
 
 

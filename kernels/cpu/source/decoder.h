@@ -2,16 +2,17 @@
 // of the model, carried out one after the other. Nothing here knows what model it is. Activations are float32, products
 // round what they read as their layers say, weights and cache are of any element type.
 //
-// An operation reads and writes *buffers*: float32, [num_tokens, width]. Some operations work token by token (embed,
+// An operation reads and writes *buffers*: float32, [num_tokens, width]. Some operations work token by token (embed, add,
 // normalize, activate, and preparing what a product reads): threads share out the tokens. The others are cut into tasks.
 //
 // Where a step has few tokens, tasks are repeatable (tasks.h), so that no thread waits for one that has lost its core:
 // whatever an operation writes by tasks has memory of its own, and what is done token by token every thread does for
 // itself, in its own memory, which takes less time than to meet once more.
 
-enum { EMBED, NORMALIZE, MULTIPLY, ACTIVATE, TURN, ATTEND, PREDICT };  // kinds of operations
+// Kinds of operations.
+enum { EMBED, ADD, NORMALIZE, NORMALIZE_PARTS, MULTIPLY, ACTIVATE, TURN, ATTEND, PREDICT };
 
-enum { SILU_GATE, GELU, GELU_TANH };  // functions of ACTIVATE
+enum { SILU, GELU, GELU_TANH, RELU };  // functions of ACTIVATE
 
 enum { NO_BUFFER = -1, MAX_BUFFERS = 32 };
 
@@ -19,24 +20,30 @@ enum { NO_BUFFER = -1, MAX_BUFFERS = 32 };
 typedef struct {
   int64_t kind;
   int64_t input, output;  // buffers; NO_BUFFER: none
-  // NORMALIZE: input += update where there is one, then output = (input - mean) / deviation * weight + bias; without
-  // `is_centered` the mean counts as 0. TURN: eps.
+  // ADD: input += update * factor. NORMALIZE: that, where there is an update, then output = (input - mean) / deviation *
+  // weight + bias; without `is_centered` the mean counts as 0. NORMALIZE_PARTS: output = input, of which the first
+  // part_sizes[0] values and the part_sizes[1] behind them are normalized so, each by its own mean square. TURN: eps.
   int64_t update;
   const float *weight, *bias;  // [width]; bias may be NULL
+  int64_t part_sizes[2];
   int64_t is_centered;
   float eps;
+  // Of the update; of the table's rows of EMBED; of the logits of PREDICT, which are then bounded to softcap * tanh(logit /
+  // softcap), unless that is 0.
+  float factor, softcap;
   // MULTIPLY: output = input W^T + b, or, gated, silu of its first half times its second. PREDICT: the head.
   linear_layer layer;
   int64_t is_gated;
-  int64_t function;  // ACTIVATE
-  // EMBED: output = table[token] + positions[position]. Tables are [rows, width] of an element type; without one the rows are those
+  int64_t function;  // ACTIVATE: output = function(input), or, gated, that of its first half times its second
+  // EMBED: output = table[token] * factor + positions[position]. Tables are [rows, width] of an element type; without one the rows are those
   // of `layer`; positions may be NULL.
   const void *table, *positions;
   int64_t table_element, positions_element;
   // TURN: of heads [num_heads + 2 * num_kv_heads, head_dim], queries, keys and values, the queries and keys are normalized
   // where there is a weight, [head_dim], and their first `rotary_size` values turned by cos and sin, [positions,
-  // rotary_size], where there are any; queries are the output, keys and values are stored. ATTEND: over what is stored.
-  const float *query_norm, *key_norm, *cos, *sin;
+  // rotary_size], where there are any; queries, times the scale of their position, [positions], where there are any, are the output, keys
+  // and values are stored. ATTEND: over what is stored.
+  const float *query_norm, *key_norm, *cos, *sin, *query_scales;
   int64_t rotary_size;
   void *key_cache, *value_cache;
   int64_t window;  // positions that a query attends to, its own included; 0: all up to its own
@@ -67,8 +74,8 @@ static const attention_functions ATTENTION_OVER[] = {
 // Which of a step's parts takes how long. `decoder.py` mirrors their order.
 enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, NUM_PARTS };
 
-static const int PART_OF[] = {[EMBED] = NORMS,  [NORMALIZE] = NORMS,  [MULTIPLY] = PRODUCTS, [ACTIVATE] = PRODUCTS,
-                              [TURN] = ROTARY,  [ATTEND] = ATTENTION, [PREDICT] = HEAD};
+static const int PART_OF[] = {[EMBED] = NORMS,  [ADD] = NORMS,   [NORMALIZE] = NORMS,  [NORMALIZE_PARTS] = NORMS, [MULTIPLY] = PRODUCTS,
+                              [ACTIVATE] = PRODUCTS, [TURN] = ROTARY, [ATTEND] = ATTENTION, [PREDICT] = HEAD};
 
 enum {
   FEW_TOKENS = 8,
@@ -99,6 +106,7 @@ typedef struct {
   // of own_size floats, and what is done by tasks the place of its operation; else each buffer has one place.
   int64_t *buffer_places, *operation_places;  // [num_buffers], [num_operations]
   int64_t prepared;                           // what a product reads; in the thread's part where there are few tokens
+  int64_t raw_logits;                         // the head's product, where the logits are made of it
   int64_t own, own_size;
   work_list* works;     // [num_operations]: those of ATTEND with equal windows are one
   int* work_of;         // [num_operations]: which list
@@ -169,6 +177,8 @@ static NOINLINE void embed_token(const operation* o, int64_t id, int64_t positio
     take_row(&o->layer, id, x);
   else
     widen(o->table, o->table_element, id * size, x, size);
+  if (o->factor != 1.0f)
+    for (int64_t i = 0; i < size; i++) x[i] *= o->factor;
   if (!o->positions) return;
   float position_row[ROW_PART];
   for (int64_t first = 0; first < size; first += ROW_PART) {
@@ -187,9 +197,23 @@ INLINE float sum_floats(const float* x, int64_t size) {
   return sum;
 }
 
+static NOINLINE void add_token(const operation* o, float* x, const float* update, int64_t size) {
+  if (o->factor == 1.0f)
+    add_float(x, update, size);
+  else
+    for (int64_t i = 0; i < size; i++) x[i] += update[i] * o->factor;
+}
+
+static NOINLINE void normalize_parts(const operation* o, const float* x, float* output, int64_t size) {
+  int64_t first = 0;
+  for (int part = 0; part < 2; first += o->part_sizes[part++])
+    normalize_float(x + first, o->weight + first, output + first, o->part_sizes[part], o->eps);
+  memcpy(output + first, x + first, sizeof(float) * (size_t)(size - first));
+}
+
 // Layer normalization (Ba et al., 2016, https://arxiv.org/abs/1607.06450), or that of the root mean square.
 static NOINLINE void normalize_token(const operation* o, float* x, const float* update, float* output, int64_t size) {
-  if (update) add_float(x, update, size);
+  if (update) add_token(o, x, update, size);
   if (!o->is_centered) {
     normalize_float(x, o->weight, output, size, o->eps);
     return;
@@ -208,17 +232,30 @@ INLINE floats gelu(floats x, int64_t function) {
   return splat(0.5f) * x * (splat(1.0f) + inner);
 }
 
+INLINE floats activated(floats x, int64_t function) {
+  switch (function) {
+    case SILU: return x / (splat(1.0f) + exponential(-x));
+    case RELU: return larger(x, splat(0.0f));
+    default: return gelu(x, function);
+  }
+}
+
 // input: [size] of the output, or twice that where it is gates and ups.
 static NOINLINE void activate_token(const operation* o, const float* input, float* output, int64_t size) {
-  if (o->function == SILU_GATE) {
+  if (o->is_gated && o->function == SILU) {
     silu_mul_token_float(input, input + size, output, size);
     return;
   }
   for (int64_t i = 0; i < size; i += LANES) {
-    float part[LANES] = {0};
+    float part[LANES] = {0}, up[LANES] = {0};
     const int64_t num = size - i < LANES ? size - i : LANES;
     memcpy(part, input + i, sizeof(float) * (size_t)num);
-    store_float(part, gelu(load_float(part), o->function));
+    floats values = activated(load_float(part), o->function);
+    if (o->is_gated) {
+      memcpy(up, input + size + i, sizeof(float) * (size_t)num);
+      values = values * load_float(up);
+    }
+    store_float(part, values);
     memcpy(output + i, part, sizeof(float) * (size_t)num);
   }
 }
@@ -270,6 +307,10 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
       memcpy(x, source, sizeof(float) * (size_t)size);
     const int64_t angle = t->d->tokens->positions[token] * o->rotary_size;
     if (o->rotary_size) rotate_float(x, o->cos + angle, o->sin + angle, o->rotary_size);
+    if (head < step->num_heads && o->query_scales) {
+      const float scale = o->query_scales[t->d->tokens->positions[token]];
+      for (int64_t j = 0; j < size; j++) x[j] *= scale;
+    }
     if (head < step->num_heads)
       memcpy(t->queries + (token * step->num_heads + head) * size, x, sizeof(float) * (size_t)size);
     else
@@ -298,14 +339,31 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
 }
 
 typedef struct {
+  const operation* o;
   const decoder_step* tokens;
+  const float* raw;  // [num_logits, size]; the logits, where they are nothing else
   int64_t size;
 } choice;
 
-// A `task_function`: looks for the highest logit of a row; repeatable.
+INLINE int shapes_logits(const operation* o) { return o->factor != 1.0f || o->softcap != 0.0f; }
+
+static NOINLINE void shape_logits(const operation* o, const float* raw, float* logits, int64_t size) {
+  for (int64_t i = 0; i < size; i += LANES) {
+    float part[LANES] = {0};
+    const int64_t num = size - i < LANES ? size - i : LANES;
+    memcpy(part, raw + i, sizeof(float) * (size_t)num);
+    floats values = load_float(part) * splat(o->factor);
+    if (o->softcap != 0.0f) values = splat(o->softcap) * hyperbolic_tangent(values / splat(o->softcap));
+    store_float(part, values);
+    memcpy(logits + i, part, sizeof(float) * (size_t)num);
+  }
+}
+
+// A `task_function`: finishes the logits of a row and looks for the highest; repeatable.
 static void highest_task(const void* context, int64_t row, int64_t next) {
   const choice* c = context;
-  const float* logits = c->tokens->logits + row * c->size;
+  float* logits = c->tokens->logits + row * c->size;
+  if (c->raw != c->tokens->logits) shape_logits(c->o, c->raw + row * c->size, logits, c->size);
   floats highest = splat(-INFINITY);
   ints is_nan = {0};
   int has_nan = 0;
@@ -337,9 +395,10 @@ static void predict(walk* w, int64_t op, const float* input) {
   if (!tokens->num_logits) return;
   settle(w);  // logits are of any tokens
   const void* prepared = prepare(w, &o->layer, &d->head_groups, input, tokens->logit_rows);
-  const product head = plain_product(&o->layer, &d->head_groups, prepared, tokens->logits);
+  float* raw = shapes_logits(o) ? d->memory + d->raw_logits : tokens->logits;
+  const product head = plain_product(&o->layer, &d->head_groups, prepared, raw);
   run_tasks(w, op, 0, multiply_task, &head);
-  const choice c = {tokens, o->layer.out_size};
+  const choice c = {o, tokens, raw, o->layer.out_size};
   run_tasks(w, op, 1, highest_task, &c);
 }
 
@@ -367,6 +426,12 @@ static void carry_out(walk* w, int64_t op) {
   switch (o->kind) {
     case EMBED:
       FOR_TOKENS(w, num_tokens, embed_token(o, tokens->token_ids[token], tokens->positions[token], output + token * size, size))
+      break;
+    case ADD:
+      FOR_TOKENS(w, num_tokens, add_token(o, input + token * in_size, update + token * in_size, in_size))
+      break;
+    case NORMALIZE_PARTS:
+      FOR_TOKENS(w, num_tokens, normalize_parts(o, input + token * size, output + token * size, size))
       break;
     case NORMALIZE:
       FOR_TOKENS(w, num_tokens, normalize_token(o, input + token * size, update ? update + token * size : NULL,
@@ -423,14 +488,16 @@ static int64_t share_out(decoding* d) {
   }
   d->prepared = buffers;
   total = buffers + aligned(prepared);
-  d->own = d->own_size = 0;
-  if (!d->is_few) return total;
-  d->own_size = total;
-  total *= d->step->num_threads;
+  d->own = 0;
+  d->own_size = d->is_few ? total : 0;
+  if (d->is_few) total *= d->step->num_threads;
   for (int64_t op = 0; op < model->num_operations; op++) {
     const operation* o = &model->operations[op];
     d->operation_places[op] = total;
-    if (is_by_tasks(o->kind) && o->output != NO_BUFFER) total += aligned(model->widths[o->output] * num_tokens);
+    if (d->is_few && is_by_tasks(o->kind) && o->output != NO_BUFFER) total += aligned(model->widths[o->output] * num_tokens);
+    if (o->kind != PREDICT || !shapes_logits(o)) continue;
+    d->raw_logits = total;
+    total += aligned(d->tokens->num_logits * o->layer.out_size);
   }
   return total;
 }

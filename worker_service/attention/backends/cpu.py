@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
-from pagewire.kernels.cache_rows import EIGHT_BITS, head_dim_of
+from pagewire.kernels.cache_rows import EIGHT_BITS
 from pagewire.kernels.cpu import MAX_HEAD_DIM, CpuKernels, PagedRows
 from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
 from worker_service.attention.capability import Capability, UnavailableError
@@ -24,7 +24,7 @@ def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | No
             "attention backend 'cpu' needs the CPU kernels, which are off or could not be built: set "
             "PAGEWIRE_CPU_KERNELS=require to see why, or choose torch"
         )
-    return CpuAttention(kernels, shape.windows)
+    return CpuAttention(kernels, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,13 @@ class CpuAttention:
     is_head_major = True  # a head's keys are read in runs as long as a block
     is_capturable = False
 
-    def __init__(self, kernels: CpuKernels, windows: Sequence[int] = ()) -> None:
-        """`windows`: see `AttentionShape`; left out, no layer has one."""
+    def __init__(self, kernels: CpuKernels, shape: AttentionShape) -> None:
         self._kernels = kernels
-        self._windows = windows
-        self._scorings: list[Scoring] = []  # of the layers of any cache: they are all of one shape
+        self._scorings = [shape.scoring(window) for window in shape.windows]  # of the layers
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
         """See `AttentionBackend.prepare`."""
         rows = batch.paged_rows
         if rows is None:
             rows = PagedRows.of(batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.slot_mapping)
-        if not self._scorings:
-            scale = head_dim_of(kv_cache[0][0]) ** -0.5
-            self._scorings = [Scoring(scale, window) for window in self._windows or (0,) * len(kv_cache)]
         return CpuAttend(self._kernels, rows, self._scorings, kv_cache)

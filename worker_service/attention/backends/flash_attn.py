@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import HEAD_DIMS
 from worker_service.attention.backend import AttentionBatch, AttentionShape, DeviceRows, LayerCache
@@ -45,7 +46,7 @@ class FlashAttention:
     is_capturable = True
 
     def __init__(self, shape: AttentionShape) -> None:
-        self._scale = shape.head_dim**-0.5
+        self._scoring = shape.scoring(0)
         # How far a query sees to its left and right, itself not counted; -1: to the end.
         self._window_sizes = [(window - 1, 0) if window else (-1, -1) for window in shape.windows]
 
@@ -55,9 +56,9 @@ class FlashAttention:
         block_tables = batch.block_tables.to(torch.int32)
         parts: list[_Decodes | _Chunks] = []
         if rows.num_decodes:
-            parts.append(_Decodes.of(rows, block_tables, self._scale))
+            parts.append(_Decodes.of(rows, block_tables, self._scoring))
         if rows.num_decodes < len(batch.seq_lens):
-            parts.append(_Chunks.of(batch, rows, block_tables, self._scale))
+            parts.append(_Chunks.of(batch, rows, block_tables, self._scoring))
 
         def attend(layer: int, query: Tensor) -> Tensor:
             window_size = self._window_sizes[layer]
@@ -74,12 +75,12 @@ class _Decodes:
     tokens: slice
     block_tables: Tensor
     seq_lens: Tensor
-    scale: float
+    scoring: Scoring
 
     @staticmethod
-    def of(rows: DeviceRows, block_tables: Tensor, scale: float) -> "_Decodes":
+    def of(rows: DeviceRows, block_tables: Tensor, scoring: Scoring) -> "_Decodes":
         first = slice(0, rows.num_decodes)
-        return _Decodes(first, block_tables[first], rows.seq_lens[first], scale)
+        return _Decodes(first, block_tables[first], rows.seq_lens[first], scoring)
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, window_size: tuple[int, int]) -> Tensor:
         output: Tensor = flash_attn_with_kvcache(
@@ -88,7 +89,8 @@ class _Decodes:
             value_cache,
             cache_seqlens=self.seq_lens,
             block_table=self.block_tables,
-            softmax_scale=self.scale,
+            softmax_scale=self.scoring.scale,
+            softcap=self.scoring.softcap,
             causal=True,
             window_size=window_size,
         )
@@ -105,10 +107,10 @@ class _Chunks:
     key_start_loc: Tensor  # [rows + 1] int32: of the rows' positions, as if they stood one row behind the other
     max_queries: int
     max_seq_len: int
-    scale: float
+    scoring: Scoring
 
     @staticmethod
-    def of(batch: AttentionBatch, rows: DeviceRows, block_tables: Tensor, scale: float) -> "_Chunks":
+    def of(batch: AttentionBatch, rows: DeviceRows, block_tables: Tensor, scoring: Scoring) -> "_Chunks":
         first = rows.num_decodes
         starts = rows.query_start_loc[first:]
         return _Chunks(
@@ -118,7 +120,7 @@ class _Chunks:
             key_start_loc=F.pad(rows.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0)),
             max_queries=max(end - start for start, end in pairwise(batch.query_start_loc[first:])),
             max_seq_len=max(batch.seq_lens[first:]),
-            scale=scale,
+            scoring=scoring,
         )
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, window_size: tuple[int, int]) -> Tensor:
@@ -130,7 +132,8 @@ class _Chunks:
             cu_seqlens_k=self.key_start_loc,
             max_seqlen_q=self.max_queries,
             max_seqlen_k=self.max_seq_len,
-            softmax_scale=self.scale,
+            softmax_scale=self.scoring.scale,
+            softcap=self.scoring.softcap,
             causal=True,
             window_size=window_size,
             block_table=self.block_tables,

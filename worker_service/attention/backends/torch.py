@@ -16,6 +16,7 @@ Grouped query heads are packed or expanded by strides: `enable_gqa` is many time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ _ON_A_CPU = replace(_CAPABILITY, cache_dtypes=EIGHT_BITS)
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TorchAttention":
     """Raises UnavailableError where it cannot compute this."""
     (_ON_A_CPU if device.type == "cpu" else _CAPABILITY).check(shape, device)
-    return TorchAttention(shape.windows, shape.dtype)
+    return TorchAttention(shape.windows, shape.dtype, shape.scale, shape.softcap)
 
 
 class TorchAttention:
@@ -52,17 +53,24 @@ class TorchAttention:
     is_head_major = False
     is_capturable = False  # rows are sorted on the host
 
-    def __init__(self, windows: Sequence[int] = (), dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> None:
         """See `AttentionShape`; left out, no layer has a window, and queries are of the cache's dtype."""
         self._windows = windows
         self._dtype = dtype
+        self._scores = _Scores(scale, softcap)
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Sorts the rows into kinds and computes their cache indices and masks. See `AttentionBackend.prepare`."""
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
         windows = self._windows or (0,) * len(kv_cache)
         steps = [
-            _Step.of(batch, kv_cache[0][0], window, self._dtype or kv_cache[0][0].dtype)
+            _Step.of(batch, kv_cache[0][0], window, self._dtype or kv_cache[0][0].dtype, self._scores)
             for window in sorted(set(windows))
         ]
         parts = {step.window: [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)] for step in steps}
@@ -80,14 +88,37 @@ class TorchAttention:
         return attend
 
 
+class _Scores(NamedTuple):
+    """See `AttentionShape`."""
+
+    scale: float | None
+    softcap: float
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """`F.scaled_dot_product_attention`, which knows no softcap; a causal one is square."""
+        if not self.softcap:
+            return F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=self.scale
+            )
+        scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = (queries @ keys.transpose(-1, -2)).float() * scale
+        scores = self.softcap * (scores / self.softcap).tanh()
+        if is_causal:
+            scores += torch.full(scores.shape[-2:], float("-inf"), device=scores.device).triu_(1)
+        elif mask is not None:
+            scores += mask
+        return scores.softmax(-1).to(values.dtype) @ values
+
+
 @dataclass(frozen=True, slots=True)
 class _FirstChunk:
     """A row's tokens from its position 0 on, no more than the window."""
 
     tokens: slice
+    scores: _Scores
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: TokenRows, value_rows: TokenRows) -> Tensor:
-        return _attend_chunk(query[self.tokens], key[self.tokens], value[self.tokens], None)
+        return _attend_chunk(query[self.tokens], key[self.tokens], value[self.tokens], None, self.scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +129,7 @@ class _LaterChunk:
     positions: Tensor  # [N] cache rows of the row's positions
     mask: Tensor  # additive, shared by the step's chunks; see `_mask`
     window: int
+    scores: _Scores
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: TokenRows, value_rows: TokenRows) -> Tensor:
         keys, values = (rows.read(self.positions, query.dtype) for rows in (key_rows, value_rows))
@@ -108,7 +140,7 @@ class _LaterChunk:
             first = max(0, end - self.window + 1) if self.window else 0
             end += len(chunk)
             mask = self.mask[-len(chunk) :, first - end :]
-            outputs.append(_attend_chunk(chunk, keys[first:end], values[first:end], mask))
+            outputs.append(_attend_chunk(chunk, keys[first:end], values[first:end], mask, self.scores))
         return torch.cat(outputs)
 
 
@@ -119,6 +151,7 @@ class _DecodeGroup:
     tokens: Tensor  # [R]
     positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
     mask: Tensor | None  # [R, 1, 1, N] additive; None where all rows are equally long
+    scores: _Scores
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: TokenRows, value_rows: TokenRows) -> Tensor:
         shape = (len(self.tokens), -1, *key.shape[1:])
@@ -126,7 +159,7 @@ class _DecodeGroup:
         values = value_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)
         # The G query heads of a KV head stand as G rows over the same keys: [R, num_kv_heads, G, head_dim].
         queries = query[self.tokens].unflatten(1, (key.shape[1], -1))
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask).flatten(1, 2)
+        return self.scores.attend(queries, keys, values, self.mask, False).flatten(1, 2)
 
 
 # Some rows of a step that are attended together. `tokens` says where theirs lie in the flat batch, and `attend` makes
@@ -147,9 +180,10 @@ class _Step:
     block_size: int
     block_stride: int  # from block to block, in cache rows
     dtype: torch.dtype  # of queries
+    scores: _Scores
 
     @staticmethod
-    def of(batch: AttentionBatch, cache: Tensor, window: int, dtype: torch.dtype) -> "_Step":
+    def of(batch: AttentionBatch, cache: Tensor, window: int, dtype: torch.dtype, scores: _Scores) -> "_Step":
         num_queries = [end - start for start, end in pairwise(batch.query_start_loc)]
         starts = [0] * len(num_queries)
         if window:
@@ -164,6 +198,7 @@ class _Step:
             block_size=cache.shape[1],
             block_stride=cache.stride(0) // cache.stride(1),
             dtype=dtype,
+            scores=scores,
         )
 
     def tokens(self, row: int) -> slice:
@@ -183,7 +218,9 @@ class _Step:
 
 
 def _first_chunks(step: _Step) -> list[_Part]:
-    return [_FirstChunk(step.tokens(row)) for row in range(len(step.lengths)) if _is_first_chunk(step, row)]
+    return [
+        _FirstChunk(step.tokens(row), step.scores) for row in range(len(step.lengths)) if _is_first_chunk(step, row)
+    ]
 
 
 def _is_first_chunk(step: _Step, row: int) -> bool:
@@ -199,7 +236,10 @@ def _later_chunks(step: _Step) -> list[_Part]:
     if not rows:
         return []
     mask = _mask(step, max(step.num_queries[row] for row in rows), max(step.lengths[row] for row in rows))
-    return [_LaterChunk(step.tokens(row), step.positions([row], step.lengths[row]), mask, step.window) for row in rows]
+    return [
+        _LaterChunk(step.tokens(row), step.positions([row], step.lengths[row]), mask, step.window, step.scores)
+        for row in rows
+    ]
 
 
 def _mask(step: _Step, num_queries: int, num_positions: int) -> Tensor:
@@ -240,15 +280,15 @@ def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
         mask = torch.zeros(is_padding.shape, dtype=step.dtype, device=device).masked_fill_(is_padding, float("-inf"))
         mask = mask[:, None, None, :]
     tokens = torch.tensor([step.query_start_loc[row] for row in rows], device=device)
-    return _DecodeGroup(tokens, step.positions(rows, lengths[0]), mask)
+    return _DecodeGroup(tokens, step.positions(rows, lengths[0]), mask, step.scores)
 
 
-def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: _Scores) -> Tensor:
     """Attention of one row's queries [Q, num_heads, head_dim] over [N, num_kv_heads, head_dim]; no mask: causal."""
     num_kv_heads = key.shape[1]
     num_groups = query.shape[1] // num_kv_heads
     queries = query.unflatten(1, (num_kv_heads, num_groups)).permute(1, 2, 0, 3)  # [num_kv_heads, G, Q, head_dim]
     keys = key.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)  # [num_kv_heads, G, N, head_dim], not copied
     values = value.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)
-    attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None)
+    attended = scores.attend(queries, keys, values, mask, mask is None)
     return attended.permute(2, 0, 1, 3).flatten(1, 2)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu import CpuKernels
 from pagewire.kernels.triton.cache import BLOCK_SIZES, HEAD_DIMS
 from pagewire.kernels.triton.paged_attention import paged_attention
@@ -56,8 +55,8 @@ class TritonAttention:
         device = kv_cache[0][0].device
         rows = batch.rows_on(device)
         block_tables = batch.block_tables.to(torch.int32)
-        windows, scale = self._shape.windows, self._shape.head_dim**-0.5
-        scorings = {window: Scoring(scale, window) for window in set(windows)}
+        windows = self._shape.windows
+        scorings = {window: self._shape.scoring(window) for window in set(windows)}
         num_blocks = kv_cache[0][0].shape[0]
         plans = {window: self._plan(batch, rows, window, num_blocks, device) for window in scorings}
 

@@ -34,7 +34,8 @@ def load_gguf_config(path: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: what it says of the model makes no config.json: {error}") from error
     if _FREQUENCIES not in file.tensors or model.rope is None:
         return model
-    return replace(model, rope=replace(model.rope, divisors=_read_divisors(file, model.head_dim // 2)))
+    divisors = _read_divisors(file, model.head_dim // 2)
+    return replace(model, ropes=tuple(rope and replace(rope, divisors=divisors) for rope in model.ropes))
 
 
 def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:

@@ -1,0 +1,83 @@
+"""The families of models that are served, a file each: how config.json is read, and what the weights are called.
+
+One more is a file here and a line of `_FAMILIES`; what it needs that no other has is a flag of `ModelConfig`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
+from worker_service.models.config import ModelConfig
+from worker_service.models.families import (
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi3,
+    qwen,
+    seed_oss,
+    smollm3,
+    starcoder2,
+)
+from worker_service.models.families.family import Family
+from worker_service.models.families.reading import unserved
+
+_FAMILIES = (
+    gpt2.FAMILY,
+    llama.FAMILY,
+    mistral.MISTRAL,
+    qwen.QWEN2,
+    qwen.QWEN3,
+    smollm3.FAMILY,
+    phi3.FAMILY,
+    granite.FAMILY,
+    mistral.MINISTRAL3,
+    olmo.OLMO2,
+    olmo.OLMO3,
+    seed_oss.FAMILY,
+    glm.GLM,
+    glm.GLM4,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
+    starcoder2.FAMILY,
+    gpt_neox.FAMILY,
+)
+BY_ARCHITECTURE: dict[str, Family] = {
+    architecture: family for family in _FAMILIES for architecture in family.architectures
+}
+
+
+def parse(config: Mapping[str, Any]) -> ModelConfig:
+    """The model that the contents of a config.json describe. See `ModelConfig.load`."""
+    architecture = _architecture(config)
+    model = BY_ARCHITECTURE[architecture].read(config, architecture)
+    if model.num_heads % model.num_kv_heads:
+        raise unserved("num_key_value_heads", model.num_kv_heads, f"a divisor of {model.num_heads} attention heads")
+    if model.rope is None:
+        return model
+    if model.head_dim % 2:
+        raise unserved("head_dim", model.head_dim, "even, for rotary embedding")
+    rotary_size = model.rope.rotary_size(model.head_dim)
+    if rotary_size < 2 or rotary_size % 2:
+        raise unserved(
+            "partial_rotary_factor", model.rope.rotary_share, f"such that an even part of {model.head_dim} is turned"
+        )
+    return model
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    supported = ", ".join(BY_ARCHITECTURE)
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise unserved("architectures", architectures, f"a list of names; supported: {supported}")
+    for architecture in architectures:
+        if architecture in BY_ARCHITECTURE:
+            return architecture
+    if config.get("auto_map"):
+        raise CheckpointError(f"the model brings its own code (auto_map), which is never run; supported: {supported}")
+    named = ", ".join(architectures) or f"none (model_type {shown(config.get('model_type'))})"
+    raise CheckpointError(f"{CONFIG_FILE}: architecture {named} is not supported; supported: {supported}")

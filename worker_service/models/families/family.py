@@ -1,0 +1,125 @@
+"""What a family is: the architectures it serves, how their config.json is read, and the names of their weights."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from worker_service.models.config import MAX_LAYERS, ModelConfig, RopeConfig
+from worker_service.models.families.positions import read_no_windows, read_rope
+from worker_service.models.families.reading import activation, dtype, flag, number, positive, split_evenly
+from worker_service.models.quantization import parse_quantization
+from worker_service.models.shard import Split
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """The place in the model of a checkpoint module's weight, and of its bias if there is one. `{layer}` counts from
+    0."""
+
+    source: str  # module in the checkpoint
+    target: str  # module of the model
+    part: int | None = None  # which projection of a merged `Linear`
+    is_transposed: bool = False  # the checkpoint holds [in, out]
+    # What ranks share out, and whether that is the outputs (0) or the inputs (1) of the module. Projections that the
+    # checkpoint holds as one weight are shared out one by one, by a split each where these differ. None: whole on every
+    # rank.
+    split: Split | tuple[Split, ...] | None = None
+    axis: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that config.json and checkpoints describe in the same words."""
+
+    architectures: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], str], ModelConfig]  # of config.json and the architecture
+    weights: tuple[Weight, ...]
+    ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of checkpoint names that hold no weights
+    optional_prefix: str = ""  # of checkpoint names; some published files lack it
+
+
+# The names of Llama's weights, which most families have.
+_LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
+EMBEDDING = Weight("model.embed_tokens", "embedding")
+QKV = (
+    Weight(f"{_LAYER}.self_attn.q_proj", f"{_OURS}.attention.qkv", part=0, split=Split.HEADS),
+    Weight(f"{_LAYER}.self_attn.k_proj", f"{_OURS}.attention.qkv", part=1, split=Split.KV_HEADS),
+    Weight(f"{_LAYER}.self_attn.v_proj", f"{_OURS}.attention.qkv", part=2, split=Split.KV_HEADS),
+)
+HEAD_NORMS = (
+    Weight(f"{_LAYER}.self_attn.q_norm", f"{_OURS}.attention.query_norm"),
+    Weight(f"{_LAYER}.self_attn.k_norm", f"{_OURS}.attention.key_norm"),
+)
+ATTENTION_OUTPUT = Weight(f"{_LAYER}.self_attn.o_proj", f"{_OURS}.attention.output", split=Split.HEADS, axis=1)
+GATED_MLP = (
+    Weight(f"{_LAYER}.mlp.gate_proj", f"{_OURS}.mlp.up", part=0, split=Split.INTERMEDIATE),
+    Weight(f"{_LAYER}.mlp.up_proj", f"{_OURS}.mlp.up", part=1, split=Split.INTERMEDIATE),
+)
+MERGED_MLP = (Weight(f"{_LAYER}.mlp.gate_up_proj", f"{_OURS}.mlp.up", split=Split.INTERMEDIATE),)
+MLP_OUTPUT = Weight(f"{_LAYER}.mlp.down_proj", f"{_OURS}.mlp.down", split=Split.INTERMEDIATE, axis=1)
+PRE_NORMS = (
+    Weight(f"{_LAYER}.input_layernorm", f"{_OURS}.attention_norm"),
+    Weight(f"{_LAYER}.post_attention_layernorm", f"{_OURS}.mlp_norm"),
+)
+HEAD = (Weight("model.norm", "norm"), Weight("lm_head", "head", split=Split.VOCABULARY))
+LLAMA_WEIGHTS = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *GATED_MLP, MLP_OUTPUT, *HEAD)
+
+
+def num_layers_of(config: Mapping[str, Any]) -> int:
+    return positive(config, "num_hidden_layers", limit=MAX_LAYERS)
+
+
+def head_dim_of(config: Mapping[str, Any]) -> int:
+    """As config.json says, else the hidden size shared out among the heads."""
+    if config.get("head_dim") is not None:
+        return positive(config, "head_dim")
+    return split_evenly("hidden_size", positive(config, "hidden_size"), positive(config, "num_attention_heads"))
+
+
+def read_decoder(
+    config: Mapping[str, Any],
+    architecture: str,
+    *,
+    ropes: tuple[tuple[RopeConfig | None, ...], int] | None = None,
+    windows: tuple[int, ...] | None = None,
+    eps_key: str = "rms_norm_eps",
+    default_eps: float = 1e-6,
+    activation_key: str = "hidden_act",
+    activations: tuple[str, ...] = ("silu",),
+    **flags: Any,
+) -> ModelConfig:
+    """Read what most families spell as Llama does.
+
+    Args:
+        ropes: of the layers, and the positions that they serve; by default one for all, which turns whole heads.
+        windows: of the layers; by default there are none.
+        activations: that are served, the default first.
+        flags: fields of `ModelConfig` that this family sets.
+    """
+    num_layers, num_heads, head_dim = (
+        num_layers_of(config),
+        positive(config, "num_attention_heads"),
+        head_dim_of(config),
+    )
+    if ropes is None:
+        rope, num_positions = read_rope(config, positive(config, "max_position_embeddings"))
+        ropes = (rope,) * num_layers, num_positions
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=positive(config, "hidden_size"),
+        intermediate_size=positive(config, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=positive(config, "num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        vocab_size=positive(config, "vocab_size"),
+        max_position_embeddings=ropes[1],
+        norm_eps=number(config, eps_key, default_eps),
+        ropes=ropes[0],
+        windows=read_no_windows(config, architecture, num_layers) if windows is None else windows,
+        tie_word_embeddings=flag(config, "tie_word_embeddings", False),
+        dtype=dtype(config),
+        quantization=parse_quantization(config),
+        activation=activation(config, activation_key, activations[0], activations),
+        **{"attention_scale": head_dim**-0.5, **flags},
+    )

@@ -1,0 +1,58 @@
+"""GPT-NeoX (Black et al., 2022, https://arxiv.org/abs/2204.06745) and Pythia.
+
+Attention and MLP read the same, a part of each head is turned, and queries, keys and values are one product, head by
+head.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from worker_service.models.config import ModelConfig
+from worker_service.models.families.family import Family, Weight, num_layers_of, read_decoder
+from worker_service.models.families.positions import read_rope, read_share, rope_settings
+from worker_service.models.families.reading import flag, positive
+from worker_service.models.shard import Split
+
+_LAYER, _OURS = "gpt_neox.layers.{layer}", "layers.{layer}"
+_WEIGHTS = (
+    Weight("gpt_neox.embed_in", "embedding"),
+    Weight(f"{_LAYER}.input_layernorm", f"{_OURS}.attention_norm"),
+    Weight(f"{_LAYER}.attention.query_key_value", f"{_OURS}.attention.qkv", split=(Split.QKV_BY_HEAD,)),
+    Weight(f"{_LAYER}.attention.dense", f"{_OURS}.attention.output", split=Split.HEADS, axis=1),
+    Weight(f"{_LAYER}.post_attention_layernorm", f"{_OURS}.mlp_norm"),
+    Weight(f"{_LAYER}.mlp.dense_h_to_4h", f"{_OURS}.mlp.up", split=Split.INTERMEDIATE),
+    Weight(f"{_LAYER}.mlp.dense_4h_to_h", f"{_OURS}.mlp.down", split=Split.INTERMEDIATE, axis=1),
+    Weight("gpt_neox.final_layer_norm", "norm"),
+    Weight("embed_out", "head", split=Split.VOCABULARY),
+)
+
+
+def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
+    num_layers, has_bias = num_layers_of(config), flag(config, "attention_bias", True)
+    share = read_share(config, rope_settings(config), "rotary_pct", 0.25)
+    default_theta = config.get("rotary_emb_base") or 10_000.0
+    rope, num_positions = read_rope(
+        config, positive(config, "max_position_embeddings"), default_theta=default_theta, default_share=share
+    )
+    return read_decoder(
+        config,
+        architecture,
+        ropes=((rope,) * num_layers, num_positions),
+        eps_key="layer_norm_eps",
+        default_eps=1e-5,
+        activations=("gelu", "gelu_new", "gelu_pytorch_tanh", "relu"),
+        norm="layer",
+        norm_bias=True,
+        is_parallel=flag(config, "use_parallel_residual", True),
+        is_gated=False,
+        qkv_by_head=True,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=True,
+    )
+
+
+# Old checkpoints carry the causal mask of every layer.
+FAMILY = Family(
+    ("GPTNeoXForCausalLM",), _read, _WEIGHTS, ignored=r"\.(rotary_emb\.inv_freq|attention\.(masked_)?bias)$"
+)

@@ -1,0 +1,228 @@
+"""What config.json says of positions: rotary embedding, windows, and the kinds of layers that have their own."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from worker_service.models.config import MAX_SIZE, RopeConfig
+from worker_service.models.families.reading import (
+    checked_number,
+    flag,
+    is_whole,
+    json_object,
+    number,
+    positive,
+    unserved,
+)
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_rope(
+    config: Mapping[str, Any],
+    max_position_embeddings: int,
+    *,
+    default_theta: float = 10_000.0,
+    default_share: float | None = None,
+    is_interleaved: bool = False,
+) -> tuple[RopeConfig, int]:
+    """The rope settings of all layers, and how many positions they serve.
+
+    Defaults are those of transformers. As in vLLM, linear and yarn scaling stretch the positions by their factor.
+
+    Args:
+        default_share: of a head's values, that are turned; None: the family turns all of them.
+    """
+    rope = rope_settings(config)
+    for key, value in rope.items():
+        if isinstance(value, Mapping):
+            raise unserved(f"rope_parameters.{key}", value, "a value: one set of parameters serves all layers")
+    share = _read_share(config, rope, default_share)
+    read, num_positions = _read_settings(rope, max_position_embeddings, default_theta)
+    return replace(read, rotary_share=share, is_interleaved=is_interleaved), num_positions
+
+
+def read_ropes_by_kind(
+    config: Mapping[str, Any], max_position_embeddings: int, default_thetas: Mapping[str, float]
+) -> tuple[dict[str, RopeConfig], int]:
+    """The rope settings of each kind of layers, and how many positions those of full attention serve.
+
+    Where there is but one set, of transformers 4, its scaling is that of full attention alone.
+    """
+    settings = rope_settings(config)
+    nested = {kind: json_object(settings, kind) for kind in default_thetas}
+    if not any(nested.values()):
+        unscaled = {"rope_theta": settings["rope_theta"]}
+        nested = {kind: settings if kind == FULL else unscaled for kind in default_thetas}
+    ropes, num_positions = {}, max_position_embeddings
+    for kind, theta in default_thetas.items():
+        _read_share(config, nested[kind], None)
+        ropes[kind], served = _read_settings(nested[kind], max_position_embeddings, theta)
+        num_positions = served if kind == FULL else num_positions
+    return ropes, num_positions
+
+
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings are read: transformers 4 (`rope_theta`, `rope_scaling`), which wrote null where it left no
+    scaling, and transformers 5 (`rope_parameters`)."""
+    rope = json_object(config, "rope_parameters") or json_object(config, "rope_scaling")
+    return {"rope_theta": config.get("rope_theta"), **rope}
+
+
+def read_layer_types(
+    config: Mapping[str, Any], num_layers: int, default: list[str], kinds: tuple[str, ...]
+) -> list[str]:
+    layer_types = config.get("layer_types") or default
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise unserved("layer_types", layer_types, f"a list as long as num_hidden_layers, {num_layers}")
+    for layer_type in layer_types:
+        if not isinstance(layer_type, str) or layer_type not in kinds:
+            raise unserved("layer_types", layer_type, f"{' or '.join(kinds)} throughout")
+    return layer_types
+
+
+def read_windows(
+    config: Mapping[str, Any], num_layers: int, default_types: list[str], default_window: int = 4096
+) -> tuple[list[str], tuple[int, ...]]:
+    """The kinds of the layers, and the window of each."""
+    window = sliding_window(config, default_window)
+    layer_types = read_layer_types(config, num_layers, default_types, (FULL, SLIDING))
+    return layer_types, tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)
+
+
+def read_chosen_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Each layer's window: of those that use_sliding_window, max_window_layers and layer_types choose."""
+    window = sliding_window(config) if flag(config, "use_sliding_window", False) else 0
+    if not config.get("layer_types"):
+        max_window_layers = config.get("max_window_layers", 28)
+        if not is_whole(max_window_layers) or max_window_layers < 0:
+            raise unserved("max_window_layers", max_window_layers, "a whole number from 0")
+        return tuple(window if layer >= max_window_layers else 0 for layer in range(num_layers))
+    layer_types = read_layer_types(config, num_layers, [], (FULL, SLIDING) if window else (FULL,))
+    return tuple(window if layer_type == SLIDING else 0 for layer_type in layer_types)
+
+
+def read_equal_windows(
+    config: Mapping[str, Any], num_layers: int, default_window: int | None = 4096
+) -> tuple[int, ...]:
+    """The same window in every layer."""
+    if config.get("layer_types"):
+        raise unserved("layer_types", config["layer_types"], "unset: every layer of this architecture is of one type")
+    return (sliding_window(config, default_window),) * num_layers
+
+
+def read_no_windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int, ...]:
+    if config.get("use_sliding_window"):
+        raise unserved("use_sliding_window", True, f"false for {architecture}")
+    return (0,) * num_layers
+
+
+def sliding_window(config: Mapping[str, Any], default: int | None = 4096) -> int:
+    """0 where it is null, which stands for none."""
+    if config.get("sliding_window", default) is None:
+        return 0
+    return positive(config, "sliding_window", default)
+
+
+def read_longrope(
+    config: Mapping[str, Any], rope: Mapping[str, Any], max_position_embeddings: int, share: float, head_dim: int
+) -> RopeConfig:
+    """LongRoPE (Ding et al., 2024, https://arxiv.org/abs/2402.13753). It has factors for sequences up to the original
+    length and others for longer ones, and keys that are cached can have but one: as in vLLM and llama.cpp, those for
+    long ones, unless the model serves no longer sequences."""
+    original = positive(
+        {"original_max_position_embeddings": config.get("original_max_position_embeddings"), **rope},
+        "original_max_position_embeddings",
+        max_position_embeddings,
+    )
+    key = "long_factor" if max_position_embeddings > original else "short_factor"
+    factors, num_pairs = rope.get(key), int(head_dim * share) // 2
+    if not isinstance(factors, list) or len(factors) != num_pairs:
+        raise unserved(key, factors, f"a list of {num_pairs} numbers, one for each pair of values that is turned")
+    factor = number(rope, "factor", max_position_embeddings / original)
+    attention_factor = number(rope, "attention_factor", _longrope_attention_factor(factor, original))
+    return RopeConfig(
+        theta=number(rope, "rope_theta", 10_000.0),
+        attention_factor=attention_factor,
+        divisors=tuple(checked_number(key, value) for value in factors),
+        rotary_share=share,
+    )
+
+
+def read_share(config: Mapping[str, Any], rope: Mapping[str, Any], key: str, default: float) -> float:
+    """What part of a head's values is turned."""
+    key = "partial_rotary_factor" if rope.get("partial_rotary_factor") is not None else key
+    value = rope.get(key, config.get(key))
+    share = checked_number(key, default if value is None else value)
+    if share > 1:
+        raise unserved(key, share, "at most 1")
+    return share
+
+
+def _read_share(config: Mapping[str, Any], rope: Mapping[str, Any], default: float | None) -> float:
+    if default is not None:
+        return read_share(config, rope, "partial_rotary_factor", default)
+    value = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if value not in (None, 1, 1.0):
+        raise unserved("partial_rotary_factor", value, "1")
+    return 1.0
+
+
+def _read_settings(
+    rope: Mapping[str, Any], max_position_embeddings: int, default_theta: float
+) -> tuple[RopeConfig, int]:
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise unserved("rope_type", rope_type, f"one of {', '.join(ROPE_TYPES)}")
+    theta = number(rope, "rope_theta", default_theta)
+    if rope_type == "default":
+        return RopeConfig(theta=theta), max_position_embeddings
+    factor = number(rope, "factor")
+    if rope_type == "linear":
+        return RopeConfig("linear", theta, factor), _stretched(max_position_embeddings, factor)
+    original = positive(rope, "original_max_position_embeddings", max_position_embeddings)
+    if rope_type == "llama3":
+        low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
+        if high <= low:
+            raise unserved("high_freq_factor", high, f"above low_freq_factor, {low:g}")
+        return RopeConfig("llama3", theta, factor, original, low, high), max_position_embeddings
+    if theta == 1.0:
+        raise unserved("rope_theta", theta, "another number than 1 with yarn")
+    yarn = RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original,
+        attention_factor=_yarn_attention_factor(rope, factor),
+        beta_fast=number(rope, "beta_fast", 32.0),
+        beta_slow=number(rope, "beta_slow", 1.0),
+        truncate=flag(rope, "truncate", True),
+    )
+    return yarn, max(max_position_embeddings, _stretched(original, factor))
+
+
+def _stretched(num_positions: int, factor: float) -> int:
+    stretched = int(num_positions * factor)
+    if not 1 <= stretched <= MAX_SIZE:
+        raise unserved("factor", factor, f"a number that makes 1 to {MAX_SIZE} of {num_positions} positions")
+    return stretched
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """Return the factor of cosines and sines; YaRN (Peng et al., 2023, https://arxiv.org/abs/2309.00071), section
+    3.4."""
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return number(rope, "attention_factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return magnitude(number(rope, "mscale")) / magnitude(number(rope, "mscale_all_dim"))
+    return magnitude(1.0)
+
+
+def _longrope_attention_factor(factor: float, original: int) -> float:
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0

@@ -1,0 +1,103 @@
+"""Checked values of a config.json. Whatever is refused is named with its value and what would be served."""
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
+from worker_service.models.config import MAX_SIZE, Activation
+
+DTYPES = ("float32", "bfloat16", "float16")
+# The names that transformers has for the activations.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
+_NUMBERS = (1e-30, 1e30)  # whose powers and products are finite in float32
+
+
+def positive(config: Mapping[str, Any], key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"{CONFIG_FILE} has no {key}, a whole number from 1 to {limit}")
+    if not is_whole(value) or not 1 <= value <= limit:
+        raise unserved(key, value, f"a whole number from 1 to {limit}")
+    return value
+
+
+def number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise CheckpointError(f"{CONFIG_FILE} has no {key}, a number from {_NUMBERS[0]:g} to {_NUMBERS[1]:g}")
+    return checked_number(key, value)
+
+
+def checked_number(key: str, value: object) -> float:
+    least, most = _NUMBERS
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise unserved(key, value, f"a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def number_or_none(config: Mapping[str, Any], key: str, default: float) -> float:
+    """0 where it is null; the default where it is missing."""
+    return 0.0 if config.get(key, default) is None else number(config, key, default)
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise unserved(key, value, "true or false")
+    return value
+
+
+def json_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Empty where it is null or missing."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise unserved(key, value, "an object")
+    return value or {}
+
+
+def choice(config: Mapping[str, Any], key: str, default: str, choices: tuple[str, ...]) -> str:
+    value = config.get(key, default)
+    if value not in choices:
+        raise unserved(key, value, f"one of {', '.join(choices)}")
+    return value
+
+
+def activation(config: Mapping[str, Any], key: str, default: str, choices: tuple[str, ...]) -> Activation:
+    return ACTIVATIONS[choice(config, key, default, choices)]
+
+
+def dtype(config: Mapping[str, Any]) -> str:
+    value = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if value not in DTYPES:
+        raise unserved("dtype", value, f"one of {', '.join(DTYPES)}")
+    return value
+
+
+def split_evenly(key: str, hidden_size: int, num_heads: int) -> int:
+    if hidden_size % num_heads:
+        raise unserved(key, hidden_size, f"a multiple of {num_heads} attention heads")
+    return hidden_size // num_heads
+
+
+def expect(config: Mapping[str, Any], key: str, expected: bool) -> None:
+    """Raises CheckpointError if something is there that is not served in any other way."""
+    if config.get(key, expected) is not expected:
+        raise unserved(key, config[key], shown(expected))
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def unserved(key: str, value: object, expected: str) -> CheckpointError:
+    return CheckpointError(f"{CONFIG_FILE}: {key} is {shown(value)}, but must be {expected}")
