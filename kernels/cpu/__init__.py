@@ -5,6 +5,7 @@ import logging
 
 from pagewire.kernels.cpu.decoder import (
     Activate,
+    AllReduce,
     AttendTo,
     DecoderKernel,
     Embed,
@@ -24,6 +25,7 @@ __all__ = [
     "NATIVE",
     "VARIANTS",
     "Activate",
+    "AllReduce",
     "AttendTo",
     "Build",
     "BuildError",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from pagewire.kernels.cpu import (
     Activate,
+    AllReduce,
     AttendTo,
     CpuKernels,
     DecoderKernel,
@@ -21,6 +22,7 @@ from pagewire.kernels.cpu import (
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.model import HostModel, LayeredModel, Outputs
 from worker_service.host.operations import CpuProduct
+from worker_service.models.communicator import Communicator
 from worker_service.models.decoder import Decoder, DecoderLayer
 from worker_service.models.gpt2 import GPT2, GPT2Layer
 from worker_service.models.linear import Embedding, Linear
@@ -30,8 +32,8 @@ _M = TypeVar("_M", bound=nn.Module)
 
 
 def host_model(model: Model, backend: AttentionBackend) -> HostModel:
-    """A `CpuDecoder` where the kernels compute all of the model, else its layers: several ranks meet in between."""
-    if not isinstance(backend, CpuAttention) or not isinstance(model, Decoder | GPT2) or model.communicator.size > 1:
+    """A `CpuDecoder` where the kernels compute all of the model, else its layers."""
+    if not isinstance(backend, CpuAttention) or not isinstance(model, Decoder | GPT2):
         return LayeredModel(model)
     product = model.head.product
     return CpuDecoder(model, product.kernels) if isinstance(product, CpuProduct) else LayeredModel(model)
@@ -42,15 +44,21 @@ class CpuDecoder:
 
     def __init__(self, model: Decoder | GPT2, kernels: CpuKernels) -> None:
         self.compute_logits = model.compute_logits
+        self._communicator = model.communicator
+        self._vocab_size = model.config.vocab_size
         listed = _list_decoder(model, kernels) if isinstance(model, Decoder) else _list_gpt2(model)
-        self._kernel = DecoderKernel(kernels, list(listed), model.config.num_heads)
+        all_reduce = self._communicator.all_reduce if self._communicator.size > 1 else None
+        self._kernel = DecoderKernel(kernels, list(listed), model.config.num_heads, all_reduce)
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
         """See `HostModel.forward_logits`. `attend` is one that `CpuAttention` prepared."""
         assert isinstance(attend, CpuAttend)
         step = (attend.rows, attend.scorings, attend.kv_cache)
-        outputs = self._kernel.forward(token_ids, positions, logit_rows, *step)
-        return Outputs(*outputs, self._kernel.times())
+        outputs = Outputs(*self._kernel.forward(token_ids, positions, logit_rows, *step), self._kernel.times())
+        if self._communicator.size == 1:
+            return outputs
+        logits = self._communicator.all_gather(outputs.logits) if len(logit_rows) else outputs.logits
+        return outputs._replace(logits=logits[:, : self._vocab_size], highest=None)
 
 
 def _list_decoder(model: Decoder, kernels: CpuKernels) -> Iterator[Operation]:
@@ -66,7 +74,7 @@ def _list_decoder(model: Decoder, kernels: CpuKernels) -> Iterator[Operation]:
         norms = [_head_norm(norm.weight) for norm in (attention.query_norm, attention.key_norm)]
         yield Turn("heads", "queries", number, attention.head_dim, norms[0], norms[1], eps, cos, sin)
         yield AttendTo("queries", "attended", number)
-        yield Multiply("attended", "update", _packed(attention.output))
+        yield from _shared("attended", "update", _packed(attention.output), model.communicator)
         yield Normalize("x", "normed", layer.mlp_norm.weight.data.float(), eps, "update")
         gate_up = _packed(mlp.gate_up)
         if kernels.can_gate(gate_up):
@@ -74,7 +82,7 @@ def _list_decoder(model: Decoder, kernels: CpuKernels) -> Iterator[Operation]:
         else:
             yield Multiply("normed", "gate_up", gate_up)
             yield Activate("gate_up", "activated", "silu_gate")
-        yield Multiply("activated", "update", _packed(mlp.down))
+        yield from _shared("activated", "update", _packed(mlp.down), model.communicator)
         update = "update"
     yield Normalize("x", "normed", model.norm.weight.data.float(), eps, update)
     yield Predict("normed", _packed(model.head))
@@ -90,14 +98,21 @@ def _list_gpt2(model: GPT2) -> Iterator[Operation]:
         yield Multiply("normed", "heads", _packed(layer.attention.qkv))
         yield Turn("heads", "queries", number, layer.attention.head_dim)
         yield AttendTo("queries", "attended", number)
-        yield Multiply("attended", "update", _packed(layer.attention.output))
+        yield from _shared("attended", "update", _packed(layer.attention.output), model.communicator)
         yield _layer_norm(layer.mlp_norm, "update")
         yield Multiply("normed", "up", _packed(layer.mlp.up))
         yield Activate("up", "activated", "gelu" if layer.mlp.gelu_form == "none" else "gelu_tanh")
-        yield Multiply("activated", "update", _packed(layer.mlp.down))
+        yield from _shared("activated", "update", _packed(layer.mlp.down), model.communicator)
         update = "update"
     yield _layer_norm(model.norm, update)
     yield Predict("normed", _packed(model.head))
+
+
+def _shared(source: str, output: str, linear: PackedLinear, communicator: Communicator) -> Iterator[Operation]:
+    """A product of whose inputs each rank has a part."""
+    yield Multiply(source, output, linear)
+    if communicator.size > 1:
+        yield AllReduce(output, output)
 
 
 def _layers(model: Decoder | GPT2, kind: type[_M]) -> Iterator[_M]:
