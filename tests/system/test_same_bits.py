@@ -44,6 +44,7 @@ def floats(family: str, dtype: str, **overrides: Any) -> Callable[[Path], Path]:
 class Case:
     write: Callable[[Path], Path]
     flags: tuple[object, ...]
+    num_ranks: int = 1
 
 
 CASES = {
@@ -57,6 +58,8 @@ CASES = {
     "Q8_0": Case(from_gguf("Q8_0"), ("--dtype", "bfloat16")),
     "Q4_0, cache int8": Case(from_gguf("Q4_0"), ("--dtype", "float32", "--kv-cache-dtype", "int8")),
     "Q4_K_M": Case(from_gguf("Q4_K", **MIXTURE), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),
+    "bfloat16, gpt2, 2 ranks": Case(floats("gpt2", "bfloat16"), ("--dtype", "bfloat16"), num_ranks=2),
+    "Q8_0, 2 ranks": Case(from_gguf("Q8_0"), ("--dtype", "bfloat16"), num_ranks=2),
     "AWQ": Case(lambda path: make_quantized(path, "qwen3", BY_NAME["AWQ"], seed=12)[0], ("--dtype", "bfloat16")),
 }
 
@@ -109,15 +112,16 @@ async def serve_all(client: Client, requests: Sequence[Request], progress: Progr
 
 
 async def serve_and_kill(client: Client, system: System, requests: Sequence[Request], num_kills: int) -> Served:
-    """The worker is killed whenever another share of the tokens has come."""
+    """The worker, or one of its ranks, is killed whenever another share of the tokens has come."""
     num_tokens = sum(sampling.max_tokens for _, sampling in requests)
     progress = Progress()
     served = asyncio.create_task(serve_all(client, requests, progress))
     for kill in range(num_kills):
+        rank = kill % len(system.workers)
         await progress.until(num_tokens * (kill + 1) // (num_kills + 3))
         assert not served.done()
-        system.worker.kill()
-        system.restart_worker()
+        system.workers[rank].kill()
+        system.restart_worker(rank)
         await until_lost(client, kill + 1)
     return await served
 
@@ -141,14 +145,16 @@ def alone(request, tmp_path_factory):
             return [await serve(client, each) for each in requests]
 
     scheduler = ["--no-enable-prefix-caching", "--pipeline-depth", 1]
-    with running(model, worker=[*case.flags, "--num-threads", 1], scheduler=scheduler) as system:
-        return model, case.flags, requests, asyncio.run(one_by_one())
+    flags = {"worker": [*case.flags, "--num-threads", 1], "scheduler": scheduler, "num_ranks": case.num_ranks}
+    with running(model, **flags) as system:
+        return case, model, requests, asyncio.run(one_by_one())
 
 
 async def test_in_company_and_from_the_cache(alone):
-    model, flags, requests, expected = alone
-    worker = [*flags, "--block-size", 8, "--num-threads", 2]
-    with running(model, worker=worker, scheduler=["--max-num-batched-tokens", 100]) as system:
+    case, model, requests, expected = alone
+    worker = [*case.flags, "--block-size", 8, "--num-threads", 2]
+    scheduler = ["--max-num-batched-tokens", 100]
+    with running(model, worker=worker, scheduler=scheduler, num_ranks=case.num_ranks) as system:
         async with Client(system.url) as client:
             assert_same(await serve_all(client, requests), expected)
             before = (await client.loads()).num_cached_prompt_tokens
@@ -159,10 +165,10 @@ async def test_in_company_and_from_the_cache(alone):
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 async def test_preempted_and_after_crashes(alone, mode):
     """In a pool far too small, while the worker is killed again and again."""
-    model, flags, requests, expected = alone
+    case, model, requests, expected = alone
     pool = ["--num-device-blocks", 40, "--num-host-blocks", 300, "--num-threads", 2]
     scheduler = ["--preemption", mode, "--max-num-batched-tokens", 48 if mode == "swap" else 333]
-    with running(model, worker=[*flags, *pool], scheduler=scheduler) as system:
+    with running(model, worker=[*case.flags, *pool], scheduler=scheduler, num_ranks=case.num_ranks) as system:
         async with Client(system.url) as client:
             assert_same(await serve_and_kill(client, system, requests, 2), expected)
             loads = await client.loads()
