@@ -7,6 +7,7 @@ from pagewire.kernels.cpu.batch import FlatRows, TableFlattener
 from pagewire.kernels.cpu.decoder import (
     Activate,
     Add,
+    AllReduce,
     AttendTo,
     DecoderKernel,
     Embed,
@@ -28,6 +29,7 @@ __all__ = [
     "VARIANTS",
     "Activate",
     "Add",
+    "AllReduce",
     "AttendTo",
     "Build",
     "BuildError",

@@ -5,7 +5,7 @@ makes the list (`worker_service/host/decoder.py`).
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -124,13 +124,26 @@ class Predict:
     softcap: float = 0.0
 
 
-Operation: TypeAlias = Embed | Add | Normalize | NormalizeParts | Multiply | Activate | Turn | AttendTo | Predict
+@dataclass(frozen=True, slots=True, eq=False)
+class AllReduce:
+    """output = the sum of what all ranks have as input."""
+
+    input: str
+    output: str
+
+
+Operation: TypeAlias = (
+    Embed | Add | Normalize | NormalizeParts | Multiply | Activate | Turn | AttendTo | Predict | AllReduce
+)
 
 # The orders of source/decoder.h.
-_KINDS = (Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Turn, AttendTo, Predict)
+_KINDS = (Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Turn, AttendTo, Predict, AllReduce)
 _FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _NO_BUFFER, _MAX_BUFFERS = -1, 32
+_NO_MEMORY, _LOST_RANKS = 1, 2  # what a step may end with
+_AllReduce = ctypes.CFUNCTYPE(ctypes.c_int)
 PARTS = ("norms", "products", "rotary", "attention", "head")
+_NUM_TIMES = len(PARTS) + 1  # and what ranks take to sum up
 
 
 class _Operation(ctypes.Structure):
@@ -161,6 +174,7 @@ class _Decoder(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_operations", "num_buffers")),
         ("widths", ctypes.c_void_p),
         ("cache_element", ctypes.c_int64),
+        ("all_reduce", _AllReduce),
     )
 
 
@@ -170,7 +184,7 @@ class _DecoderStep(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "logit_rows")),
         ("num_logits", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("hidden", "logits", "highest")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "logits", "highest", "exchanged")),
     )
 
 
@@ -180,9 +194,21 @@ class DecoderKernel:
     Activations are float32, and rounded as its products say. The cache may be of any dtype that kernels know.
     """
 
-    def __init__(self, kernels: CpuKernels, operations: Sequence[Operation], num_heads: int) -> None:
-        """`num_heads` are those of queries. One operation predicts, the last. Raises ValueError if a weight does not
-        fit, or a buffer is read that nothing has written."""
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        operations: Sequence[Operation],
+        num_heads: int,
+        all_reduce: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            operations: one of them predicts, the last.
+            num_heads: those of queries.
+            all_reduce: gives the sum of what all ranks pass, [T, width] float32; for `AllReduce`.
+
+        Raises ValueError if a weight does not fit, or a buffer is read that nothing has written.
+        """
         self._library = kernels.library
         self._joined: list[Tensor] = []  # weights, which operations point to
         self._model = tuple(operations)
@@ -197,9 +223,16 @@ class DecoderKernel:
         self._decoder = _Decoder(
             ctypes.addressof(self._operations), len(self._model), len(self._widths), ctypes.addressof(self._sizes)
         )
+        self._exchange = _Exchange(all_reduce) if all_reduce is not None else None
+        exchanged = {self._widths[operation.output] for operation in operations if isinstance(operation, AllReduce)}
+        if exchanged and (self._exchange is None or len(exchanged) > 1):
+            raise ValueError(f"ranks are to sum up widths of {exchanged}; one can be, where there are ranks")
+        self._exchanged_width = max(exchanged, default=0)
+        if self._exchange is not None:
+            self._decoder.all_reduce = self._exchange.callback
         self._kv_cache: Sequence[LayerCache] | None = None
         self._step: PagedStep | None = None  # over that cache
-        self._times = (ctypes.c_int64 * len(PARTS))()
+        self._times = (ctypes.c_int64 * _NUM_TIMES)()
 
     def _mirror(self, operation: Operation) -> _Operation:
         mirror = _Operation(
@@ -263,6 +296,7 @@ class DecoderKernel:
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
             MemoryError: there is none to compute in.
+            Whatever `all_reduce` raises.
         """
         num_tokens, num_logits = len(token_ids), len(logit_rows)
         check("token_ids", token_ids, torch.int64, (num_tokens,))
@@ -288,13 +322,19 @@ class DecoderKernel:
             logits.data_ptr(),
             highest.data_ptr(),
         )
-        if self._library.decode(*map(ctypes.addressof, (self._decoder, step, tokens, self._times))):
+        if self._exchange is not None:
+            tokens.exchanged = self._exchange.begin(num_tokens, self._exchanged_width)
+        status = self._library.decode(*map(ctypes.addressof, (self._decoder, step, tokens, self._times)))
+        if status == _NO_MEMORY:
             raise MemoryError(f"no memory for a step of {num_tokens} tokens")
+        if self._exchange is not None:
+            self._exchange.end(status == _LOST_RANKS)
         return hidden, logits, highest
 
     def times(self) -> dict[str, int]:
-        """Nanoseconds of the last step by part, `PARTS`; activations are a part of the products."""
-        return dict(zip(PARTS, self._times, strict=True))
+        """Nanoseconds of the last step by part, `PARTS`, without what ranks take to sum up; activations are a part of
+        the products."""
+        return dict(zip(PARTS, self._times, strict=False))
 
     def _use_cache(self, kv_cache: Sequence[LayerCache], scorings: Sequence[Scoring]) -> None:
         """Points the operations to a cache. Raises ValueError if its layers differ in dtype, shape or strides."""
@@ -345,6 +385,36 @@ class DecoderKernel:
                 check("query_scales", operation.query_scales, torch.float32, (len(operation.query_scales),))
 
 
+class _Exchange:
+    """What C calls to have ranks sum up. The error of one that could not waits until the step has ended."""
+
+    def __init__(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        self.callback = _AllReduce(self._sum_up)
+        self._all_reduce = all_reduce
+        self._exchanged = torch.empty(0)
+        self._error: BaseException | None = None
+
+    def begin(self, num_tokens: int, width: int) -> int:
+        """Return the address of what a step exchanges."""
+        self._exchanged = torch.empty(num_tokens, width)
+        return self._exchanged.data_ptr()
+
+    def end(self, is_lost: bool) -> None:
+        """Raises what kept ranks from summing up."""
+        error, self._error = self._error, None
+        if is_lost:
+            assert error is not None
+            raise error
+
+    def _sum_up(self) -> int:
+        try:
+            self._exchanged.copy_(self._all_reduce(self._exchanged))
+        except BaseException as error:
+            self._error = error
+            return 1
+        return 0
+
+
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -389,7 +459,7 @@ def _widths(operations: Sequence[Operation], num_heads: int) -> Iterator[tuple[s
             case Turn(input, output):
                 read(input)
                 width = num_heads * operation.head_dim
-            case AttendTo(input, output):
+            case AttendTo(input, output) | AllReduce(input, output):
                 width = read(input)
             case Predict(input, head):
                 read(input, head.in_size)

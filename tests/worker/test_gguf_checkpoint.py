@@ -289,12 +289,13 @@ def test_bytes_that_turned_are_refused_or_read(tmp_path: Path, seed: int) -> Non
     assert num_refused > 10
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("type_name", QUANTIZED)
 def test_the_kernels_multiply_with_what_a_file_means(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_name: str, tied: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_name: str, tied: bool, num_ranks: int
 ) -> None:
-    """Codes stay codes, a tied head's too, and each weight is bit for bit what PyPI `gguf` reads."""
+    """Codes stay codes on every rank, a tied head's too, and each weight is bit for bit what PyPI `gguf` reads."""
     skip_without_compiler()
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
     family = FAMILIES[QUANTIZED.index(type_name) % 4]
@@ -302,19 +303,53 @@ def test_the_kernels_multiply_with_what_a_file_means(
     path = write_gguf(tmp_path / "model.gguf", source, type_name, types={"attn_v.weight": "Q6_K"})
     plain = write_dequantized(tmp_path / "plain", path, source)
     operations, cpu = create_host_operations(load_cpu_kernels()), torch.device("cpu")
-    unloaded = prepare_model(path, dtype=torch.float32, device=cpu, operations=operations)
-    footprint = unloaded.footprint()
-    model = unloaded.load()
-    expected = load_model(plain, dtype=torch.float32, device=cpu, operations=operations)
-    held = 0
-    for ours, theirs in zip(model.modules(), expected.modules(), strict=True):
-        if isinstance(ours, Linear):
-            assert isinstance(ours.product, CpuProduct)
-            assert ours.product.packed.quantized is not None
-            held += ours.product.packed.panels.nbytes
-            rows = torch.arange(sum(ours.out_sizes))
-            assert torch.equal(ours.product.take_rows(rows), theirs.product.take_rows(rows))
-        elif isinstance(ours, Embedding):
-            assert torch.equal(ours(torch.arange(151)), theirs(torch.arange(151)))
-    held += sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    assert footprint.held == pytest.approx(held, rel=0.1)
+    for rank in range(num_ranks):
+        options = {
+            "dtype": torch.float32,
+            "device": cpu,
+            "operations": operations,
+            "communicator": Rank(rank, num_ranks),
+        }
+        unloaded = prepare_model(path, **options)
+        footprint = unloaded.footprint()
+        model, expected = unloaded.load(), load_model(plain, **options)
+        held = 0
+        for ours, theirs in zip(model.modules(), expected.modules(), strict=True):
+            if isinstance(ours, Linear):
+                assert isinstance(ours.product, CpuProduct)
+                assert ours.product.packed.quantized is not None
+                held += ours.product.packed.panels.nbytes
+                # Behind the last token of the vocabulary a head's rows stand for nothing.
+                rows = torch.arange(151 - rank * ours.out_sizes[0] if ours is model.head else sum(ours.out_sizes))
+                rows = rows[: sum(ours.out_sizes)]
+                assert torch.equal(ours.product.take_rows(rows), theirs.product.take_rows(rows))
+            elif isinstance(ours, Embedding):
+                assert torch.equal(ours(torch.arange(151)), theirs(torch.arange(151)))
+        held += sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+        assert footprint.held == pytest.approx(held, rel=0.1)
+
+
+class Rank:
+    """One of several, which need not meet while they load."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def test_a_weight_whose_groups_shares_would_cut_is_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here that of the MLP's second product, and the worker's log counts the others."""
+    skip_without_compiler()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
+    source = make_checkpoint(tmp_path / "source", "qwen2", seed=8, intermediate_size=96, hidden_size=128)
+    path = write_gguf(tmp_path / "model.gguf", source, "Q8_0")
+    operations, cpu = create_host_operations(load_cpu_kernels()), torch.device("cpu")
+    unloaded = prepare_model(path, dtype=torch.float32, device=cpu, operations=operations, communicator=Rank(1, 2))
+    description = unloaded.describe_quantization()
+    assert description is not None
+    assert "7 of 9 products read them as they are" in description
+    plain = write_dequantized(tmp_path / "plain", path, source)
+    expected = load_model(plain, dtype=torch.float32, device=cpu, operations=operations, communicator=Rank(1, 2))
+    for ours, theirs in zip(unloaded.load().layers, expected.layers, strict=True):
+        rows = torch.arange(128)
+        assert ours.mlp.down.product.packed.quantized is None
+        assert torch.equal(ours.mlp.down.product.take_rows(rows), theirs.mlp.down.product.take_rows(rows))

@@ -11,7 +11,7 @@ from scheduler_service.serving.model_info import read_model_info
 from tests.worker.checkpoints import FAMILIES
 from tests.worker.quantized_checkpoints import BY_NAME, CASES, awq, gptq, make_quantized
 from tests.worker.test_models import compute_logits, host_operations, random_tokens, use_kernels
-from tests.worker.test_tensor_parallel import kept
+from tests.worker.test_tensor_parallel import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig
 from worker_service.models import packing
 from worker_service.models.checkpoint import Checkpoint, Piece
@@ -129,6 +129,23 @@ def test_ranks_have_the_parts_of_what_the_weights_mean(tmp_path, case):
     for rank, expected in zip(quantized, plain, strict=True):
         assert rank.keys() == expected.keys()
         assert all(torch.equal(rank[name].weight, expected[name].weight) for name in rank)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "FP8" not in case.name], ids=lambda case: case.name)
+def test_ranks_keep_their_parts_of_the_codes(tmp_path, monkeypatch, case):
+    """Wherever one rank keeps codes, and what they mean bit for bit."""
+    use_kernels(monkeypatch, "require")
+    sizes = {"num_attention_heads": 8, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
+    paths = make_quantized(tmp_path, "llama", case, seed=13, **sizes)
+    options = {"dtype": torch.float32, "device": CPU, "operations": host_operations()}
+    whole = [module.product for module in load_model(paths[0], **options).modules() if isinstance(module, Linear)]
+    for rank in range(2):
+        models = [load_model(path, communicator=ThreadRank(Meeting(2), rank), **options) for path in paths]
+        products = [[module.product for module in model.modules() if isinstance(module, Linear)] for model in models]
+        for ours, meant, one in zip(*products, whole, strict=True):
+            assert (ours.packed.quantized is None) == (one.packed.quantized is None)
+            rows = torch.arange(ours.packed.out_size)
+            assert torch.equal(ours.take_rows(rows), meant.take_rows(rows))
 
 
 def test_weights_are_loaded_in_the_dtype_that_is_computed_in(tmp_path):

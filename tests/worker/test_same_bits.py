@@ -1,7 +1,12 @@
-"""A token's logits are the same bits whatever it shares its step with: rows, chunks of prompts, blocks, threads."""
+"""A token's logits are the same bits whatever it shares its step with: rows, chunks of prompts, blocks, threads.
+
+In every dtype and format, and also where several ranks, threads here, share a model out and meet over gloo.
+"""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +14,16 @@ from torch import Tensor
 
 from pagewire.kernels.cache_rows import row_size
 from tests.compiler import skip_without_compiler
+from tests.gguf_files import write_gguf
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host import create_host_operations, host_model
 from worker_service.host.decoder import CpuDecoder
 from worker_service.models import loading
+from worker_service.models.communicator import SingleRank
+from worker_service.models.linear import Linear
+from worker_service.models.ranks import RankGroup
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import attention_shape
 
@@ -103,31 +113,110 @@ def together(model, dtype, cache_dtype, prompts, block_size, rng) -> list[Tensor
         engine.step([(row, rng.randint(1, min(longest, len(row.tokens) - row.num_computed))) for row in chosen])
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def threads():
+    skip_without_compiler()
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
+def load(path, dtype, communicator):
+    operations = create_host_operations(load_cpu_kernels())
+    options = {"dtype": dtype, "device": CPU, "operations": operations, "communicator": communicator}
+    return loading.load_model(path, **options)
+
+
+def assert_same_bits(model, dtype, cache_dtype, seed, *, num_rows=33) -> None:
+    """Random prompts, each alone and all of them in steps at random."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 2, 9, 40, 130]) for _ in range(num_rows)] + [rng.randint(500, 900)]
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+    expected = alone(model, dtype, cache_dtype, prompts)
+    assert not any(logits.isnan().any() for logits in expected)
+    for num_threads, block_size in ((1, 1), (2, 8), (2, 32)):
+        torch.set_num_threads(num_threads)
+        actual = together(model, dtype, cache_dtype, prompts, block_size, rng)
+        differing = [i for i, logits in enumerate(actual) if not torch.equal(logits, expected[i])]
+        assert not differing, (num_threads, block_size, [lengths[i] for i in differing])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES)
-def test_logits_are_the_same_bits(family, dtype, cache_dtype, tmp_path, threads):
-    skip_without_compiler()
+def test_logits_are_the_same_bits(family, dtype, cache_dtype, tmp_path):
     overrides = {"sliding_window": 50} if family == "mistral" else {}
     checkpoint = make_checkpoint(tmp_path, family, seed=3, dtype=str(dtype).removeprefix("torch."), **overrides)
-    operations = create_host_operations(load_cpu_kernels())
-    model = loading.load_model(checkpoint, dtype=dtype, device=CPU, operations=operations)
+    model = load(checkpoint, dtype, SingleRank())
     for seed in range(3):
-        print("seed", seed)
-        rng = random.Random(seed)
-        lengths = [rng.choice([1, 2, 9, 40, 130]) for _ in range(33)] + [rng.randint(500, 900)]
-        generator = torch.Generator().manual_seed(seed)
-        prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
-        expected = alone(model, dtype, cache_dtype, prompts)
-        assert not any(logits.isnan().any() for logits in expected)
-        for num_threads, block_size in ((1, 1), (2, 8), (2, 32)):
-            torch.set_num_threads(num_threads)
-            actual = together(model, dtype, cache_dtype, prompts, block_size, rng)
-            differing = [i for i, logits in enumerate(actual) if not torch.equal(logits, expected[i])]
-            assert not differing, (num_threads, block_size, [lengths[i] for i in differing])
+        assert_same_bits(model, dtype, cache_dtype, seed)
+
+
+# Of a model that is shared out no share cuts a group.
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128, "intermediate_size": 192}
+WIDE = {"num_attention_heads": 8, "head_dim": 64, "hidden_size": 256, "intermediate_size": 512}
+# As in files of the kind Q4_K_M.
+MIXTURE = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q5_K", "token_embd.weight": "Q6_K"}
+GGUF_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+SAFETENSORS = ("AWQ", "GPTQ", "GPTQ of 8 bits, v2, asymmetric", "W4A16 asymmetric", "W8A8", "FP8 block")
+
+
+def make_weights(directory: Path, name: str) -> Path:
+    """A model with weights of a format."""
+    if name in BY_NAME:
+        return make_quantized(directory, "qwen3", BY_NAME[name], seed=4, **SIZES)[0]
+    is_k = name.endswith("_K")
+    sizes = {**(WIDE if is_k else SIZES), "tie_word_embeddings": True}
+    source = make_checkpoint(directory / "source", "llama", seed=4, **sizes)
+    return write_gguf(directory / "model.gguf", source, name, types=MIXTURE if name == "Q4_K" else None)
+
+
+def num_quantized(model) -> int:
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    return sum(linear.product.packed.quantized is not None for linear in linears)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*GGUF_TYPES, *SAFETENSORS])
+def test_quantized_weights_give_the_same_bits(name, dtype, tmp_path):
+    model = load(make_weights(tmp_path, name), dtype, SingleRank())
+    assert name.startswith("FP8") or num_quantized(model) >= 4 * model.config.num_layers
+    assert_same_bits(model, dtype, dtype, 5)
+
+
+def on_two_ranks(directory: Path, compute) -> list:
+    """What `compute(communicator)` returns on each."""
+    directory.mkdir()
+    ranks = [RankGroup(rank, 2, f"file:{directory}", "127.0.0.1", CPU) for rank in range(2)]
+    for rank in ranks:
+        rank.begin(1)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(compute, ranks))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [DTYPES[0], DTYPES[3]])
+def test_ranks_give_the_same_bits(family, dtype, cache_dtype, tmp_path):
+    overrides = {"sliding_window": 50} if family == "mistral" else {}
+    checkpoint = make_checkpoint(
+        tmp_path / "model", family, seed=6, dtype=str(dtype).removeprefix("torch."), **overrides
+    )
+
+    def compare(communicator):
+        assert_same_bits(load(checkpoint, dtype, communicator), dtype, cache_dtype, 7, num_rows=8)
+
+    on_two_ranks(tmp_path / "ranks", compare)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "AWQ", "GPTQ", "W8A8"])
+def test_ranks_keep_codes_and_give_the_same_bits(name, tmp_path):
+    path = make_weights(tmp_path / "model", name)
+    whole = num_quantized(load(path, torch.bfloat16, SingleRank()))
+
+    def compare(communicator):
+        model = load(path, torch.bfloat16, communicator)
+        assert num_quantized(model) == whole
+        assert_same_bits(model, torch.bfloat16, torch.bfloat16, 8, num_rows=8)
+
+    on_two_ranks(tmp_path / "ranks", compare)

@@ -57,8 +57,8 @@ class ThreadRank:
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._meeting.brought[self.rank] = x
         self._meeting.barrier.wait()
-        brought = list(self._meeting.brought)
-        self._meeting.barrier.wait()
+        brought = [part.clone() for part in self._meeting.brought]
+        self._meeting.barrier.wait()  # from here on, whoever brought a part may write to it
         return brought
 
 
@@ -69,21 +69,60 @@ def on_every_rank(size, compute):
         return list(pool.map(compute, [ThreadRank(meeting, rank) for rank in range(size)]))
 
 
-@pytest.mark.parametrize("mode", ["require", "off"])
+@pytest.mark.parametrize("mode", ["fused", "require", "off"])
 @pytest.mark.parametrize(("family", "overrides", "size"), VARIANTS)
 def test_every_rank_has_the_logits_of_transformers(tmp_path, monkeypatch, family, overrides, size, mode):
-    use_kernels(monkeypatch, mode)
+    use_kernels(monkeypatch, "off" if mode == "off" else "require")
     path = make_checkpoint(tmp_path, family, seed=31, **overrides)
     token_ids = random_tokens() % overrides.get("vocab_size", 151)
 
     def compute(communicator):
         options = {"operations": host_operations(), "communicator": communicator}
-        return compute_logits(load_model(path, dtype=torch.float32, device=CPU, **options), token_ids)
+        model = load_model(path, dtype=torch.float32, device=CPU, **options)
+        model.is_fused = mode == "fused"
+        return compute_logits(model, token_ids)
 
     expected = transformers_logits(path, token_ids)
     first, *others = on_every_rank(size, compute)
     torch.testing.assert_close(first, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_a_step_ends_with_the_error_of_ranks_that_do_not_meet(tmp_path, monkeypatch, num_tokens):
+    """Few tokens, where threads wait for nobody, and many; the next step is as if nothing had been."""
+    use_kernels(monkeypatch, "require")
+    path = make_checkpoint(tmp_path, "qwen3", seed=35)
+    communicator = FailingRank()
+    options = {"operations": host_operations(), "communicator": communicator}
+    model = load_model(path, dtype=torch.float32, device=CPU, **options)
+    model.is_fused = True
+    expected = compute_logits(model, random_tokens(), chunks=(num_tokens,))
+    for call in (1, 2, 4):
+        communicator.fails_at = communicator.num_calls + call
+        with pytest.raises(ConnectionError, match=f"call {communicator.fails_at}"):
+            compute_logits(model, random_tokens(), chunks=(num_tokens,))
+        assert communicator.num_calls == communicator.fails_at, "nobody is asked after that"
+        assert torch.equal(compute_logits(model, random_tokens(), chunks=(num_tokens,)), expected)
+
+
+class FailingRank:
+    """The first of two ranks, of which the other brings nothing, until a call fails."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.fails_at: int | None = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == self.fails_at:
+            raise ConnectionError(f"call {self.num_calls}")
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], dim=1)
 
 
 class KeptProduct:

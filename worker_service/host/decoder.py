@@ -8,6 +8,7 @@ from torch import Tensor
 from pagewire.kernels.cpu import (
     Activate,
     Add,
+    AllReduce,
     AttendTo,
     CpuKernels,
     DecoderKernel,
@@ -30,8 +31,11 @@ from worker_service.models.rope import RotaryEmbedding, query_scales
 
 
 def host_model(model: Model, backend: AttentionBackend) -> HostModel:
-    """A `CpuDecoder` where the kernels compute all of the model, else its layers: several ranks meet in between."""
-    if not isinstance(backend, CpuAttention) or not isinstance(model, Decoder) or model.communicator.size > 1:
+    """A `CpuDecoder` where the kernels compute all of the model, else its layers. Norms over projections that ranks
+    share out are summed up by the layers alone."""
+    if not isinstance(backend, CpuAttention) or not isinstance(model, Decoder):
+        return LayeredModel(model)
+    if model.communicator.size > 1 and model.config.qk_norm == "projection":
         return LayeredModel(model)
     product = model.head.product
     return CpuDecoder(model, product.kernels) if isinstance(product, CpuProduct) else LayeredModel(model)
@@ -42,14 +46,21 @@ class CpuDecoder:
 
     def __init__(self, model: Decoder, kernels: CpuKernels) -> None:
         self.compute_logits = model.compute_logits
-        self._kernel = DecoderKernel(kernels, list(_Listing(model, kernels).decoder()), model.config.num_heads)
+        self._communicator = model.communicator
+        self._vocab_size = model.config.vocab_size
+        all_reduce = self._communicator.all_reduce if self._communicator.size > 1 else None
+        listed = list(_Listing(model, kernels).decoder())
+        self._kernel = DecoderKernel(kernels, listed, model.config.num_heads, all_reduce)
 
     def forward_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend, logit_rows: Tensor) -> Outputs:
         """See `HostModel.forward_logits`. `attend` is one that `CpuAttention` prepared."""
         assert isinstance(attend, CpuAttend)
         step = (attend.rows, attend.scorings, attend.kv_cache)
-        outputs = self._kernel.forward(token_ids, positions, logit_rows, *step)
-        return Outputs(*outputs, self._kernel.times())
+        outputs = Outputs(*self._kernel.forward(token_ids, positions, logit_rows, *step), self._kernel.times())
+        if self._communicator.size == 1:
+            return outputs
+        logits = self._communicator.all_gather(outputs.logits) if len(logit_rows) else outputs.logits
+        return outputs._replace(logits=logits[:, : self._vocab_size], highest=None)
 
 
 class _Listing:
@@ -107,7 +118,7 @@ class _Listing:
             heads, "queries", number, attention.head_dim, query_norm, key_norm, eps, cos, sin, self._query_scales
         )
         yield AttendTo("queries", "attended", number)
-        yield Multiply("attended", "update", _packed(attention.output))
+        yield from self._shared("attended", "update", _packed(attention.output))
 
     def _mlp(self, layer: DecoderLayer, source: str, target: str) -> Iterator[Operation]:
         mlp, up = layer.mlp, _packed(layer.mlp.up)
@@ -116,7 +127,13 @@ class _Listing:
         else:
             yield Multiply(source, "up", up)
             yield Activate("up", "activated", mlp.activation, mlp.is_gated)
-        yield Multiply("activated", target, _packed(mlp.down))
+        yield from self._shared("activated", target, _packed(mlp.down))
+
+    def _shared(self, source: str, output: str, linear: PackedLinear) -> Iterator[Operation]:
+        """A product of whose inputs each rank has a part."""
+        yield Multiply(source, output, linear)
+        if self._model.communicator.size > 1:
+            yield AllReduce(output, output)
 
     def _read(self, norm: Norm | None, output: str) -> Iterator[Operation]:
         """Adds to x what is still to be added, and normalizes it where there is a norm."""

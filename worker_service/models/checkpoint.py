@@ -57,11 +57,12 @@ class Tensors(Protocol):
         """Fills the target of a piece that has been checked."""
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
-        """Return the format of a weight that `quantized` can read; None: it has no codes in groups."""
+        """Return the format of a weight of which `quantized` can read so many inputs; None: it has no codes in groups,
+        or that would cut one."""
 
-    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """Return a whole weight that has such a format and has been checked. It is in float32 where, against its
-        format, groups of codes cannot say the same."""
+    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Tensor:
+        """Return what a piece that has been checked has of a weight in such a format; its target is left alone. It is
+        in float32 where, against its format, groups of codes cannot say the same."""
 
 
 class Checkpoint:
@@ -91,7 +92,7 @@ class Checkpoint:
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
         return None
 
-    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Tensor:
+    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Tensor:
         raise AssertionError(f"{name} is not quantised")
 
     def header(self, name: str) -> TensorHeader:
@@ -175,7 +176,7 @@ class DummyTensors:
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
         return None
 
-    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Tensor:
+    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Tensor:
         raise AssertionError(f"{name} is not quantised")
 
     def check(self, name: str, piece: Piece) -> None:

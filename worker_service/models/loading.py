@@ -30,6 +30,7 @@ from worker_service.models.weights import (
     fill_layers,
     hold_dtypes,
     keep_quantized,
+    list_targets,
     load_weights,
     working_bytes,
 )
@@ -95,12 +96,17 @@ def prepare_model(
     (head,) = [weight.source for weight in table if weight.target == "head"]
     has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight"))
     is_tied = shard.config.tie_word_embeddings and not has_head
-    stays_quantized = shard.size == 1 and operations.multiplies_quantized(dtype)
+    stays_quantized = operations.multiplies_quantized(dtype)
     if is_tied and stays_quantized and _quantized_embedding(model, checkpoint, table) is not None:
-        # The head has the codes, and the embedding takes rows of it.
-        others = (weight for weight in table if weight.target != "head")
-        table = tuple(replace(weight, target="head") if weight.target == "embedding" else weight for weight in others)
-        model.embedding.weight = None
+        (embedding,) = [weight for weight in table if weight.target == "embedding"]
+        # The head has the codes, of several ranks each its rows.
+        others = tuple(weight for weight in table if weight.target not in ("head", "embedding"))
+        table = (*others, replace(embedding, target="head", split=Split.VOCABULARY))
+        is_tied = shard.size == 1
+        if is_tied:  # the embedding takes rows of the head
+            model.embedding.weight = None
+        else:
+            table = (embedding, *table)
     elif is_tied:
         model.head.weight = None
     model.to(dtype)
@@ -110,8 +116,10 @@ def prepare_model(
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     if stays_quantized:
         keep_quantized(model, checkpoint, table)
-    check_weights(model, checkpoint, table, family.ignored, shard)
-    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied)
+    targets = list_targets(model, table, shard)
+    check_weights(model, checkpoint, targets, family.ignored)
+    reading_bytes = working_bytes(checkpoint, targets)
+    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied, reading_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +142,7 @@ class UnloadedModel:
     device: torch.device
     operations: Operations
     is_tied: bool
+    reading_bytes: int  # that reading a weight takes at most beside the model
 
     def footprint(self) -> Footprint:
         """Return how much memory the model takes. Packing a weight for its product copies it, and the weight is let go
@@ -157,7 +166,7 @@ class UnloadedModel:
         held = weights + (tied_bytes if packs and not self.operations.takes_rows(self.dtype) else 0)
         copies = [*products, tied_bytes] if packs else []
         copies += [_JOINING_BYTES * out_size * in_size for _, (out_size, in_size) in quantized]
-        copies += [working_bytes(self.model, self.checkpoint, self.table, self.shard)]
+        copies += [self.reading_bytes]
         tables = [module.working_bytes() for module in modules if isinstance(module, RotaryEmbedding)]
         return Footprint(
             held, peak=max(held, weights + max([0, *copies, *(tables if self.device.type == "cpu" else [])]))

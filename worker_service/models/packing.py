@@ -290,8 +290,8 @@ def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
         scale = weight.scale[rows, _groups(columns, weight.block_size, weight.scale)]
         return Float8Weight(values, scale, weight.block_size)
     groups = _groups(columns, weight.group_size, weight.scale)
-    codes = weight.codes[rows, columns]
-    scale, minimum = weight.scale[rows, groups], None if weight.minimum is None else weight.minimum[rows, groups]
+    codes, scale = weight.codes[rows, columns].contiguous(), weight.scale[rows, groups].contiguous()
+    minimum = None if weight.minimum is None else weight.minimum[rows, groups].contiguous()
     group_size = min(weight.group_size, codes.shape[1])
     if group_size % GROUP:  # a part of a group that is as long as the row
         return codes * scale if minimum is None else codes * scale - minimum

@@ -79,9 +79,9 @@ class QuantizedCheckpoint:
         # Codes less their zero points take a bit more.
         return QuantizedFormat(kept.bits + (not kept.is_symmetric), group_size, has_half_scales=False, has_minima=False)
 
-    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | torch.Tensor:
+    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | torch.Tensor:
         """See `Tensors.quantized`."""
-        weight = self.decoded(name, Piece(torch.empty(shape, device="meta")))
+        weight = self.decoded(name, piece)
         assert not isinstance(weight, Float8Weight)
         return weight
 

@@ -2,19 +2,21 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.quantized import QuantizedFormat
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.families.family import Weight
 from worker_service.models.linear import Embedding, Linear
 from worker_service.models.shard import Shard, Split
 
+# Of each parameter: its name in the checkpoint, and what is read of it and where it goes.
+Targets = Sequence[tuple[str, Sequence[Piece]]]
 # Called after each tensor with (tensors loaded, tensors in all).
 Progress = Callable[[int, int], None]
 
@@ -46,7 +48,8 @@ def load_weights(
         product = module if isinstance(module, Linear) and module.quantized_format is not None else None
         for name, pieces in sources:
             if product is not None and name.endswith(".weight"):
-                product.add_part(checkpoint.quantized(name, _matrix(pieces[0].target)))
+                for piece in pieces:
+                    _add_codes(product, checkpoint, name, piece)
             else:
                 for piece in pieces:
                     checkpoint.copy(name, piece)
@@ -57,24 +60,39 @@ def load_weights(
             product.finish_loading(dtype)
 
 
-def check_weights(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], ignored: str, shard: Shard) -> None:
+def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) -> None:
+    """Adds a projection, whose last rows may stand for nothing: those of a head on the last of several ranks."""
+    num_rows, in_size = piece.target.shape
+    if num_rows:
+        product.add_part(checkpoint.quantized(name, piece))
+    num_missing = sum(product.out_sizes) - num_rows if len(product.out_sizes) == 1 else 0
+    if num_missing:
+        codes = torch.zeros(num_missing, in_size, dtype=torch.int8)
+        product.add_part(QuantizedWeight(codes, torch.zeros(num_missing, 1), None, in_size))
+
+
+def list_targets(model: nn.Module, table: Iterable[Weight], shard: Shard) -> Targets:
+    """Return where this rank's part of every parameter is in the checkpoint. `table`: with `{layer}` filled in."""
+    return [target for weight in table for target in _targets(model, weight, shard)]
+
+
+def check_weights(model: nn.Module, checkpoint: Tensors, targets: Targets, ignored: str) -> None:
     """Compares the checkpoint with a model whose parameters need not be allocated.
 
     Args:
-        table: with `{layer}` filled in.
+        targets: of the model.
         ignored: pattern of checkpoint names that hold no weights.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or has no place in the model.
         ValueError: a weight cannot be cut into this rank's part.
     """
-    targets = dict(target for weight in table for target in _targets(model, weight, shard))
-    known = frozenset().union(*(checkpoint.stored_names(name) for name in targets))
+    known = frozenset().union(*(checkpoint.stored_names(name) for name, _ in targets))
     unknown = sorted(name for name in checkpoint.names - known if not re.search(ignored, name))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise CheckpointError(f"tensor {unknown[0]}{more} in the checkpoint has no place in {type(model).__name__}")
-    for name, pieces in targets.items():
+    for name, pieces in targets:
         for piece in pieces:
             checkpoint.check(name, piece)
 
@@ -97,10 +115,9 @@ def hold_dtypes(
             module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
 
 
-def working_bytes(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], shard: Shard) -> int:
+def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
     """Return how much memory beside the parameters reading any one weight takes at most."""
-    targets = dict(target for weight in table for target in _targets(model, weight, shard))
-    sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets.items()}
+    sizes = {name: math.prod(pieces[0].shape or pieces[0].target.shape) for name, pieces in targets}
     return max((checkpoint.working_bytes(name, size) for name, size in sizes.items()), default=0)
 
 
@@ -116,11 +133,6 @@ def keep_quantized(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight
         formats = [stored for stored in stored_formats if stored is not None]
         if len(formats) == len(stored_formats):
             module.quantized_format = QuantizedFormat.join(formats)
-
-
-def _matrix(target: Tensor) -> tuple[int, int]:
-    out_size, in_size = target.shape
-    return out_size, in_size
 
 
 def fill_layers(table: Iterable[Weight], num_layers: int) -> Iterator[Weight]:

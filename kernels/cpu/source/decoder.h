@@ -10,7 +10,7 @@
 // itself, in its own memory, which takes less time than to meet once more.
 
 // Kinds of operations.
-enum { EMBED, ADD, NORMALIZE, NORMALIZE_PARTS, MULTIPLY, ACTIVATE, TURN, ATTEND, PREDICT };
+enum { EMBED, ADD, NORMALIZE, NORMALIZE_PARTS, MULTIPLY, ACTIVATE, TURN, ATTEND, PREDICT, ALL_REDUCE };
 
 enum { SILU, GELU, GELU_TANH, RELU };  // functions of ACTIVATE
 
@@ -55,6 +55,9 @@ typedef struct {
   int64_t num_operations, num_buffers;
   const int64_t* widths;  // [num_buffers]
   int64_t cache_element;  // what the cache holds: HELD_FLOAT and so on
+  // ALL_REDUCE: output = the sum of what all ranks have as input. It sums `exchanged` of the step up, in place, and is called
+  // on the thread that the step was; not 0 if that failed. NULL where there is one rank.
+  int (*all_reduce)(void);
 } decoder;
 
 // Attention over a cache of some element type.
@@ -72,10 +75,11 @@ static const attention_functions ATTENTION_OVER[] = {
 };
 
 // Which of a step's parts takes how long. `decoder.py` mirrors their order.
-enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, NUM_PARTS };
+enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, RANKS, NUM_PARTS };
 
-static const int PART_OF[] = {[EMBED] = NORMS,  [ADD] = NORMS,   [NORMALIZE] = NORMS,  [NORMALIZE_PARTS] = NORMS, [MULTIPLY] = PRODUCTS,
-                              [ACTIVATE] = PRODUCTS, [TURN] = ROTARY, [ATTEND] = ATTENTION, [PREDICT] = HEAD};
+static const int PART_OF[] = {[EMBED] = NORMS, [ADD] = NORMS, [NORMALIZE] = NORMS, [NORMALIZE_PARTS] = NORMS,
+                              [MULTIPLY] = PRODUCTS, [ACTIVATE] = PRODUCTS, [TURN] = ROTARY, [ATTEND] = ATTENTION,
+                              [PREDICT] = HEAD, [ALL_REDUCE] = RANKS};
 
 enum {
   FEW_TOKENS = 8,
@@ -91,6 +95,7 @@ typedef struct {
   float* hidden;                         // [num_tokens, width]: what PREDICT reads
   float* logits;                         // [num_logits, out_size of the head]
   int64_t* highest;                      // [num_logits]: which logit is, the first of equals; -1: there is a NaN
+  float* exchanged;                      // [num_tokens, width] of every ALL_REDUCE; NULL: there is none
 } decoder_step;
 
 // What all threads of a step share.
@@ -113,6 +118,7 @@ typedef struct {
   task_list* lists;     // [num_operations, LISTS]
   int64_t last;         // nanoseconds on the clock
   int64_t* times;       // [NUM_PARTS] nanoseconds
+  _Atomic int64_t lost_at;  // the operation at which ranks could not sum up, and where all threads leave; -1: none
 } decoding;
 
 // A thread's way through the operations.
@@ -123,7 +129,9 @@ typedef struct {
   int is_settled;               // whether all threads have met since something was done token by token
 } walk;
 
-INLINE int is_by_tasks(int64_t kind) { return kind == MULTIPLY || kind == TURN || kind == ATTEND || kind == PREDICT; }
+INLINE int is_by_tasks(int64_t kind) {
+  return kind == MULTIPLY || kind == TURN || kind == ATTEND || kind == PREDICT || kind == ALL_REDUCE;
+}
 
 static int64_t nanoseconds(void) {
   struct timespec now;
@@ -402,6 +410,28 @@ static void predict(walk* w, int64_t op, const float* input) {
   run_tasks(w, op, 1, highest_task, &c);
 }
 
+// The thread that the step was called on has its turn with the other ranks, and the others wait for it. Its output is no
+// part of the input's memory where tasks are repeatable: a late thread may still write to that.
+static void all_reduce(walk* w, int64_t op, const float* input, float* output, int64_t size) {
+  decoding* d = w->d;
+  task_list* tasks = &d->lists[op * LISTS];
+  const size_t num_bytes = sizeof(float) * (size_t)(d->step->num_tokens * size);
+  settle(w);
+#pragma omp master
+  {
+    memcpy(d->tokens->exchanged, input, num_bytes);
+    if (d->model->all_reduce()) atomic_store(&d->lost_at, op);
+    memcpy(output, d->tokens->exchanged, num_bytes);
+    finish_task(tasks, 0);
+  }
+  if (d->is_few) {
+    // The cores are for those that speak to other ranks meanwhile.
+    while (!atomic_load_explicit(&tasks->num_done, memory_order_acquire)) sched_yield();
+  } else {
+#pragma omp barrier
+  }
+}
+
 // The operations, as one thread carries them out
 
 static float* place_output(walk* w, int64_t op) {
@@ -443,6 +473,7 @@ static void carry_out(walk* w, int64_t op) {
     case MULTIPLY: multiply(w, op, input, output); break;
     case TURN: turn(w, op, input, output); break;
     case ATTEND: attend_tokens(w, op, input, output); break;
+    case ALL_REDUCE: all_reduce(w, op, input, output, size); break;
     default: predict(w, op, input);
   }
 }
@@ -453,6 +484,7 @@ static void decode_tokens(decoding* d) {
   d->last = nanoseconds();
   for (int64_t op = 0; op < d->model->num_operations; op++) {
     carry_out(&w, op);
+    if (atomic_load(&d->lost_at) == op) break;
 #pragma omp master
     {
       const int64_t now = nanoseconds();
@@ -531,6 +563,9 @@ static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
     counts[1] = o->kind == PREDICT ? d->tokens->num_logits : 0;
   } else if (o->kind == TURN) {
     counts[0] = ceil_div(num_turned, HEADS_PER_TASK);
+  } else if (o->kind == ALL_REDUCE) {
+    counts[0] = 1;
+    return 0;  // other ranks are asked once
   } else if (o->kind == ATTEND) {
     const work_list* list = &d->works[d->work_of[op]];
     counts[0] = list->num_items;
@@ -599,13 +634,13 @@ static int64_t count_products(const decoder* model, const attention_step* step, 
   return num_products;
 }
 
-// times: [NUM_PARTS] nanoseconds. 0, or 1 if there is no memory.
+// times: [NUM_PARTS] nanoseconds. 0, or 1 if there is no memory, or 2 if ranks could not sum up.
 int decode(const decoder* model, const attention_step* given, const decoder_step* tokens, int64_t* times) {
   attention_step own = *given;
   const attention_step* step = &own;
   if (count_products(model, given, tokens->num_logits) < MIN_PARALLEL_PRODUCTS) own.num_threads = 1;
   decoding d = {.model = model, .step = step, .tokens = tokens, .groups = group_rows(step->num_tokens),
-                .head_groups = group_rows(tokens->num_logits), .is_few = step->num_tokens <= FEW_TOKENS, .times = times};
+                .head_groups = group_rows(tokens->num_logits), .is_few = step->num_tokens <= FEW_TOKENS, .times = times, .lost_at = -1};
   const int is_ready = prepare_step(&d);
   memset(times, 0, sizeof(int64_t) * NUM_PARTS);
   if (is_ready) {
@@ -619,5 +654,5 @@ int decode(const decoder* model, const attention_step* given, const decoder_step
   free(d.buffer_places);
   free(d.lists);
   free(d.memory);
-  return !is_ready;
+  return !is_ready ? 1 : d.lost_at < 0 ? 0 : 2;
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagewire.gguf import ElementType, GgufError, config_json
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from worker_service.models import packing
 from worker_service.models.checkpoint import Piece
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.gguf.decoding import decode_rows, is_finite, quantized_format
@@ -60,11 +61,17 @@ class GgufCheckpoint:
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
         """See `Tensors.quantized_format`."""
-        return quantized_format(self._file.tensors[self._names[name]].type_name) if name in self._names else None
+        stored = quantized_format(self._file.tensors[self._names[name]].type_name) if name in self._names else None
+        return stored if stored is not None and in_size % stored.group_size == 0 else None
 
-    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Tensor:
+    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Tensor:
         """See `Tensors.quantized`."""
-        weights = [rows for rows in self.rows(name) if isinstance(rows, QuantizedWeight)]
+        row_index, *columns = piece.index or (slice(None),)
+        weights = []
+        for rows in self.rows(name, row_index):
+            weight = packing.part(rows, slice(None), *columns) if columns else rows
+            assert isinstance(weight, QuantizedWeight)
+            weights.append(weight)
         return QuantizedWeight.join(weights)
 
     def dtype(self, name: str) -> torch.dtype | None:
@@ -111,9 +118,8 @@ class GgufCheckpoint:
         first = 0
         for rows in self.rows(name, row_index):
             values = rows.dequantized() if isinstance(rows, QuantizedWeight) else rows
-            part = values[(slice(None), *columns)]
-            piece.target[first : first + len(part)].copy_(part)
-            first += len(part)
+            piece.target[first : first + len(values)].copy_(values[(slice(None), *columns)])
+            first += len(values)
 
     def rows(self, name: str, index: slice = slice(None)) -> Iterator[Tensor | QuantizedWeight]:
         """Yield rows of a tensor as they are stored, some at a time, until all of `index` are there.

@@ -1,0 +1,177 @@
+"""Tokens and log-probabilities are the same bits alone, in company, from the cache, preempted, and after a crash."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagewire import Client, SamplingParams
+from pagewire.completion import TokenLogprobs
+from tests.compiler import skip_without_compiler
+from tests.gguf_files import write_gguf
+from tests.system.forked import running
+from tests.system.services import System
+from tests.system.streams import Progress, Request, until_lost
+from tests.worker.checkpoints import make_checkpoint
+from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
+
+VOCAB_SIZE = 151
+NUM_REQUESTS = 32
+WIDE = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 512}
+# As in files of the kind Q4_K_M.
+MIXTURE = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q5_K", "token_embd.weight": "Q6_K"}
+Served = list[list[tuple[int, bytes]]]  # of each request its tokens, each with the bits of what was told of it
+
+
+def from_gguf(type_name: str, **types: str) -> Callable[[Path], Path]:
+    def write(path: Path) -> Path:
+        source = make_checkpoint(path / "source", "llama", seed=12, tie_word_embeddings=True, **WIDE)
+        return write_gguf(path / "model.gguf", source, type_name, types=types)
+
+    return write
+
+
+def floats(family: str, dtype: str, **overrides: Any) -> Callable[[Path], Path]:
+    return lambda path: make_checkpoint(path / "model", family, seed=12, dtype=dtype, **overrides)
+
+
+@dataclass(frozen=True)
+class Case:
+    write: Callable[[Path], Path]
+    flags: tuple[object, ...]
+    num_ranks: int = 1
+
+
+CASES = {
+    "float32": Case(floats("qwen3", "float32"), ("--dtype", "float32")),
+    "float32 over bfloat16, window": Case(
+        floats("mistral", "bfloat16", sliding_window=50), ("--dtype", "float32", "--kv-cache-dtype", "bfloat16")
+    ),
+    "bfloat16": Case(floats("qwen2", "bfloat16"), ("--dtype", "bfloat16")),
+    "bfloat16, gpt2": Case(floats("gpt2", "bfloat16"), ("--dtype", "bfloat16")),
+    "bfloat16, cache fp8": Case(floats("qwen3", "bfloat16"), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),
+    "Q8_0": Case(from_gguf("Q8_0"), ("--dtype", "bfloat16")),
+    "Q4_0, cache int8": Case(from_gguf("Q4_0"), ("--dtype", "float32", "--kv-cache-dtype", "int8")),
+    "Q4_K_M": Case(from_gguf("Q4_K", **MIXTURE), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),
+    "bfloat16, gpt2, 2 ranks": Case(floats("gpt2", "bfloat16"), ("--dtype", "bfloat16"), num_ranks=2),
+    "Q8_0, 2 ranks": Case(from_gguf("Q8_0"), ("--dtype", "bfloat16"), num_ranks=2),
+    "AWQ": Case(lambda path: make_quantized(path, "qwen3", BY_NAME["AWQ"], seed=12)[0], ("--dtype", "bfloat16")),
+}
+
+
+def requests_of(seed: int) -> list[Request]:
+    """Half greedy, half seeded, with penalties and without; many share a prefix, two tell of their prompts."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCAB_SIZE) for _ in range(128)]
+    requests = []
+    for i in range(NUM_REQUESTS):
+        own = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 2, 15, 16, 17, 60, 150)))]
+        sampling = SamplingParams(
+            temperature=0.0 if i % 2 else 0.8,
+            top_p=rng.choice((1.0, 0.9)),
+            frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
+            seed=i,
+            max_tokens=rng.randint(40, 80),
+            ignore_eos=True,
+            logprobs=5,
+            prompt_logprobs=2 if i in (6, 7) else None,
+        )
+        requests.append((shared[: rng.choice((0, 0, 33, 64, 128))] + own, sampling))
+    return requests
+
+
+def bits_of(entries: Sequence[TokenLogprobs]) -> list[tuple[int, bytes]]:
+    told = [(entry.token_id, [entry.logprob, *(value for _, value in entry.top)]) for entry in entries]
+    assert all(float(np.float32(value)) == value for _, values in told for value in values), "more than float32"
+    return [(token_id, np.array(values, np.float32).tobytes()) for token_id, values in told]
+
+
+async def serve(client: Client, request: Request, progress: Progress | None = None) -> list[tuple[int, bytes]]:
+    """The bits of a request's prompt, where it asks for them, and then of its tokens."""
+    prompt, sampling = request
+    of_prompt: list[TokenLogprobs] = []
+    of_tokens: list[TokenLogprobs] = []
+    async for output in client.generate(None, sampling, prompt_token_ids=prompt):
+        of_prompt += output.prompt_logprobs or ()
+        of_tokens += output.logprobs or ()
+        if progress is not None:
+            progress.add(len(output.token_ids))
+    assert len(of_tokens) == sampling.max_tokens
+    assert len(of_prompt) == (len(prompt) - 1 if sampling.prompt_logprobs else 0)
+    return bits_of(of_prompt) + bits_of(of_tokens)
+
+
+async def serve_all(client: Client, requests: Sequence[Request], progress: Progress | None = None) -> Served:
+    return await asyncio.gather(*(serve(client, request, progress) for request in requests))
+
+
+async def serve_and_kill(client: Client, system: System, requests: Sequence[Request], num_kills: int) -> Served:
+    """The worker, or one of its ranks, is killed whenever another share of the tokens has come."""
+    num_tokens = sum(sampling.max_tokens for _, sampling in requests)
+    progress = Progress()
+    served = asyncio.create_task(serve_all(client, requests, progress))
+    for kill in range(num_kills):
+        rank = kill % len(system.workers)
+        await progress.until(num_tokens * (kill + 1) // (num_kills + 3))
+        assert not served.done()
+        system.workers[rank].kill()
+        system.restart_worker(rank)
+        await until_lost(client, kill + 1)
+    return await served
+
+
+def assert_same(actual: Served, expected: Served) -> None:
+    """Says of the first difference where it is."""
+    for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        differing = [at for at, (ours, theirs) in enumerate(zip(one, other, strict=True)) if ours != theirs]
+        assert not differing, f"request {i}: {len(differing)} of {len(one)} tokens, from {differing[0]} on"
+
+
+@pytest.fixture(scope="module", params=CASES)
+def alone(request, tmp_path_factory):
+    """A model, its flags, requests, and what each of them yields with nobody beside it and nothing in the cache."""
+    skip_without_compiler()
+    case = CASES[request.param]
+    model, requests = case.write(tmp_path_factory.mktemp("bits")), requests_of(31)
+
+    async def one_by_one() -> Served:
+        async with Client(system.url) as client:
+            return [await serve(client, each) for each in requests]
+
+    scheduler = ["--no-enable-prefix-caching", "--pipeline-depth", 1]
+    flags = {"worker": [*case.flags, "--num-threads", 1], "scheduler": scheduler, "num_ranks": case.num_ranks}
+    with running(model, **flags) as system:
+        return case, model, requests, asyncio.run(one_by_one())
+
+
+async def test_in_company_and_from_the_cache(alone):
+    case, model, requests, expected = alone
+    worker = [*case.flags, "--block-size", 8, "--num-threads", 2]
+    scheduler = ["--max-num-batched-tokens", 100]
+    with running(model, worker=worker, scheduler=scheduler, num_ranks=case.num_ranks) as system:
+        async with Client(system.url) as client:
+            assert_same(await serve_all(client, requests), expected)
+            before = (await client.loads()).num_cached_prompt_tokens
+            assert_same(await serve_all(client, requests), expected)
+            assert (await client.loads()).num_cached_prompt_tokens > before
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+async def test_preempted_and_after_crashes(alone, mode):
+    """In a pool far too small, while the worker is killed again and again."""
+    case, model, requests, expected = alone
+    pool = ["--num-device-blocks", 40, "--num-host-blocks", 300, "--num-threads", 2]
+    scheduler = ["--preemption", mode, "--max-num-batched-tokens", 48 if mode == "swap" else 333]
+    with running(model, worker=[*case.flags, *pool], scheduler=scheduler, num_ranks=case.num_ranks) as system:
+        async with Client(system.url) as client:
+            assert_same(await serve_and_kill(client, system, requests, 2), expected)
+            loads = await client.loads()
+    assert loads.num_worker_losses == 2
+    assert loads.num_preemptions > 0
+    assert (loads.num_swap_preemptions > 0) == (mode == "swap")
