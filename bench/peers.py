@@ -50,6 +50,8 @@ AVX2_ENVIRON = {
     "ATEN_CPU_CAPABILITY": AVX2,
     "ONEDNN_MAX_CPU_ISA": "AVX2",
 }
+# Peers that wait for each other in a loop lose many times over when something else takes a core from them.
+BUSY_LOAD = 0.5
 BUILT_FOR_AVX2 = (OURS, LlamaCppArm.name)
 
 
@@ -210,6 +212,16 @@ def results_path(isa: str, shapes: Sequence[str], formats: Sequence[str]) -> Pat
     return RESULTS / f"{'_'.join(['peers', *some])}.{isa}.json"
 
 
+def load_before() -> float:
+    """Returns how many processes wanted a core in the last minute, and says so if figures would suffer."""
+    load = round(os.getloadavg()[0], 2)
+    if load > BUSY_LOAD:
+        print(
+            f"the machine is busy (load average {load}): figures of both sides, and ratios, say little", file=sys.stderr
+        )
+    return load
+
+
 def parse_arguments() -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench" / "peers"
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Pagewire beside its peers.")
@@ -246,6 +258,7 @@ def main() -> None:
         sys.exit(f"Pagewire's kernels: {error}")
     shapes = [Model(f"{name} shape", random_checkpoint(name), SHAPES[name]["vocab_size"]) for name in arguments.models]
     models = [replace(shape, weight_format=name) for shape in shapes for name in arguments.formats]
+    load_average = load_before()
     chosen, left_out = choose_arms(arguments, dtype)
     loads = Loads()
     measurement = Measurement(chosen, loads)
@@ -254,8 +267,9 @@ def main() -> None:
 
     def found() -> dict:
         buffers = next((arm.buffers for arm in chosen if isinstance(arm, LlamaCppArm)), {})
-        facts = {"torch_dtype": dtype, "num_threads": arguments.num_threads, "num_rounds": arguments.rounds}
-        return figures(measurement, loads, isa, {**facts, "llama_cpp_buffers": buffers})
+        facts: dict = {"torch_dtype": dtype, "num_threads": arguments.num_threads, "num_rounds": arguments.rounds}
+        facts |= {"load_average_before": load_average, "llama_cpp_buffers": buffers}
+        return figures(measurement, loads, isa, facts)
 
     failure = ""
     try:

@@ -332,6 +332,15 @@ def test_peers_compute_in_the_dtype_that_the_kernels_variant_gives(
     assert peers.compute_with() == (variant, dtype)
 
 
+def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.25, 9.0, 9.0))
+    assert peers.load_before() == 0.25
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(os, "getloadavg", lambda: (4.5, 0.0, 0.0))
+    assert peers.load_before() == 4.5
+    assert "the machine is busy (load average 4.5)" in capsys.readouterr().err
+
+
 def test_results_of_some_do_not_replace_those_of_all() -> None:
     every = (["54M", "0.6B"], list(FORMATS))
     assert peers.results_path("avx2", *every) == Path("bench/results/peers.avx2.json")
