@@ -65,8 +65,8 @@ wheel: $(READY)  ## dist/: a wheel for any machine, and one for this kind with t
 	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
 	$(BIN)/python -m deploy.platform_wheel dist/pagewire-*-none-any.whl
 
-bench: $(READY)  ## the same models and loads through transformers, vLLM and llama.cpp, side by side
-	$(BIN)/python -m bench.peers
+bench: $(READY)  ## the same models, weight formats and loads through llama.cpp, vLLM and transformers; ARGS="--isa avx2"
+	$(BIN)/python -m bench.peers $(ARGS)
 
 bench-split: $(READY)  ## what two processes over gRPC cost against one process
 	$(BIN)/python -m bench.split

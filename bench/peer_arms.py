@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -19,12 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from bench.peer_environment import Environments
+from bench.peer_environment import BF16, FORMATS, Environments
 from pagewire import Client, SamplingParams
 from pagewire.bench.progress import ProgressLine
 from pagewire.bench.run import run
 from pagewire.bench.target import new_cache_salt
 from pagewire.bench.workload import LengthRange, PlannedRequest, Workload
+from pagewire.errors import CommandError
 from pagewire.hosting import local_server
 
 PROGRAMS = Path(__file__).parent / "peer_programs"
@@ -36,6 +38,8 @@ MIXED_INPUT, MIXED_OUTPUT = LengthRange(64, 256), LengthRange(32, 128)
 STOP_TIMEOUT_S = 20
 # A prefill is short: the median of several.
 NUM_PREFILLS = 3
+# From here on llama.cpp's log names the buffers that it puts the weights into.
+LLAMA_CPP_VERBOSITY = 4
 
 
 class PeerFailedError(Exception):
@@ -89,17 +93,22 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A checkpoint; `vocab_size` is what prompts are drawn from."""
+    """A bf16 checkpoint, and the format that its weights are measured in. Prompts are drawn from `vocab_size` ids."""
 
     name: str
     path: Path
     vocab_size: int
+    weight_format: str = BF16
 
 
 class Arm(Protocol):
-    """`measure` returns tokens per second by the names of the loads; it leaves out what the arm cannot do."""
+    """`measure` returns tokens per second by the names of the loads; it leaves out what the arm cannot do.
+
+    `formats` are those of FORMATS that the arm takes.
+    """
 
     name: str
+    formats: Sequence[str]
 
     def prepare(self, model: Model) -> None:
         """Makes all that the arm needs, unmeasured. Raises CannotMakeError."""
@@ -148,21 +157,30 @@ class PagewireArm:
     """Both services as processes, and a client here, over gRPC. The KV cache is of 16 bits, as that of every peer."""
 
     name = "Pagewire"
+    formats = FORMATS
 
-    def __init__(self, num_threads: int, serve_flags: Sequence[str] = ()) -> None:
+    def __init__(self, environments: Environments, num_threads: int, serve_flags: Sequence[str] = ()) -> None:
+        self._environments = environments
         self._flags = [f"--num-threads={num_threads}", "--kv-cache-dtype=bfloat16", *serve_flags]
 
     def prepare(self, model: Model) -> None:
-        pass
+        self._served(model)
+
+    def _served(self, model: Model) -> Path:
+        """Returns the checkpoint, or its quantised file, the same that llama.cpp gets."""
+        return model.path if model.weight_format == BF16 else self._environments.gguf(model.path, model.weight_format)
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
-        with local_server.serving(str(model.path), self._flags) as url, asyncio.Runner() as runner:
-            client = Client(url)
-            runner.run(client.__aenter__())
-            try:
-                return rates(lambda batch: runner.run(_seconds(client, batch)), loads, model.vocab_size, seed)
-            finally:
-                runner.run(client.__aexit__())
+        try:
+            with local_server.serving(str(self._served(model)), self._flags) as url, asyncio.Runner() as runner:
+                client = Client(url)
+                runner.run(client.__aenter__())
+                try:
+                    return rates(lambda batch: runner.run(_seconds(client, batch)), loads, model.vocab_size, seed)
+                finally:
+                    runner.run(client.__aexit__())
+        except CommandError as error:
+            raise PeerFailedError(str(error)) from None
 
 
 async def _seconds(client: Client, batch: Batch) -> float:
@@ -182,9 +200,12 @@ async def _seconds(client: Client, batch: Batch) -> float:
 class ProgramArm:
     """A program of bench/peer_programs in an interpreter of its own."""
 
+    formats = (BF16,)
+
     def __init__(
-        self, name: str, program: str, flags: Sequence[str], num_threads: int, python: Callable[[], Path]
+        self, name: str, program: str, flags: Callable[[], Sequence[str]], num_threads: int, python: Callable[[], Path]
     ) -> None:
+        """`flags` is asked each time that the program starts: what they say of the machine may have changed."""
         self.name = name
         self._program = program
         self._flags = flags
@@ -195,36 +216,39 @@ class ProgramArm:
         self._python()
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
-        command = [str(self._python()), str(PROGRAMS / self._program), str(model.path), *self._flags]
+        command = [str(self._python()), str(PROGRAMS / self._program), str(model.path), *self._flags()]
         with conversation(command, child_environ(self._num_threads)) as ask:
             return rates(lambda batch: float(ask(batch)), loads, model.vocab_size, seed)
 
 
 def transformers_arms(num_threads: int, dtype: str) -> list[ProgramArm]:
     """Returns the arms that run in this interpreter's environment, where transformers and torch are pinned."""
-    return [
-        ProgramArm(
-            f"transformers {mode}",
-            "transformers_peer.py",
-            ["--mode", mode, "--num-threads", str(num_threads), "--dtype", dtype],
-            num_threads,
-            lambda: Path(sys.executable),
+
+    def arm(mode: str) -> ProgramArm:
+        flags = ["--mode", mode, "--num-threads", str(num_threads), "--dtype", dtype]
+        return ProgramArm(
+            f"transformers {mode}", "transformers_peer.py", lambda: flags, num_threads, lambda: Path(sys.executable)
         )
-        for mode in ("generate", "generate_batch")
-    ]
+
+    return [arm(mode) for mode in ("generate", "generate_batch")]
 
 
 class LlamaCppArm:
     """llama-batched-bench. It has no mixed requests."""
 
     name = "llama.cpp"
+    formats = FORMATS
 
     def __init__(self, environments: Environments, num_threads: int) -> None:
         self._environments = environments
         self._num_threads = num_threads
+        # By model and format: the names of the buffers that its log says the weights are in.
+        self.buffers: dict[str, dict[str, list[str]]] = {}
 
     def prepare(self, model: Model) -> None:
-        self._environments.gguf(model.path)
+        self._environments.gguf(model.path, model.weight_format)
+        self._environments.llama_cpp_program("llama-batched-bench")
+        self._environments.llama_cpp_environ()
 
     def measure(self, model: Model, loads: Loads, seed: int) -> dict[str, float]:
         found = {}
@@ -237,15 +261,23 @@ class LlamaCppArm:
         return found
 
     def _run(self, model: Model, num_positions: int, input_len: int, output_len: int, streams: str) -> list[dict]:
-        program = self._environments.llama_cpp() / "build" / "bin" / "llama-batched-bench"
+        program = self._environments.llama_cpp_program("llama-batched-bench")
+        weights = self._environments.gguf(model.path, model.weight_format)
         shape = ["-c", num_positions, "-b", 2048, "-ub", 512, "-npp", input_len, "-ntg", output_len, "-npl", streams]
-        threads = ["-t", self._num_threads, "--output-format", "jsonl"]
-        command = [str(program), "-m", str(self._environments.gguf(model.path)), *map(str, [*shape, *threads])]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        how = ["-t", self._num_threads, "--output-format", "jsonl", "-lv", LLAMA_CPP_VERBOSITY]
+        command = [str(program), "-m", str(weights), *map(str, [*shape, *how])]
+        environ = os.environ | self._environments.llama_cpp_environ()
+        ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         rows = batched_bench_rows(ran.stdout)
         if ran.returncode or not rows:
             raise PeerFailedError(f"llama-batched-bench ended with exit code {ran.returncode}")
+        self.buffers.setdefault(model.name, {})[model.weight_format] = weight_buffers(ran.stderr)
         return rows
+
+
+def weight_buffers(log: str) -> list[str]:
+    """Returns the names of the buffers that llama.cpp's log says the weights are in, such as CPU_REPACK."""
+    return re.findall(r"load_tensors:\s+(\S+) model buffer size", log)
 
 
 def batched_bench_rows(text: str) -> list[dict]:

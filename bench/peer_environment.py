@@ -21,13 +21,25 @@ VLLM_EXTRAS = (
 )
 VLLM_UNNEEDED = re.compile(r"^torch|s390x|aarch64|opencv|mistral|python_version >|extra")
 LLAMA_CPP_FLAGS = (
-    "-DGGML_NATIVE=ON",
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
     "-DCMAKE_BUILD_TYPE=Release",
 )
+NATIVE, AVX2 = "native", "avx2"
+# Of ggml's CPU library, by the instruction set that it is built for. All of them are named: some are on by default.
+GGML_FLAGS = {
+    NATIVE: ("-DGGML_NATIVE=ON",),
+    AVX2: (
+        "-DGGML_NATIVE=OFF",
+        *(f"-DGGML_{feature}=ON" for feature in ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")),
+        *(f"-DGGML_{feature}=OFF" for feature in ("AVX_VNNI", "AVX512", "AVX512_BF16", "AVX512_VNNI", "AVX512_VBMI")),
+    ),
+}
+# What a CPU's weights are measured in, as llama-quantize names it. The checkpoints are bf16.
+BF16 = "bf16"
+FORMATS = (BF16, "Q8_0", "Q4_0", "Q4_K_M")
 STEP_TIMEOUT_S = 3600
 CONVERTER = Path(__file__).parent / "peer_programs" / "gguf_convert.py"
 
@@ -37,11 +49,16 @@ class CannotMakeError(Exception):
 
 
 class Environments:
-    """Folders under one root. Everything that is run writes to `log` there."""
+    """Folders under one root. Everything that is run writes to `log` there.
 
-    def __init__(self, root: Path) -> None:
+    `isa` is the instruction set that llama.cpp computes with: that of this machine, or AVX2 alone.
+    """
+
+    def __init__(self, root: Path, isa: str = NATIVE) -> None:
         self.root = root
         self.log = root / "log"
+        self.llama_cpp_source = root / "llama_cpp" / "vendor" / "llama.cpp"
+        self._isa = isa
         root.mkdir(parents=True, exist_ok=True)
 
     def vllm(self) -> Path:
@@ -59,23 +76,55 @@ class Environments:
         return python
 
     def llama_cpp(self) -> Path:
-        """Returns the folder of llama.cpp's source, with llama-batched-bench under build/bin."""
-        source = self.root / "llama_cpp" / "vendor" / "llama.cpp"
-        if not (source / "build" / "bin" / "llama-batched-bench").exists():
-            for tool in ("cmake", "c++"):
-                if shutil.which(tool) is None:
-                    raise CannotMakeError(f"there is no {tool} to build it with")
+        """Returns the folder of llama.cpp's source."""
+        source = self.llama_cpp_source
+        if not (source / "CMakeLists.txt").exists():
+            _need_build_tools()
             archive = self._download(LLAMA_CPP_PYTHON, "llama_cpp_python-*.tar.gz")
             shutil.rmtree(self.root / "llama_cpp", ignore_errors=True)
             unpack(archive, self.root / "llama_cpp")
-            build = str(source / "build")
-            self._run(["cmake", "-S", str(source), "-B", build, *LLAMA_CPP_FLAGS], "its build cannot be configured")
-            jobs = str(os.cpu_count() or 1)
-            command = ["cmake", "--build", build, "-j", jobs, "--target", "llama-batched-bench"]
-            self._run(command, "it does not build")
         return source
 
-    def gguf(self, checkpoint: Path) -> Path:
+    def llama_cpp_program(self, name: str) -> Path:
+        """Returns the path of one of llama.cpp's programs. It is run with `llama_cpp_environ`."""
+        return self._build(NATIVE, name, name)
+
+    def llama_cpp_environ(self) -> dict[str, str]:
+        """Returns the variables that make llama.cpp's programs compute with the instruction set.
+
+        Only ggml's CPU library is built for one; everything else in a native build is for any processor of its kind.
+        """
+        if self._isa == NATIVE:
+            return {}
+        library = self._build(self._isa, "ggml-cpu", "libggml-cpu.so")
+        return {"LD_LIBRARY_PATH": str(library.parent)}
+
+    def _build(self, isa: str, target: str, made: str) -> Path:
+        """Returns the path of what a target makes, built if it is missing."""
+        source = self.llama_cpp()
+        folder = source / ("build" if isa == NATIVE else f"build-{isa}")
+        path = folder / "bin" / made
+        if not path.exists():
+            _need_build_tools()
+            configure = ["cmake", "-S", str(source), "-B", str(folder), *GGML_FLAGS[isa], *LLAMA_CPP_FLAGS]
+            self._run(configure, "its build cannot be configured")
+            jobs = str(os.cpu_count() or 1)
+            self._run(["cmake", "--build", str(folder), "-j", jobs, "--target", target], f"its {target} does not build")
+        return path
+
+    def gguf(self, checkpoint: Path, weight_format: str = BF16) -> Path:
+        """Returns a checkpoint as a GGUF file in one of FORMATS, quantised by llama.cpp's own program."""
+        if weight_format == BF16:
+            return self._converted(checkpoint)
+        out = self.root / f"{checkpoint.name}.{weight_format}.gguf"
+        if not out.exists():
+            program, source = self.llama_cpp_program("llama-quantize"), self._converted(checkpoint)
+            partial = out.with_suffix(".partial")
+            self._run([str(program), str(source), str(partial), weight_format], f"it does not quantise {source.name}")
+            partial.rename(out)
+        return out
+
+    def _converted(self, checkpoint: Path) -> Path:
         """Returns a checkpoint in llama.cpp's form. Its converter is known to run where vLLM runs."""
         out = self.root / f"{checkpoint.name}.gguf"
         if not out.exists():
@@ -112,6 +161,12 @@ class Environments:
             except (OSError, subprocess.SubprocessError) as error:
                 log.write(f"{error}\n")
                 raise CannotMakeError(f"{reason} ({self.log} tells more)") from None
+
+
+def _need_build_tools() -> None:
+    for tool in ("cmake", "c++"):
+        if shutil.which(tool) is None:
+            raise CannotMakeError(f"there is no {tool} to build it with")
 
 
 def requirements(wheel: Path) -> list[str]:
