@@ -7,7 +7,7 @@ MODEL := models/storyteller
 SEEDS := 5000
 FIRST := 0
 
-.PHONY: help setup run test sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-hostile bench-long-text bench-overload bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
+.PHONY: help setup run test sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
@@ -109,6 +109,9 @@ bench-long-text: $(READY)  ## what long texts of one client do to the stream of 
 
 bench-overload: $(READY)  ## ten times too many requests: how soon they are refused, what those that run lose
 	$(BIN)/python -m bench.overload
+
+bench-perplexity: $(READY)  ## what formats of weights and of the KV cache cost the bundled model in exactness
+	$(BIN)/python -m bench.perplexity
 
 bench-worker-loss: $(READY)  ## what clients of a gateway notice when one of two pairs loses its worker
 	$(BIN)/python -m bench.worker_loss

@@ -1,5 +1,8 @@
 """Train the bundled model: `python -m models.train_storyteller [DIRECTORY]`, from the repository's root.
 
+`--shape wide` trains a model whose rows llama.cpp's K-quants can hold. It is not kept itself: the tests' GGUF files are
+made of it (models/quantize_fixtures.py).
+
 It writes a checkpoint directory as published on the Hugging Face Hub. The same script with the same versions of torch,
 transformers and tokenizers, on the same kind of CPU, writes the same bytes; elsewhere sums round differently and the
 weights with them. It takes about ten minutes on one core, and uses no more: the split of sums over threads would
@@ -12,8 +15,9 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -22,10 +26,10 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from models.story_grammar import write_document
+from models.story_tokens import END_OF_TEXT, sequences
 
 logger = logging.getLogger("train_storyteller")
 
-END_OF_TEXT = "<|endoftext|>"
 MAX_MODEL_LEN = 2048
 NUM_TOKENIZER_DOCUMENTS = 2_000
 SAMPLE_PROMPTS = ("Once", "The little fox", "There once was a brave turtle", "Long ago, a shy cat named Ivy")
@@ -66,6 +70,17 @@ CONFIG = {
     "use_sliding_window": False,
     "vocab_size": 1024,
 }
+# K-quants hold rows of whole 256 weights.
+WIDE_CONFIG = {
+    **CONFIG,
+    "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "max_window_layers": 2,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+CONFIGS = {"bundled": CONFIG, "wide": WIDE_CONFIG}
 # The model goes on with what was said. It knows empty lines between the stories of a collection, so one stands before
 # every further turn of the user.
 CHAT_TEMPLATE = (
@@ -96,15 +111,6 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(documents, trainer)
     return tokenizer
-
-
-def sequences(tokenizer: Tokenizer, rng: random.Random, length: int) -> Iterator[list[int]]:
-    """Documents one after another, each with its end, cut at `length`. Every sequence begins with a document."""
-    while True:
-        token_ids: list[int] = []
-        while len(token_ids) < length:
-            token_ids += tokenizer.encode(write_document(rng) + END_OF_TEXT).ids
-        yield token_ids[:length]
 
 
 def batches(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Tensor]:
@@ -143,7 +149,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: Tokenizer, rng: random.Random) -> 
             )
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
+def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, config: Mapping[str, Any], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # The output embedding is the input embedding: it is stored once.
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
@@ -154,7 +160,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, directory: Path) -> None
     )
     tokenizer.save(str(directory / "tokenizer.json"))
     for name, content in (
-        ("config.json", CONFIG),
+        ("config.json", config),
         ("tokenizer_config.json", TOKENIZER_CONFIG),
         ("generation_config.json", GENERATION_CONFIG),
     ):
@@ -169,20 +175,22 @@ def print_samples(model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the bundled model.")
+    parser = argparse.ArgumentParser(description="Train the bundled model, or another of its kind.")
     parser.add_argument("directory", type=Path, nargs="?", default=Path("models/storyteller"))
-    directory = parser.parse_args().directory
+    parser.add_argument("--shape", choices=CONFIGS, default="bundled", help="which model (default: %(default)s)")
+    args = parser.parse_args()
+    config = CONFIGS[args.shape]
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     rng = random.Random(SEED)
     tokenizer = train_tokenizer([write_document(rng) for _ in range(NUM_TOKENIZER_DOCUMENTS)], CONFIG["vocab_size"])
-    model = Qwen3ForCausalLM(Qwen3Config.from_dict(CONFIG))
+    model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
     logger.info("%d parameters", sum(parameter.numel() for parameter in model.parameters()))
     train(model.train(), tokenizer, rng)
-    save(model, tokenizer, directory)
-    print_samples(Qwen3ForCausalLM.from_pretrained(directory).eval(), tokenizer)
+    save(model, tokenizer, config, args.directory)
+    print_samples(Qwen3ForCausalLM.from_pretrained(args.directory).eval(), tokenizer)
 
 
 if __name__ == "__main__":

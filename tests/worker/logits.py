@@ -1,0 +1,96 @@
+"""Logits of every position of some sequences: ours, and those of transformers."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import transformers
+from torch import Tensor
+
+from pagewire.kernels.cpu import CpuKernels
+from tests.gguf_files import dequantized
+from worker_service.attention import AttentionBatch, create_backend
+from worker_service.cache import CacheEngine, CacheShape
+from worker_service.host import create_host_operations, host_model
+from worker_service.models.loading import load_model
+from worker_service.models.source import load_config
+from worker_service.startup.loader import attention_shape
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+
+
+class OurModel:
+    """A model on the CPU, with a KV cache for one sequence."""
+
+    def __init__(
+        self, path: Path, *, dtype: torch.dtype, cache_dtype: torch.dtype, kernels: CpuKernels | None, **options: Any
+    ) -> None:
+        """`options`: further ones of `load_model`."""
+        config = load_config(path)
+        model = load_model(path, dtype=dtype, device=CPU, operations=create_host_operations(kernels), **options)
+        self._backend = create_backend("auto", CPU, attention_shape(config, BLOCK_SIZE, dtype, cache_dtype), kernels)
+        self._host = host_model(model, self._backend)
+        num_blocks = -(-config.max_position_embeddings // BLOCK_SIZE)
+        shape = CacheShape(
+            num_layers=config.num_layers,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=cache_dtype,
+            is_head_major=self._backend.is_head_major,
+        )
+        self._cache = CacheEngine(shape, num_blocks, CPU)
+        self._table = torch.arange(1, num_blocks + 1).unsqueeze(0)
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Returns float32 [num_tokens, vocab_size] of all sequences, each computed in one step."""
+        return torch.cat([self._compute(sequence, 0) for sequence in sequences])
+
+    def complete(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Returns the greedy continuation, computed token by token."""
+        found: list[int] = []
+        given, first = list(prompt), 0
+        while len(found) < num_tokens:
+            found.append(int(self._compute(given, first)[-1].argmax()))
+            first += len(given)
+            given = found[-1:]
+        return found
+
+    @torch.inference_mode()
+    def _compute(self, token_ids: Sequence[int], first: int) -> Tensor:
+        """The logits of tokens from the position `first` on, those before which are in the cache."""
+        positions = torch.arange(first, first + len(token_ids))
+        # Block 0 belongs to no sequence.
+        slots = BLOCK_SIZE + positions
+        batch = AttentionBatch([0, len(token_ids)], [first + len(token_ids)], self._table, slots)
+        attend = self._backend.prepare(batch, self._cache.layers)
+        rows = torch.arange(len(token_ids))
+        return self._host.forward_logits(torch.tensor(token_ids), positions, attend, rows).logits.float()
+
+
+class ReferenceModel:
+    """Transformers' Qwen3 in float32, over the weights that PyPI `gguf` reads of a file."""
+
+    @torch.inference_mode()
+    def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
+        """`config`: of the checkpoint that the file was made of."""
+        self._model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config.from_dict(dict(config))).eval()
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+        weights = dequantized(path)
+        for name, parameter in self._model.named_parameters():
+            own_name = names.get_name(name, try_suffixes=(".weight",))
+            parameter.copy_(torch.from_numpy(weights[own_name].copy()))
+
+    @torch.inference_mode()
+    def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Returns float32 [num_tokens, vocab_size] of all sequences."""
+        return torch.cat([self._model(torch.tensor([list(sequence)])).logits[0] for sequence in sequences])
+
+
+def mean_divergence(expected: Tensor, actual: Tensor) -> float:
+    """Returns the mean over positions of the Kullback-Leibler divergence of two models' next tokens, in nats."""
+    theirs, ours = expected.double().log_softmax(dim=-1), actual.double().log_softmax(dim=-1)
+    return (theirs.exp() * (theirs - ours)).sum(dim=-1).mean().item()

@@ -1,0 +1,131 @@
+"""Logits over weights that llama.cpp's tools quantised, against float32 and as exact as llama.cpp's own.
+
+The files, and how far llama.cpp's logits are from the same reference, are made by models/quantize_fixtures.py.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from models.story_tokens import sequences
+from models.train_storyteller import CONFIGS
+from pagewire.kernels.cpu import NATIVE
+from tests.kernels.variants import load_variant
+from tests.worker.logits import OurModel, ReferenceModel, mean_divergence
+
+FIXTURES = Path(__file__).parent / "fixtures"
+LLAMA_CPP = json.loads((FIXTURES / "llama_cpp.json").read_text())
+NAMES = tuple(LLAMA_CPP["divergence"])
+# How much further from the reference than llama.cpp's logits ours may be.
+MAX_RATIO = 1.1
+# What we compute in and keep keys and values in, and the type of llama.cpp's KV cache that it is compared with.
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# Where a block of a GGUF tensor has its float16 scale, and minimum.
+SCALES = {
+    **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0"), slice(0, 2)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), slice(0, 4)),
+    "Q6_K": slice(208, 210),
+}
+NUM_PROMPTS, PROMPT_LENGTH, NUM_OUTPUTS = 8, 20, 60
+
+
+@dataclass(frozen=True)
+class Stories:
+    """Stories that no model was trained on, and prompts that are not among them."""
+
+    token_ids: list[list[int]]
+    prompts: list[list[int]]
+
+
+@cache
+def stories() -> Stories:
+    tokenizer = Tokenizer.from_file(str(Path(__file__).parents[2] / "models" / "storyteller" / "tokenizer.json"))
+    seed = LLAMA_CPP["seed"]
+    print("seed", seed)
+    rows = sequences(tokenizer, random.Random(seed), LLAMA_CPP["length"])
+    prompts = sequences(tokenizer, random.Random(seed + 1), PROMPT_LENGTH)
+    return Stories([next(rows) for _ in range(LLAMA_CPP["num_sequences"])], [next(prompts) for _ in range(NUM_PROMPTS)])
+
+
+@cache
+def reference(name: str) -> tuple[ReferenceModel, Tensor]:
+    model = ReferenceModel(FIXTURES / f"{name}.gguf", CONFIGS[name.partition("-")[0]])
+    return model, model.logits(stories().token_ids)
+
+
+def max_divergence(name: str, dtype: torch.dtype) -> float:
+    """How far ours may be from the reference. What is lost is lost by activations in 8 bits, in groups of 32 whatever
+    the format: where llama.cpp's groups are larger, its figure for Q8_0 says how exact they can be."""
+    theirs, shape = LLAMA_CPP["divergence"], name.partition("-")[0]
+    names = {name, f"{shape}-Q8_0"} & theirs.keys()
+    return MAX_RATIO * min(theirs[name][DTYPES[dtype]] for name in names)
+
+
+@pytest.fixture(scope="module", params=(NATIVE, "avx2"))
+def kernels(request):
+    """For this processor, and for those that have AVX2 alone."""
+    return load_variant(request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_as_exact_as_llama_cpps(kernels, name, dtype):
+    """In the mean over positions, and by greedy tokens wherever the error leaves no doubt which is the best."""
+    model, expected = reference(name)
+    ours = OurModel(FIXTURES / f"{name}.gguf", dtype=dtype, cache_dtype=dtype, kernels=kernels)
+    actual = ours.logits(stories().token_ids)
+    theirs = LLAMA_CPP["divergence"][name][DTYPES[dtype]]
+    divergence, error = mean_divergence(expected, actual), (actual - expected).abs().max().item()
+    print(f"{name}: divergence {divergence:.3g}, llama.cpp's {theirs:.3g}; largest error of a logit {error:.3g}")
+    assert divergence <= max_divergence(name, dtype)
+    num_checked = 0
+    for prompt in stories().prompts:
+        completion = ours.complete(prompt, NUM_OUTPUTS)
+        logits = model.logits([prompt + completion])[len(prompt) - 1 : -1]
+        best = logits.topk(2)
+        is_plain = best.values[:, 0] - best.values[:, 1] > 2 * error
+        assert torch.equal(torch.tensor(completion)[is_plain], best.indices[is_plain, 0])
+        num_checked += int(is_plain.sum())
+    assert num_checked > 0.9 * NUM_PROMPTS * NUM_OUTPUTS, "an error this large leaves little to compare"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_torch_computes_the_reference(name):
+    """The same weights without the kernels: nothing but the order of sums differs, which is a thousandth of what
+    activations in 8 bits cost."""
+    ours = OurModel(FIXTURES / f"{name}.gguf", dtype=torch.float32, cache_dtype=torch.float32, kernels=None)
+    expected = reference(name)[1][: 4 * LLAMA_CPP["length"]]
+    torch.testing.assert_close(ours.logits(stories().token_ids[:4]), expected, rtol=0, atol=1e-4)
+
+
+def scaled(source: Path, path: Path, tensor_name: str, factor: float) -> Path:
+    """Writes a copy of a file with all scales of a tensor, and minimums where there are any, multiplied."""
+    data = bytearray(source.read_bytes())
+    (tensor,) = [tensor for tensor in gguf.GGUFReader(source).tensors if tensor.name == tensor_name]
+    block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+    start = int(tensor.data_offset)
+    blocks = np.frombuffer(data, np.uint8)[start : start + tensor.n_bytes].reshape(-1, block_bytes)
+    scales = blocks[:, SCALES[tensor.tensor_type.name]]
+    scales[:] = (scales.copy().view(np.float16) * np.float16(factor)).view(np.uint8)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("wide")])
+@pytest.mark.parametrize("tensor", ["blk.0.ffn_up", "blk.1.ffn_down"])
+def test_scales_two_percent_off_are_noticed(tmp_path, name, tensor):
+    """What the bound is worth: a single product that is so little wrong goes beyond it."""
+    path = scaled(FIXTURES / f"{name}.gguf", tmp_path / "model.gguf", f"{tensor}.weight", 1.02)
+    ours = OurModel(path, dtype=torch.float32, cache_dtype=torch.float32, kernels=load_variant(NATIVE))
+    divergence = mean_divergence(reference(name)[1], ours.logits(stories().token_ids))
+    print(f"{name}, {tensor}: divergence {divergence:.3g}")
+    assert divergence > max_divergence(name, torch.float32)
