@@ -29,6 +29,8 @@ NAMES = tuple(LLAMA_CPP["divergence"])
 MAX_RATIO = 1.1
 # What we compute in and keep keys and values in, and the type of llama.cpp's KV cache that it is compared with.
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# This processor's kernels, and those of AVX2, with which a worker computes in float32 unless told otherwise.
+SETTINGS = [(NATIVE, torch.float32), (NATIVE, torch.bfloat16), ("avx2", torch.float32)]
 # Where a block of a GGUF tensor has its float16 scale, and minimum.
 SCALES = {
     **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0"), slice(0, 2)),
@@ -56,10 +58,21 @@ def stories() -> Stories:
     return Stories([next(rows) for _ in range(LLAMA_CPP["num_sequences"])], [next(prompts) for _ in range(NUM_PROMPTS)])
 
 
-@cache
-def reference(name: str) -> tuple[ReferenceModel, Tensor]:
-    model = ReferenceModel(FIXTURES / f"{name}.gguf", CONFIGS[name.partition("-")[0]])
-    return model, model.logits(stories().token_ids)
+@dataclass(frozen=True)
+class Case:
+    """A file of the fixtures, the reference over its weights, and the reference's logits of all stories."""
+
+    name: str
+    path: Path
+    reference: ReferenceModel
+    logits: Tensor
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request) -> Case:
+    path = FIXTURES / f"{request.param}.gguf"
+    reference = ReferenceModel(path, CONFIGS[request.param.partition("-")[0]])
+    return Case(request.param, path, reference, reference.logits(stories().token_ids))
 
 
 def max_divergence(name: str, dtype: torch.dtype) -> float:
@@ -70,62 +83,66 @@ def max_divergence(name: str, dtype: torch.dtype) -> float:
     return MAX_RATIO * min(theirs[name][DTYPES[dtype]] for name in names)
 
 
-@pytest.fixture(scope="module", params=(NATIVE, "avx2"))
-def kernels(request):
-    """For this processor, and for those that have AVX2 alone."""
-    return load_variant(request.param)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_are_as_exact_as_llama_cpps(kernels, name, dtype):
+@pytest.mark.parametrize(("variant", "dtype"), SETTINGS, ids=str)
+def test_logits_are_as_exact_as_llama_cpps(case, variant, dtype):
     """In the mean over positions, and by greedy tokens wherever the error leaves no doubt which is the best."""
-    model, expected = reference(name)
-    ours = OurModel(FIXTURES / f"{name}.gguf", dtype=dtype, cache_dtype=dtype, kernels=kernels)
+    ours = OurModel(case.path, dtype=dtype, cache_dtype=dtype, kernels=load_variant(variant))
     actual = ours.logits(stories().token_ids)
-    theirs = LLAMA_CPP["divergence"][name][DTYPES[dtype]]
-    divergence, error = mean_divergence(expected, actual), (actual - expected).abs().max().item()
-    print(f"{name}: divergence {divergence:.3g}, llama.cpp's {theirs:.3g}; largest error of a logit {error:.3g}")
-    assert divergence <= max_divergence(name, dtype)
+    theirs = LLAMA_CPP["divergence"][case.name][DTYPES[dtype]]
+    divergence, error = mean_divergence(case.logits, actual), (actual - case.logits).abs().max().item()
+    print(f"{case.name}: divergence {divergence:.3g}, llama.cpp's {theirs:.3g}; largest error of a logit {error:.3g}")
+    assert divergence <= max_divergence(case.name, dtype)
     num_checked = 0
+    # Of other stories than the error, or no token could differ; and by other kernels, those of a single row.
     for prompt in stories().prompts:
         completion = ours.complete(prompt, NUM_OUTPUTS)
-        logits = model.logits([prompt + completion])[len(prompt) - 1 : -1]
-        best = logits.topk(2)
+        best = case.reference.logits([prompt + completion])[len(prompt) - 1 : -1].topk(2)
         is_plain = best.values[:, 0] - best.values[:, 1] > 2 * error
         assert torch.equal(torch.tensor(completion)[is_plain], best.indices[is_plain, 0])
         num_checked += int(is_plain.sum())
     assert num_checked > 0.9 * NUM_PROMPTS * NUM_OUTPUTS, "an error this large leaves little to compare"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_plain_torch_computes_the_reference(name):
+def test_plain_torch_computes_the_reference(case):
     """The same weights without the kernels: nothing but the order of sums differs, which is a thousandth of what
     activations in 8 bits cost."""
-    ours = OurModel(FIXTURES / f"{name}.gguf", dtype=torch.float32, cache_dtype=torch.float32, kernels=None)
-    expected = reference(name)[1][: 4 * LLAMA_CPP["length"]]
+    ours = OurModel(case.path, dtype=torch.float32, cache_dtype=torch.float32, kernels=None)
+    expected = case.logits[: 4 * LLAMA_CPP["length"]]
     torch.testing.assert_close(ours.logits(stories().token_ids[:4]), expected, rtol=0, atol=1e-4)
 
 
-def scaled(source: Path, path: Path, tensor_name: str, factor: float) -> Path:
+def scaled(source: Path, path: Path, tensor_name: str, type_name: str, factor: float) -> Path:
     """Writes a copy of a file with all scales of a tensor, and minimums where there are any, multiplied."""
     data = bytearray(source.read_bytes())
     (tensor,) = [tensor for tensor in gguf.GGUFReader(source).tensors if tensor.name == tensor_name]
+    assert tensor.tensor_type.name == type_name
     block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
     start = int(tensor.data_offset)
     blocks = np.frombuffer(data, np.uint8)[start : start + tensor.n_bytes].reshape(-1, block_bytes)
-    scales = blocks[:, SCALES[tensor.tensor_type.name]]
+    scales = blocks[:, SCALES[type_name]]
     scales[:] = (scales.copy().view(np.float16) * np.float16(factor)).view(np.uint8)
     path.write_bytes(data)
     return path
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("wide")])
-@pytest.mark.parametrize("tensor", ["blk.0.ffn_up", "blk.1.ffn_down"])
-def test_scales_two_percent_off_are_noticed(tmp_path, name, tensor):
+@pytest.mark.parametrize(
+    ("case", "tensor", "type_name"),
+    [
+        ("wide-Q8_0", "blk.0.ffn_up", "Q8_0"),
+        ("wide-Q4_0", "blk.0.ffn_up", "Q4_0"),
+        ("wide-Q4_K_M", "blk.0.ffn_up", "Q4_K"),
+        ("wide-Q5_K_M", "blk.0.ffn_up", "Q5_K"),
+        ("wide-Q6_K", "blk.0.ffn_up", "Q6_K"),
+        ("wide-mixed", "blk.0.ffn_up", "Q4_1"),
+        ("wide-mixed", "blk.1.attn_v", "Q5_0"),
+        ("wide-mixed", "blk.1.ffn_down", "Q5_1"),
+    ],
+    indirect=["case"],
+)
+def test_scales_two_percent_off_are_noticed(case, tmp_path, tensor, type_name):
     """What the bound is worth: a single product that is so little wrong goes beyond it."""
-    path = scaled(FIXTURES / f"{name}.gguf", tmp_path / "model.gguf", f"{tensor}.weight", 1.02)
+    path = scaled(case.path, tmp_path / "model.gguf", f"{tensor}.weight", type_name, 1.02)
     ours = OurModel(path, dtype=torch.float32, cache_dtype=torch.float32, kernels=load_variant(NATIVE))
-    divergence = mean_divergence(reference(name)[1], ours.logits(stories().token_ids))
-    print(f"{name}, {tensor}: divergence {divergence:.3g}")
-    assert divergence > max_divergence(name, torch.float32)
+    divergence = mean_divergence(case.logits, ours.logits(stories().token_ids))
+    print(f"{case.name}, {tensor}: divergence {divergence:.3g}")
+    assert divergence > max_divergence(case.name, torch.float32)
