@@ -82,14 +82,24 @@ class Embedding(nn.Module):
     def __init__(self, num_embeddings: int, size: int) -> None:
         super().__init__()
         self.weight: Tensor | None = nn.Parameter(torch.empty(num_embeddings, size), requires_grad=False)
+        self.rows: Linear | None = None  # holds the weight, where this does not
         self._dtype = torch.float32
         self._take_rows: Callable[[Tensor], Tensor] | None = None
 
-    def finish_loading(self, dtype: torch.dtype, head: Linear | None = None) -> None:
-        """`dtype`: what rows are given in; `head`: whose weight this is too, already loaded."""
+    def hold_rows(self, operations: Operations) -> str:
+        """Let a layer hold the weight instead, in whatever it can be held in. Returns that layer's name in the model."""
+        assert self.weight is not None
+        num_embeddings, size = self.weight.shape
+        with self.weight.device:
+            self.rows = Linear(size, [num_embeddings], operations, bias=False)
+        self.weight = None
+        return "embedding.rows"
+
+    def finish_loading(self, dtype: torch.dtype, holder: Linear | None = None) -> None:
+        """`dtype`: what rows are given in; `holder`: whose weight this is too, already loaded."""
         self._dtype = dtype
-        if head is not None:
-            self._take_rows = head.embedding()
+        if holder is not None:
+            self._take_rows = holder.embedding()
             if self._take_rows is not None:
                 self.weight = None
 

@@ -19,6 +19,8 @@ from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
 from worker_service.models.quantization import Quantization, WeightFormat
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
+from worker_service.models.quantizing.rounding import BITS, GROUP_SIZE
+from worker_service.models.quantizing.tensors import QuantizingTensors
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Shard, Split
 from worker_service.models.source import load_config
@@ -60,6 +62,7 @@ def load_model(
     operations: Operations | None = None,
     is_dummy: bool = False,
     communicator: Communicator | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """Loads a model, or one rank's part of it, ready to run.
 
@@ -72,13 +75,20 @@ def load_model(
         operations: what the model computes with; by default plain torch.
         is_dummy: the directory need hold nothing but config.json, and the weights are random.
         communicator: the rank whose part it is, of how many, and how they meet; by default there is one.
+        quantization: "int8" or "int4" to quantise weights of floats, if `operations` multiply with codes.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
-        ValueError: the model cannot be shared out among so many ranks.
+        ValueError: the model cannot be shared out among so many ranks, or cannot be quantised.
     """
     unloaded = prepare_model(
-        path, dtype=dtype, device=device, operations=operations, is_dummy=is_dummy, communicator=communicator
+        path,
+        dtype=dtype,
+        device=device,
+        operations=operations,
+        is_dummy=is_dummy,
+        communicator=communicator,
+        quantization=quantization,
     )
     return unloaded.load(progress)
 
@@ -91,6 +101,7 @@ def prepare_model(
     operations: Operations | None = None,
     is_dummy: bool = False,
     communicator: Communicator | None = None,
+    quantization: str | None = None,
 ) -> "UnloadedModel":
     """Return the model that `load_model` would load, compared with the headers of the files. Its arguments and errors
     are those of `load_model`."""
@@ -104,14 +115,18 @@ def prepare_model(
     table = tuple(_weights(code, shard.config, checkpoint))
     if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
         checkpoint = QuantizedCheckpoint(checkpoint, _formats(model, table, shard.config.quantization))
+    if quantization is not None:
+        _check_quantizable(checkpoint, shard, operations, dtype)
+        checkpoint, table = _quantizing(model, checkpoint, table, BITS[quantization])
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
     has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names("lm_head.weight"))
     is_tied = shard.config.tie_word_embeddings and not has_head
     stays_quantized = shard.size == 1 and operations.multiplies_quantized(dtype)
-    if is_tied and stays_quantized and _quantized_embedding(model, checkpoint, table) is not None:
-        # The head has the codes, and the embedding takes rows of it.
-        others = (weight for weight in table if weight.target != "head")
-        table = tuple(replace(weight, target="head") if weight.target == "embedding" else weight for weight in others)
+    if stays_quantized and _quantized_embedding(model, checkpoint, table) is not None:
+        # The embedding takes rows of the head, which has the codes, or of a layer of its own.
+        holder = "head" if is_tied else model.embedding.hold_rows(operations)
+        others = (weight for weight in table if not is_tied or weight.target != "head")
+        table = tuple(replace(weight, target=holder) if weight.target == "embedding" else weight for weight in others)
         model.embedding.weight = None
     elif is_tied:
         model.head.weight = None
@@ -120,7 +135,31 @@ def prepare_model(
     if stays_quantized:
         keep_quantized(model, checkpoint, table)
     check_weights(model, checkpoint, table, code.ignored, shard)
-    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied)
+    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied, quantization)
+
+
+def _check_quantizable(checkpoint: Tensors, shard: Shard, operations: Operations, dtype: torch.dtype) -> None:
+    """Raises ValueError if floats cannot be quantised while they load."""
+    if checkpoint.formats:
+        raise ValueError(f"the weights are quantised already ({', '.join(checkpoint.formats)}); leave --quantization out")
+    if shard.size > 1:
+        raise ValueError("--quantization is for one rank; leave out it or --tensor-parallel-size")
+    if not operations.multiplies_quantized(dtype):
+        raise ValueError(f"nothing here multiplies with codes in {dtype}; leave --quantization out")
+
+
+def _quantizing(
+    model: decoder.Decoder | gpt2.GPT2, checkpoint: Tensors, table: tuple[Weight, ...], bits: int
+) -> tuple[QuantizingTensors, tuple[Weight, ...]]:
+    """Return the checkpoint whose weights are codes, and the table of what it has: the head and the embedding are of 8
+    bits, and no matrix is transposed."""
+    names = {weight: f"{weight.source}.weight" for weight in table}
+    found = [weight for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
+    by_name = {names[weight]: 8 if weight.target == "head" else bits for weight in found}
+    by_name |= {name: 8 for weight, name in names.items() if weight.target == "embedding"}
+    transposed = frozenset(names[weight] for weight in found if weight.is_transposed)
+    tensors = QuantizingTensors(checkpoint, by_name, transposed, model.config.head_dim)
+    return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +182,7 @@ class UnloadedModel:
     device: torch.device
     operations: Operations
     is_tied: bool
+    quantization: str | None = None  # what its weights become while they load
 
     def footprint(self) -> Footprint:
         """Return how much memory the model takes. Packing a weight for its product copies it, and the weight is let go
@@ -184,6 +224,9 @@ class UnloadedModel:
 
     def describe_quantization(self) -> str | None:
         """Say in a line what becomes of quantised weights; None: there are none."""
+        if self.quantization is not None:
+            eight = ", but embedding and head to 8 bits" if BITS[self.quantization] < 8 else ""
+            return f"weights of products are quantised to {self.quantization} in groups of {GROUP_SIZE}{eight}"
         if not self.checkpoint.formats:
             return None
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
@@ -243,7 +286,7 @@ def _finish(model: decoder.Decoder | gpt2.GPT2, dtype: torch.dtype, is_tied: boo
             module.finish_loading()
     for module in modules:
         if isinstance(module, Embedding):
-            module.finish_loading(dtype, model.head if is_tied and module is model.embedding else None)
+            module.finish_loading(dtype, model.head if is_tied and module is model.embedding else module.rows)
 
 
 def _quantized_embedding(
