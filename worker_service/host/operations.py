@@ -30,6 +30,7 @@ class CpuOperations:
         self.rms_norm = kernels.rms_norm
         self.add_rms_norm = kernels.add_rms_norm
         self.silu_mul = kernels.silu_mul
+        self.quantize = kernels.quantize
 
     def can_hold(self, held: torch.dtype, computed: torch.dtype) -> bool:
         """Every bfloat16 and float16 is a float32, so nothing is lost, and half as much is read."""
@@ -38,7 +39,7 @@ class CpuOperations:
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         if computed in self._computed:
-            packed = self.kernels.pack_linear(weight.contiguous(), _floats(bias), computed)
+            packed = self.kernels.pack_linear(weight.contiguous(), floats(bias), computed)
             return CpuProduct(self.kernels, packed, computed)
         return TorchOperations().prepare_product(weight, bias, computed)
 
@@ -46,7 +47,7 @@ class CpuOperations:
         return computed in self._computed
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
-        return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, _floats(bias)), computed)
+        return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, floats(bias)), computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return computed in self._computed or TorchOperations().packs(computed, device)
@@ -76,5 +77,6 @@ class CpuProduct:
         return self.kernels.take_rows(self.packed, indexes).to(self._computed)
 
 
-def _floats(bias: Tensor | None) -> Tensor | None:
+def floats(bias: Tensor | None) -> Tensor | None:
+    """The bias as products add it."""
     return None if bias is None else bias.float()

@@ -1,9 +1,9 @@
-"""Keeps the quantised weights of a model in the user's cache, packed as products read them, from one start to the next.
+"""Keeps a model's quantised weights in the user's cache, packed as products read them, from one start to the next.
 
-A file holds them for a checkpoint, a quantisation and a build of the kernels, which its name is a digest of: whatever
-changes one of them makes a file of its own, and removes what was kept for the same checkpoint before. It lies there as
-safetensors do: a header in JSON, and the panels of one module of the model after the other. They are read, not mapped:
-each is compared with its checksum, and what becomes of the file later is nothing to the worker.
+A file holds them for a checkpoint, a quantisation and a build of the kernels, of which its name is a digest: where one
+of them has changed, a new file is made, and what was kept for the same checkpoint before is removed. Behind a header in
+JSON lie the panels of one module after the other. They are read, not mapped: each is compared with its checksum, and
+what becomes of the file later does not touch a worker that runs.
 """
 
 import hashlib
@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import xxhash
 from torch import Tensor, nn
 
 from pagewire.kernels.cpu import CpuKernels, PackedLinear, QuantizedPanels
-from worker_service.host.operations import CpuProduct
+from worker_service.host.operations import CpuProduct, floats
 from worker_service.models.linear import KeptProduct, Linear
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,14 @@ logger = logging.getLogger(__name__)
 # Rises with every change of what a file means, and of how weights are quantised.
 _FORMAT = 1
 _SUFFIX = ".packed"
+_PART_SUFFIX = ".part"
+_PART_SECONDS = 3600.0  # no writing takes longer
+# Two files that agree in these hold the same in different states.
+_LASTING = ("checkpoint", "quantization", "variant")
+_LENGTH_BYTES = _CHECKSUM_BYTES = 8
 _MAX_HEADER_BYTES = 1 << 26
 _ALIGNMENT = 64
+_DTYPE = "torch."
 
 
 class PackedCache:
@@ -46,10 +53,12 @@ class PackedCache:
         """
         self._kernels = kernels
         self._computed = computed
-        self._identity = {**identity, "format": str(_FORMAT), "kernels": kernels.identity}
+        own = {"format": str(_FORMAT), "variant": kernels.variant, "kernels": kernels.digest}
+        self._identity = {**identity, **own}
         digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
         self.path = folder / f"{digest[:32]}{_SUFFIX}"
-        self._start, self._products = 0, self._open()
+        self._start = 0
+        self._products = self._open()
         self.num_read = 0
 
     @property
@@ -66,10 +75,10 @@ class PackedCache:
             packed = self._read(entry)
         except (OSError, ValueError, TypeError, KeyError) as error:
             self._warn(f"{target} in it is broken: {error}")
-            self._products.pop(target)
+            self._products.clear()
             return None
         self.num_read += 1
-        return lambda bias: CpuProduct(self._kernels, packed.with_bias(bias), self._computed)
+        return lambda bias: CpuProduct(self._kernels, replace(packed, bias=floats(bias)), self._computed)
 
     def keep(self, model: nn.Module) -> None:
         """Write the products of a loaded model that are quantised, unless all of them have been read.
@@ -114,10 +123,10 @@ class PackedCache:
     def _read(self, entry: Mapping[str, Any]) -> PackedLinear:
         """Raises OSError, ValueError, TypeError or KeyError if there is no sense in it."""
         panels = torch.empty(entry["size"], dtype=torch.uint8)
-        buffer = memoryview(panels.numpy())
-        with self.path.open("rb", buffering=0) as file:
+        buffer = _bytes(panels)
+        with self.path.open("rb") as file:
             file.seek(self._start + entry["start"])
-            if _read_into(file, buffer) != len(buffer):
+            if file.readinto(buffer) != len(buffer):
                 raise ValueError("the file is cut off")
         if xxhash.xxh3_64_hexdigest(buffer) != entry["xxh3"]:
             raise ValueError("it is not what was written")
@@ -127,7 +136,8 @@ class PackedCache:
     def _write(self, products: Mapping[str, PackedLinear]) -> None:
         """Write a file under another name first, so that it is whole whenever it is there."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        entries, start = {}, 0
+        entries: dict[str, dict[str, Any]] = {}
+        start = 0
         for name, packed in products.items():
             assert packed.quantized is not None
             size = packed.panels.nbytes
@@ -141,15 +151,57 @@ class PackedCache:
             }
             start += -(-size // _ALIGNMENT) * _ALIGNMENT
         header = json.dumps({"identity": self._identity, "products": entries}).encode()
-        descriptor, temporary = tempfile.mkstemp(suffix=".part", dir=self.path.parent)
+        descriptor, temporary = tempfile.mkstemp(suffix=_PART_SUFFIX, dir=self.path.parent)
         try:
-            with open(descriptor, "wb", buffering=0) as file:
-                file.write(len(header).to_bytes(8, "little") + xxhash.xxh3_64_digest(header) + header)
+            with open(descriptor, "wb") as file:
+                file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + xxhash.xxh3_64_digest(header) + header)
                 begin = file.tell()
                 for name, packed in products.items():
                     file.seek(begin + entries[name]["start"])
-                    _write_all(file, _bytes(packed.panels))
+                    file.write(_bytes(packed.panels))
             os.replace(temporary, self.path)
         except BaseException:
             os.unlink(temporary)
             raise
+
+    def _remove_older(self) -> None:
+        """Remove what was kept for the same checkpoint, quantisation and kind of processor, and what others that were
+        killed have left half written."""
+        for path in self.path.parent.iterdir():
+            is_left = path.suffix == _PART_SUFFIX and path.stat().st_mtime < time.time() - _PART_SECONDS
+            if is_left or (path.suffix == _SUFFIX and path != self.path and self._replaces(path)):
+                path.unlink(missing_ok=True)
+                logger.info("removed %s, which is of no more use", path)
+
+    def _replaces(self, path: Path) -> bool:
+        try:
+            identity = _read_header(path)[0]["identity"]
+            return all(identity[name] == self._identity[name] for name in _LASTING)
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a file's header, and where its panels begin. Raises OSError or ValueError."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        checksum = file.read(_CHECKSUM_BYTES)
+        text = file.read(min(length, _MAX_HEADER_BYTES))
+        if xxhash.xxh3_64_digest(text) != checksum:
+            raise ValueError("its header is not what was written")
+        return json.loads(text), file.tell()
+
+
+def _bytes(panels: Tensor) -> memoryview:
+    return panels.numpy().data
+
+
+def _plain(value: Any) -> Any:
+    """Make JSON of a field of `QuantizedPanels`; `_parsed` reads it."""
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _parsed(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(_DTYPE):
+        return getattr(torch, value.removeprefix(_DTYPE))
+    return tuple(value) if isinstance(value, list) else value

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.operations import Operations, Product
 
+# Makes a product, with its bias, of a weight that was quantised and packed at an earlier start.
+KeptProduct = Callable[[Tensor | None], Product]
+
 
 class Linear(nn.Module):
     """y = x W^T + b, where W may be several projections of the same input, one below the other.
@@ -41,14 +44,17 @@ class Linear(nn.Module):
         start = sum(self.out_sizes[:part])
         return slice(start, start + self.out_sizes[part])
 
-    def finish_loading(self, dtype: torch.dtype) -> None:
-        """Hands the weight over to whoever multiplies, once. `dtype`: what the model computes in."""
+    def finish_loading(self, dtype: torch.dtype, kept: KeptProduct | None = None) -> None:
+        """Hands the weight over to whoever multiplies, once. `dtype`: what the model computes in; `kept` has the weight
+        already."""
         if self.product is not None:
             return
         assert self.weight is not None
         bias = self.bias.data if self.bias is not None and self._adds_bias else None
         quantized = [part for part in self._parts if isinstance(part, QuantizedWeight)]
-        if quantized and len(quantized) == len(self._parts):
+        if kept is not None:
+            self.product = kept(bias)
+        elif quantized and len(quantized) == len(self._parts):
             self.product = self._operations.prepare_quantized(QuantizedWeight.join(quantized), bias, dtype)
         else:
             self.product = self._operations.prepare_product(self._whole(dtype), bias, dtype)
@@ -87,7 +93,7 @@ class Embedding(nn.Module):
         self._take_rows: Callable[[Tensor], Tensor] | None = None
 
     def hold_rows(self, operations: Operations) -> str:
-        """Let a layer hold the weight instead, in whatever it can be held in. Returns that layer's name in the model."""
+        """Let a layer hold the weight instead, in whatever that can be in. Returns the layer's name in the model."""
         assert self.weight is not None
         num_embeddings, size = self.weight.shape
         with self.weight.device:

@@ -1,6 +1,6 @@
 """Loads a checkpoint directory or a GGUF file into a model, tensor by tensor."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,17 +9,17 @@ from torch import Tensor, nn
 
 from pagewire.gguf import is_gguf
 from pagewire.kernels.quantized import QuantizedFormat
+from pagewire.kernels.rounding import BITS, GROUP_SIZE
 from worker_service.models import decoder, gpt2
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import GPT2, ModelConfig
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
-from worker_service.models.linear import Embedding, Linear
+from worker_service.models.linear import Embedding, KeptProduct, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
 from worker_service.models.quantization import Quantization, WeightFormat
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
-from worker_service.models.quantizing.rounding import BITS, GROUP_SIZE
 from worker_service.models.quantizing.tensors import QuantizingTensors
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Shard, Split
@@ -75,11 +75,11 @@ def load_model(
         operations: what the model computes with; by default plain torch.
         is_dummy: the directory need hold nothing but config.json, and the weights are random.
         communicator: the rank whose part it is, of how many, and how they meet; by default there is one.
-        quantization: "int8" or "int4" to quantise weights of floats, if `operations` multiply with codes.
+        quantization: "int8" or "int4", for one rank's weights of floats where `operations` multiply with codes.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
-        ValueError: the model cannot be shared out among so many ranks, or cannot be quantised.
+        ValueError: the model cannot be shared out among so many ranks.
     """
     unloaded = prepare_model(
         path,
@@ -116,8 +116,8 @@ def prepare_model(
     if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
         checkpoint = QuantizedCheckpoint(checkpoint, _formats(model, table, shard.config.quantization))
     if quantization is not None:
-        _check_quantizable(checkpoint, shard, operations, dtype)
-        checkpoint, table = _quantizing(model, checkpoint, table, BITS[quantization])
+        assert (shard.size, checkpoint.formats) == (1, ()), "refused before"
+        checkpoint, table = _quantizing(model, checkpoint, table, BITS[quantization], operations)
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
     has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names("lm_head.weight"))
     is_tied = shard.config.tie_word_embeddings and not has_head
@@ -138,18 +138,12 @@ def prepare_model(
     return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied, quantization)
 
 
-def _check_quantizable(checkpoint: Tensors, shard: Shard, operations: Operations, dtype: torch.dtype) -> None:
-    """Raises ValueError if floats cannot be quantised while they load."""
-    if checkpoint.formats:
-        raise ValueError(f"the weights are quantised already ({', '.join(checkpoint.formats)}); leave --quantization out")
-    if shard.size > 1:
-        raise ValueError("--quantization is for one rank; leave out it or --tensor-parallel-size")
-    if not operations.multiplies_quantized(dtype):
-        raise ValueError(f"nothing here multiplies with codes in {dtype}; leave --quantization out")
-
-
 def _quantizing(
-    model: decoder.Decoder | gpt2.GPT2, checkpoint: Tensors, table: tuple[Weight, ...], bits: int
+    model: decoder.Decoder | gpt2.GPT2,
+    checkpoint: Tensors,
+    table: tuple[Weight, ...],
+    bits: int,
+    operations: Operations,
 ) -> tuple[QuantizingTensors, tuple[Weight, ...]]:
     """Return the checkpoint whose weights are codes, and the table of what it has: the head and the embedding are of 8
     bits, and no matrix is transposed."""
@@ -158,7 +152,7 @@ def _quantizing(
     by_name = {names[weight]: 8 if weight.target == "head" else bits for weight in found}
     by_name |= {name: 8 for weight, name in names.items() if weight.target == "embedding"}
     transposed = frozenset(names[weight] for weight in found if weight.is_transposed)
-    tensors = QuantizingTensors(checkpoint, by_name, transposed, model.config.head_dim)
+    tensors = QuantizingTensors(checkpoint, operations.quantize, by_name, transposed, model.config.head_dim)
     return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
 
 
@@ -243,8 +237,13 @@ class UnloadedModel:
             return 0
         return sum(self.model.head.out_sizes) * weight.shape[1] * weight.dtype.itemsize
 
-    def load(self, progress: Progress | None = None) -> Model:
-        """`progress` is called after each tensor with (tensors loaded, tensors in all)."""
+    def load(
+        self,
+        progress: Progress | None = None,
+        find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
+    ) -> Model:
+        """`progress` is called after each tensor with (tensors loaded, tensors in all); `find_kept` as in
+        `load_weights`."""
         model, shard, device = self.model, self.shard, self.device
         # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a
         # second.
@@ -254,7 +253,7 @@ class UnloadedModel:
                 torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if id(tensor) in allocated else tensor
             )
         )
-        load_weights(model, self.checkpoint, self.table, progress, shard, self.dtype)
+        load_weights(model, self.checkpoint, self.table, progress, shard, self.dtype, find_kept)
         if self.is_tied and model.embedding.weight is not None:
             model.head.weight = _tied_head(model, shard)
         _finish(model, self.dtype, self.is_tied and shard.size == 1)

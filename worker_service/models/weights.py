@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pagewire.kernels.quantized import QuantizedFormat
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.linear import Embedding, Linear
+from worker_service.models.linear import Embedding, KeptProduct, Linear
 from worker_service.models.shard import Shard, Split
 
 # Called after each tensor with (tensors loaded, tensors in all).
@@ -40,6 +40,7 @@ def load_weights(
     progress: Progress | None,
     shard: Shard,
     dtype: torch.dtype,
+    find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
 ) -> None:
     """Copies every tensor of the checkpoint, or this rank's part of it, to its parameter. What stays quantised goes to
     its product at once, since its codes take more memory than that.
@@ -47,6 +48,7 @@ def load_weights(
     Args:
         model: its parameters are allocated, but of what stays quantised, and `check_weights` has passed it.
         table: with `{layer}` filled in.
+        find_kept: finds the weight of a module that stays quantised where it is packed already.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -58,9 +60,11 @@ def load_weights(
     for target, sources in by_module.items():
         module = model.get_submodule(target)
         product = module if isinstance(module, Linear) and module.quantized_format is not None else None
+        kept = None if product is None else find_kept(target)
         for name, pieces in sources:
             if product is not None and name.endswith(".weight"):
-                product.add_part(checkpoint.quantized(name, _matrix(pieces[0].target)))
+                if kept is None:
+                    product.add_part(checkpoint.quantized(name, _matrix(pieces[0].target)))
             else:
                 for piece in pieces:
                     checkpoint.copy(name, piece)
@@ -68,7 +72,7 @@ def load_weights(
             if progress is not None:
                 progress(num_loaded, num_all)
         if product is not None:
-            product.finish_loading(dtype)
+            product.finish_loading(dtype, kept)
 
 
 def check_weights(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight], ignored: str, shard: Shard) -> None:

@@ -3,7 +3,7 @@
 `PAGEWIRE_CPU_KERNELS` says whether: "auto" (the default) uses them where they can be built, and says in one warning why
 not; "off" does not; "require" raises instead. `PAGEWIRE_CPU_VARIANT` says which variant: "portable", "avx2", "avx512"
 or "avx512_bf16", or "native" (the default) for the widest that this processor runs. `CC` names the compiler. What is
-built is kept in `PAGEWIRE_CACHE`, by default the user's cache.
+built is kept in `PAGEWIRE_CACHE`, by default the user's cache, and so are the weights that were packed for them.
 """
 
 import os
@@ -35,7 +35,7 @@ def load_cpu_kernels() -> CpuKernels | None:
 
 def environment_build() -> Build:
     """How the environment has the kernels built. Raises ValueError if a variable is none of its values."""
-    return Build(_choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), _cache())
+    return Build(_choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), cache_folder("kernels"))
 
 
 def _choice(name: str, choices: Sequence[str]) -> str:
@@ -46,12 +46,12 @@ def _choice(name: str, choices: Sequence[str]) -> str:
     return chosen
 
 
-def _cache() -> Path | None:
-    """$PAGEWIRE_CACHE/kernels, by default in the user's cache; None where the user has no home."""
+def cache_folder(name: str) -> Path | None:
+    """$PAGEWIRE_CACHE/NAME, by default in the user's cache; None where the user has no home."""
     root = os.environ.get("PAGEWIRE_CACHE")
     if root:
-        return Path(root) / "kernels"
+        return Path(root) / name
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / name
     except RuntimeError:
         return None

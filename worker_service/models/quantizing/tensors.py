@@ -1,15 +1,17 @@
-"""The weights of a checkpoint of floats, where those of products and of the embedding are quantised as they are read."""
+"""The weights of a checkpoint of floats, of which products and the embedding read theirs quantised."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from pagewire.kernels.rounding import GROUP_SIZE, quantized_format
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
-from worker_service.models.quantizing.rounding import GROUP_SIZE, WORKING_BYTES, quantize, quantized_format
 
-_CHUNK_ELEMENTS = 1 << 19  # that are read and quantised at once, and whole heads of rows at least
+_CHUNK_ELEMENTS = 1 << 22  # that are read and quantised at once, and whole heads of rows at least
+_WORKING_BYTES = 8  # that an element takes on the way: itself in float32, its code, and scales
 
 
 class QuantizingTensors:
@@ -17,15 +19,24 @@ class QuantizingTensors:
 
     formats: tuple[str, ...] = ()
 
-    def __init__(self, source: Tensors, bits: Mapping[str, int], transposed: frozenset[str], head_dim: int) -> None:
+    def __init__(
+        self,
+        source: Tensors,
+        quantize: Callable[[Tensor, int], QuantizedWeight],
+        bits: Mapping[str, int],
+        transposed: frozenset[str],
+        head_dim: int,
+    ) -> None:
         """
         Args:
             source: whose weights are floats.
+            quantize: makes codes of float32 [rows, columns], in 8 or 4 bits.
             bits: of the weights that are quantised, by name.
             transposed: names of those that the checkpoint has as [inputs, outputs].
             head_dim: rows that `source` can read are multiples of it.
         """
         self._source = source
+        self._quantize = quantize
         self._bits = bits
         self._transposed = transposed
         self._head_dim = head_dim
@@ -45,7 +56,7 @@ class QuantizingTensors:
     def working_bytes(self, name: str, num_elements: int) -> int:
         """See `Tensors.working_bytes`. Of one weight at a time, rows of whole heads are floats."""
         own = self._source.working_bytes(name, num_elements)
-        return own + WORKING_BYTES * min(num_elements, 2 * _CHUNK_ELEMENTS) if name in self._bits else own
+        return own + _WORKING_BYTES * min(num_elements, 2 * _CHUNK_ELEMENTS) if name in self._bits else own
 
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`. Raises CheckpointError if groups do not divide the inputs."""
@@ -79,7 +90,7 @@ class QuantizingTensors:
             values = torch.empty(rows.stop - start, in_size)
             self.copy(name, Piece(values, shape=shape, index=(rows,)))
             try:
-                part = quantize(values, self._bits[name])
+                part = self._quantize(values, self._bits[name])
             except ValueError as error:
                 raise CheckpointError(f"tensor {name} cannot be quantised: {error}") from error
             codes[rows], scale[rows] = part.codes, part.scale

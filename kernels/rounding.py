@@ -1,6 +1,7 @@
 """Rounds floats to codes with a scale for each group, as llama.cpp does: bit for bit what PyPI `gguf` makes of them.
 
 8 bits are its Q8_0, 4 bits its Q4_0. Scales are float16 numbers; codes are found by the scale before it is rounded.
+This is in plain torch, which `CpuKernels.quantize` is compared with.
 """
 
 import torch
@@ -10,7 +11,6 @@ from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 
 GROUP_SIZE = 32
 BITS = {"int8": 8, "int4": 4}  # by the names that users have for them
-WORKING_BYTES = 32  # that an element takes on the way: itself in float32, and what is computed of it
 
 
 def quantized_format(bits: int) -> QuantizedFormat:
@@ -25,14 +25,20 @@ def quantize(values: Tensor, bits: int) -> QuantizedWeight:
     """
     groups = values.unflatten(1, (-1, GROUP_SIZE))
     exact = groups.abs().amax(-1) / 127 if bits == 8 else _largest(groups) / -8
-    scale = exact.half().float()
-    if not scale.isfinite().all():
-        raise ValueError("it holds numbers that are not finite, or too large")
+    scale = round_scale(exact)
     inverse = 1 / exact
     # All of a group is 0, or so small that its scale is.
     scaled = groups * inverse.where(inverse.isfinite(), 0.0)[..., None]
     codes = _rounded_away(scaled) if bits == 8 else scaled.add_(8.5).trunc_().clamp_(0, 15).sub_(8)
     return QuantizedWeight(codes.to(torch.int8).flatten(1), scale, None, GROUP_SIZE)
+
+
+def round_scale(exact: Tensor) -> Tensor:
+    """To float16 numbers. Raises ValueError for what is no finite one."""
+    scale = exact.half().float()
+    if not scale.isfinite().all():
+        raise ValueError("it holds numbers that are not finite, or too large")
+    return scale
 
 
 def _largest(groups: Tensor) -> Tensor:
