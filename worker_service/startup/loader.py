@@ -256,6 +256,7 @@ class _Assembly:
             sliding_window=self.model_config.sliding_window,
             tensor_parallel_rank=self.communicator.rank,
             tensor_parallel_size=self.communicator.size,
+            quantization=self.config.quantization or "",
         )
 
     def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:
