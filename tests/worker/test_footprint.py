@@ -92,11 +92,14 @@ def peak():
     return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 
 path, dtype, is_dummy = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "dummy"
+quantization = sys.argv[5] or None
 cpu = torch.device("cpu")
 operations = create_host_operations(load_cpu_kernels())
 small = prepare_model(Path(sys.argv[4]), dtype=dtype, device=cpu, operations=operations, is_dummy=True).load()
 before = peak()
-unloaded = prepare_model(path, dtype=dtype, device=cpu, operations=operations, is_dummy=is_dummy)
+unloaded = prepare_model(
+    path, dtype=dtype, device=cpu, operations=operations, is_dummy=is_dummy, quantization=quantization
+)
 footprint = unloaded.footprint()
 unloaded.load()
 print(footprint.peak, peak() - before)
@@ -109,16 +112,18 @@ SMALL = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process's memory from /proc")
 @pytest.mark.parametrize(
-    ("name", "overrides", "mode"),
+    ("name", "overrides", "mode", "quantization"),
     [
-        ("many layers", {"num_hidden_layers": 8}, "auto"),
-        ("tied, large vocabulary", {"vocab_size": 40_000, "tie_word_embeddings": True}, "auto"),
-        ("tied, oneDNN", {"vocab_size": 40_000, "tie_word_embeddings": True}, "off"),
-        ("many positions", {"max_position_embeddings": 500_000}, "auto"),
+        ("many layers", {"num_hidden_layers": 8}, "auto", ""),
+        ("tied, large vocabulary", {"vocab_size": 40_000, "tie_word_embeddings": True}, "auto", ""),
+        ("tied, oneDNN", {"vocab_size": 40_000, "tie_word_embeddings": True}, "off", ""),
+        ("many positions", {"max_position_embeddings": 500_000}, "auto", ""),
+        ("tied, in 8 bits", {"vocab_size": 40_000, "tie_word_embeddings": True}, "auto", "int8"),
+        ("many layers in 4 bits", {"num_hidden_layers": 12}, "auto", "int4"),
     ],
 )
 def test_the_peak_of_loading_is_what_was_said(
-    tmp_path: Path, name: str, overrides: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, overrides: dict[str, Any], mode: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
     if mode == "auto" and load_cpu_kernels() is None:
@@ -127,7 +132,7 @@ def test_the_peak_of_loading_is_what_was_said(
     for folder, config in (("small", SMALL), ("large", {**SMALL, **sizes, **overrides})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
-    arguments = [str(tmp_path / "large"), "float32", "dummy", str(tmp_path / "small")]
+    arguments = [str(tmp_path / "large"), "float32", "dummy", str(tmp_path / "small"), quantization]
     printed = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True, timeout=120
     )

@@ -110,7 +110,7 @@ class PackedCache:
             end = max((entry["start"] + entry["size"] for entry in products.values()), default=0)
             if self.path.stat().st_size != self._start + end:
                 raise ValueError(f"it has {self.path.stat().st_size} bytes of {self._start + end}")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             self._warn(str(error))
@@ -168,8 +168,11 @@ class PackedCache:
         """Remove what was kept for the same checkpoint, quantisation and kind of processor, and what others that were
         killed have left half written."""
         for path in self.path.parent.iterdir():
-            is_left = path.suffix == _PART_SUFFIX and path.stat().st_mtime < time.time() - _PART_SECONDS
-            if is_left or (path.suffix == _SUFFIX and path != self.path and self._replaces(path)):
+            if path.suffix == _PART_SUFFIX:
+                is_useless = _age(path) > _PART_SECONDS
+            else:
+                is_useless = path.suffix == _SUFFIX and path != self.path and self._replaces(path)
+            if is_useless:
                 path.unlink(missing_ok=True)
                 logger.info("removed %s, which is of no more use", path)
 
@@ -190,6 +193,14 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         if xxhash.xxh3_64_digest(text) != checksum:
             raise ValueError("its header is not what was written")
         return json.loads(text), file.tell()
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written to; 0 if it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _bytes(panels: Tensor) -> memoryview:
