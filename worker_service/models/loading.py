@@ -46,9 +46,6 @@ class _Code:
     optional_prefix: str = ""  # of checkpoint names; some published files lack it
 
 
-# What a quantised element takes beside its panels while they are packed: its code, that of its projection, and scales.
-_JOINING_BYTES = 4
-
 _DECODER = _Code(decoder.Decoder, decoder.WEIGHTS, decoder.IGNORED)
 _GPT2 = _Code(gpt2.GPT2, gpt2.WEIGHTS, gpt2.IGNORED, optional_prefix="transformer.")
 
@@ -189,8 +186,7 @@ class UnloadedModel:
             for module in modules
             if isinstance(module, Linear) and module.weight is not None and module.quantized_format is None
         ]
-        quantized = [(module.quantized_format, _shape(module)) for module in self._quantized()]
-        weights += sum(stored.num_bytes(*shape) for stored, shape in quantized if stored is not None)
+        weights += sum(stored.num_bytes(*_shape(module)) for module, stored in self._quantized())
         packs = self.operations.packs(self.dtype, self.device)
         tied_bytes = self._tied_bytes() if self.is_tied else 0
         if self.shard.size > 1:  # a part of the embedding, which is packed as any other weight
@@ -199,21 +195,28 @@ class UnloadedModel:
             tied_bytes = 0
         held = weights + (tied_bytes if packs and not self.operations.takes_rows(self.dtype) else 0)
         copies = [*products, tied_bytes] if packs else []
-        copies += [_JOINING_BYTES * out_size * in_size for _, (out_size, in_size) in quantized]
+        copies += [self._unpacked_bytes(module, stored) for module, stored in self._quantized()]
         copies += [working_bytes(self.model, self.checkpoint, self.table, self.shard)]
         tables = [module.working_bytes() for module in modules if isinstance(module, RotaryEmbedding)]
         return Footprint(
             held, peak=max(held, weights + max([0, *copies, *(tables if self.device.type == "cpu" else [])]))
         )
 
-    def _quantized(self) -> list[Linear]:
+    def _quantized(self) -> list[tuple[Linear, QuantizedFormat]]:
         """The products whose weights stay quantised."""
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        return [module for module in linears if module.quantized_format is not None]
+        return [(module, module.quantized_format) for module in linears if module.quantized_format is not None]
+
+    def _unpacked_bytes(self, module: Linear, stored: QuantizedFormat) -> int:
+        """Return what codes and scales take beside the panels while these are packed: twice, where parts are joined."""
+        scale_bytes = 8 if stored.has_minima else 4
+        out_size, in_size = _shape(module)
+        is_whole = self.quantization is not None and len(module.out_sizes) == 1
+        return (1 if is_whole else 2) * out_size * (in_size + in_size // stored.group_size * scale_bytes)
 
     def _parameters(self) -> list[Tensor]:
         """The parameters without the weights that stay quantised."""
-        left_out = {id(module.weight) for module in self._quantized()}
+        left_out = {id(module.weight) for module, _ in self._quantized()}
         return [parameter for parameter in self.model.parameters() if id(parameter) not in left_out]
 
     def describe_quantization(self) -> str | None:

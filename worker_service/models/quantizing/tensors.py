@@ -10,7 +10,7 @@ from pagewire.kernels.rounding import GROUP_SIZE, quantized_format
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
 
-_CHUNK_ELEMENTS = 1 << 22  # that are read and quantised at once, and whole heads of rows at least
+_CHUNK_ELEMENTS = 1 << 20  # that are read and quantised at once, and whole heads of rows at least
 _WORKING_BYTES = 8  # that an element takes on the way: itself in float32, its code, and scales
 
 
