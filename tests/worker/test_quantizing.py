@@ -301,6 +301,18 @@ def test_a_folder_that_cannot_be_written_to_is_a_warning(
     assert len(num_quantised) == 2 * len(set(num_quantised))
 
 
+@pytest.mark.parametrize("is_off", [False, True])
+def test_another_folder_can_be_named_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_quantised: list[str], is_off: bool
+) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=29)
+    monkeypatch.setenv("PAGEWIRE_QUANTIZED_CACHE", "off" if is_off else str(tmp_path / "other" / "folder"))
+    assert torch.equal(start(path), start(path))
+    assert len(num_quantised) == (2 if is_off else 1) * len(set(num_quantised))
+    assert not (tmp_path / "cache" / "quantized").exists()
+    assert (tmp_path / "other").exists() != is_off
+
+
 def test_a_disk_that_is_full_is_a_warning_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,8 @@
 `PAGEWIRE_CPU_KERNELS` says whether: "auto" (the default) uses them where they can be built, and says in one warning why
 not; "off" does not; "require" raises instead. `PAGEWIRE_CPU_VARIANT` says which variant: "portable", "avx2", "avx512"
 or "avx512_bf16", or "native" (the default) for the widest that this processor runs. `CC` names the compiler. What is
-built is kept in `PAGEWIRE_CACHE`, by default the user's cache, and so are the weights that were packed for them.
+built is kept in `PAGEWIRE_CACHE`, by default the user's cache. So are weights that were quantised for them, unless
+`PAGEWIRE_QUANTIZED_CACHE` names another folder, or is "off".
 """
 
 import os
@@ -15,6 +16,7 @@ from pagewire.kernels.cpu import NATIVE, VARIANTS, Build, BuildError, CpuKernels
 _SWITCH = "PAGEWIRE_CPU_KERNELS"
 _MODES = ("auto", "off", "require")
 _VARIANT_SWITCH = "PAGEWIRE_CPU_VARIANT"
+_QUANTIZED_SWITCH = "PAGEWIRE_QUANTIZED_CACHE"
 
 
 def load_cpu_kernels() -> CpuKernels | None:
@@ -55,3 +57,11 @@ def cache_folder(name: str) -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / name
     except RuntimeError:
         return None
+
+
+def quantized_folder() -> Path | None:
+    """The folder of weights that were quantised at an earlier start; None where none shall be kept."""
+    named = os.environ.get(_QUANTIZED_SWITCH)
+    if named == "off":
+        return None
+    return Path(named) if named else cache_folder("quantized")

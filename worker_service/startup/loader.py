@@ -28,7 +28,7 @@ from worker_service.models.shard import Shard
 from worker_service.models.source import load_config, model_digest, weights_digest
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
-from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
+from worker_service.startup.cpu_kernels import load_cpu_kernels, quantized_folder
 from worker_service.startup.device_memory import (
     GIB,
     DeviceMemory,
@@ -321,7 +321,7 @@ def log_formats(unloaded: UnloadedModel) -> None:
 
 def _packed_cache(config: WorkerConfig, unloaded: UnloadedModel, kernels: CpuKernels | None) -> PackedCache | None:
     """The place where what is quantised is kept, if there is anything."""
-    folder, path = cache_folder("quantized"), Path(config.model)
+    folder, path = quantized_folder(), Path(config.model)
     if config.quantization is None or config.load_format == "dummy" or folder is None or kernels is None:
         return None
     identity = {
