@@ -1,5 +1,6 @@
 """Loads a checkpoint directory or a GGUF file into a model, tensor by tensor."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,9 @@ from worker_service.models.weights import (
     load_weights,
     working_bytes,
 )
+
+# Of a quantised element before it is packed: a code, and at most a scale and a minimum for each 16.
+_UNPACKED_BYTES = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,7 @@ class UnloadedModel:
             tied_bytes = 0
         held = weights + (tied_bytes if packs and not self.operations.takes_rows(self.dtype) else 0)
         copies = [*products, tied_bytes] if packs else []
-        copies += [self._unpacked_bytes(module, stored) for module, stored in self._quantized()]
+        copies += [self._unpacked_bytes(module) for module, _ in self._quantized()]
         copies += [working_bytes(self.model, self.checkpoint, self.table, self.shard)]
         tables = [module.working_bytes() for module in modules if isinstance(module, RotaryEmbedding)]
         return Footprint(
@@ -207,12 +211,10 @@ class UnloadedModel:
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         return [(module, module.quantized_format) for module in linears if module.quantized_format is not None]
 
-    def _unpacked_bytes(self, module: Linear, stored: QuantizedFormat) -> int:
+    def _unpacked_bytes(self, module: Linear) -> int:
         """Return what codes and scales take beside the panels while these are packed: twice, where parts are joined."""
-        scale_bytes = 8 if stored.has_minima else 4
-        out_size, in_size = _shape(module)
         is_whole = self.quantization is not None and len(module.out_sizes) == 1
-        return (1 if is_whole else 2) * out_size * (in_size + in_size // stored.group_size * scale_bytes)
+        return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(_shape(module)))
 
     def _parameters(self) -> list[Tensor]:
         """The parameters without the weights that stay quantised."""

@@ -81,14 +81,20 @@ class QuantizingTensors:
 
     def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight:
         """See `Tensors.quantized`. Raises CheckpointError for numbers that cannot be quantised."""
-        out_size, in_size = shape
-        codes = torch.empty(shape, dtype=torch.int8)
+        return self.quantized_piece(name, Piece(torch.empty(shape, device="meta")))
+
+    def quantized_piece(self, name: str, piece: Piece) -> QuantizedWeight:
+        """Read and quantise a piece of whole groups; its target is left alone. Raises CheckpointError."""
+        out_size, in_size = piece.target.shape
+        first = (piece.index[0].start or 0) if piece.index else 0
+        codes = torch.empty(out_size, in_size, dtype=torch.int8)
         scale = torch.empty(out_size, in_size // GROUP_SIZE)
         num_rows = max(1, _CHUNK_ELEMENTS // in_size // self._head_dim) * self._head_dim
         for start in range(0, out_size, num_rows):
             rows = slice(start, min(start + num_rows, out_size))
             values = torch.empty(rows.stop - start, in_size)
-            self.copy(name, Piece(values, shape=shape, index=(rows,)))
+            index = (slice(first + start, first + rows.stop), *piece.index[1:])
+            self.copy(name, Piece(values, piece.shape or tuple(piece.target.shape), index))
             try:
                 part = self._quantize(values, self._bits[name])
             except ValueError as error:
