@@ -51,7 +51,6 @@ LLM_OPTIONS: dict[str, Foreign] = {
     "guided_decoding_backend": Foreign(_NO_GRAMMAR, (None, "auto")),
     "limit_mm_per_prompt": Foreign(_TEXT_ONLY, (None, {})),
     "mm_processor_kwargs": Foreign(_TEXT_ONLY, (None, {})),
-    "quantization": _refused("how weights are quantised is read from the checkpoint: give one that is"),
     "tokenizer_mode": _refused("the tokenizer is the checkpoint's tokenizer.json", "auto", "hf", "fast", "slow"),
     "generation_config": _refused("give sampling_params: without them the checkpoint's own are used", "auto"),
     "tokenizer": _refused("the tokenizer is the checkpoint's own: put another tokenizer.json into its directory"),

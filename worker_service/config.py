@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 
 from pagewire.transport.addresses import MAX_SOCKET_PATH_BYTES
-from pagewire.transport.option_limits import PORT, URL, Limit, between, check_options, option
+from pagewire.transport.option_limits import PORT, URL, Limit, between, check_options, flag, option
 
 _MAX_BLOCKS = (1 << 31) - 2
 _MUST_BE = "; it must be"
@@ -37,6 +37,12 @@ class WorkerConfig:
         "auto",
         "auto: read the checkpoint's weights; dummy: make random weights, to measure speed with only a config.json",
         choices=("auto", "dummy"),
+    )
+    quantization: str | None = option(
+        None,
+        "what a CPU quantises weights of floats to while they load, in groups of 32: int8, or int4 with embeddings and "
+        "head in 8 bits; they are kept in the user's cache for the next start (default: weights stay as they are)",
+        choices=("int8", "int4"),
     )
     block_size: int = option(16, "how many tokens a block of the KV cache holds", between(1, 1024))
     num_device_blocks: int | None = option(
@@ -150,12 +156,27 @@ class WorkerConfig:
         if self.kv_cache_memory is not None:
             parse_memory("--kv-cache-memory", self.kv_cache_memory)
         self._validate_ranks()
+        self._validate_quantization()
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("--tls-cert and --tls-key belong together; give both or neither")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
         if self.tls_client_names and not self.tls_client_ca:
             raise ValueError("--tls-client-names needs --tls-client-ca")
+
+    def _validate_quantization(self) -> None:
+        """Raises ValueError for options with which nothing multiplies with codes."""
+        for name, value in (("device", "cuda"), ("dtype", "float16"), ("cpu_products", "onednn")):
+            if self.quantization is not None and getattr(self, name) == value:
+                raise ValueError(
+                    f"--quantization is {self.quantization} and {flag(name)} is {value}; weights are quantised for the "
+                    "products of our CPU kernels, in float32 and bfloat16: leave one of them out"
+                )
+        if self.quantization is not None and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"--quantization is {self.quantization} and --tensor-parallel-size is {self.tensor_parallel_size}; "
+                "weights are quantised for one rank: leave one of them out"
+            )
 
     def _validate_ranks(self) -> None:
         size, address = self.tensor_parallel_size, self.tensor_parallel_address

@@ -209,6 +209,7 @@ class WorkerCapacity:
     sliding_window: int = 0  # the widest window of all layers, in tokens; 0 if one has none
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1  # ranks that share the model out; each says `block_bytes` of its own part
+    quantization: str = ""  # what the weights were made into while they loaded
 
 
 class RefusalReason(Enum):

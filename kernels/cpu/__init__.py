@@ -19,7 +19,7 @@ from pagewire.kernels.cpu.decoder import (
     Turn,
 )
 from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, BuildError, load_library
-from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.linear import PackedLinear, QuantizedPanels
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import MAX_HEAD_DIM, PagedRows
 
@@ -44,6 +44,7 @@ __all__ = [
     "PackedLinear",
     "PagedRows",
     "Predict",
+    "QuantizedPanels",
     "TableFlattener",
     "Turn",
     "load_kernels",

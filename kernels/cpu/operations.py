@@ -8,8 +8,10 @@ trusted.
 """
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from pagewire.kernels.cache_rows import EIGHT_BITS
 from pagewire.kernels.cpu.linear import ACTIVATIONS, PackedLinear, QuantizedPanels, SourceWeight, code_table
 from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
 from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.rounding import BITS, GROUP_SIZE, round_scale
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Of queries, and of the cache that they attend to.
@@ -60,6 +63,8 @@ class CpuKernels:
         library.pack_quantized.restype = None
         library.find_codes.argtypes = [pointer, integer, pointer, integer]
         library.find_codes.restype = None
+        library.quantize.argtypes = [pointer, integer, integer, pointer, pointer, integer]
+        library.quantize.restype = None
         library.take_rows.argtypes = [pointer] * 3 + [integer]
         library.take_rows.restype = None
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
@@ -74,6 +79,11 @@ class CpuKernels:
     def variant(self) -> str:
         """The instruction set for which the kernels were compiled: "avx512_bf16", "avx512", "avx2" or "portable"."""
         return self._library.variant().decode()
+
+    @property
+    def digest(self) -> str:
+        """What changes with the code of the kernels, and with it the layout of panels."""
+        return hashlib.sha256(Path(self._library._name).read_bytes()).hexdigest()
 
     # Attention
 
@@ -204,6 +214,22 @@ class CpuKernels:
         pointers = (ctypes.addressof(layer), ctypes.addressof(source), panels.data_ptr())
         self._library.pack_quantized(*pointers, torch.get_num_threads())
         return replace(empty, panels=panels)
+
+    def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
+        """Rounds float32 [rows, columns] to codes of 8 or 4 bits: see `pagewire.kernels.rounding`.
+
+        Raises:
+            ValueError: shapes, strides or dtypes do not fit, or a number is not finite, or too large.
+        """
+        num_rows, num_columns = values.shape
+        check("values", values, torch.float32, (num_rows, num_columns))
+        if bits not in BITS.values() or num_columns % GROUP_SIZE:
+            raise ValueError(f"{num_columns} columns are not quantised to {bits} bits, in groups of {GROUP_SIZE}")
+        codes = torch.empty(num_rows, num_columns, dtype=torch.int8)
+        scale = torch.empty(num_rows, num_columns // GROUP_SIZE)
+        pointers = (codes.data_ptr(), scale.data_ptr(), torch.get_num_threads())
+        self._library.quantize(values.data_ptr(), scale.numel(), bits, *pointers)
+        return QuantizedWeight(codes, round_scale(scale), None, GROUP_SIZE)
 
     def _choose_panels(self, weight: QuantizedWeight) -> QuantizedPanels:
         present = torch.zeros(256, dtype=torch.uint8)

@@ -21,7 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_cache_memory",
         "swap_space",
     ),
-    "model": ("model", "revision", "served_model_name", "load_format"),
+    "model": ("model", "revision", "served_model_name", "load_format", "quantization"),
     "memory and KV cache": (
         "gpu_memory_utilization",
         "kv_cache_dtype",

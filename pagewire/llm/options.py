@@ -15,6 +15,18 @@ def _without_prefix(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
+def _quantization(value: Any) -> Any:
+    """Raises ValueError for a format, which vLLM lets one name."""
+    if not value:
+        return None
+    if value not in ("int8", "int4"):
+        raise ValueError(
+            f"quantization={value!r} is not supported: how weights are quantised is read from the checkpoint; int8 and "
+            "int4 quantise weights of floats while they load"
+        )
+    return value
+
+
 # What each value of an option of theirs asks for, by our names.
 MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "kvcache_block_size": lambda value: {"block_size": value},
@@ -34,6 +46,7 @@ MAPPED: dict[str, Callable[[Any], dict[str, Any]]] = {
 CONVERTED: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda value: _DTYPES.get(_without_prefix(value), _without_prefix(value)),
     "kv_cache_dtype": lambda value: _KV_CACHE_DTYPES.get(_without_prefix(value), _without_prefix(value)),
+    "quantization": _quantization,
     "load_format": lambda value: "auto" if value == "safetensors" else value,
     "attention_backend": lambda value: value.lower() if isinstance(value, str) else value,
     "served_model_name": lambda value: value[0] if isinstance(value, list) and value else value,

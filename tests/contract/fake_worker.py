@@ -39,6 +39,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             "sliding_window": 0,
             "tensor_parallel_rank": 0,
             "tensor_parallel_size": 1,
+            "quantization": "",
         } | capacity
         self.port = 0
         self.step_seconds = 0.0

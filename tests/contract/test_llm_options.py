@@ -63,6 +63,8 @@ def test_the_tables_do_not_overlap() -> None:
         ({"swap_space": "512MiB"}, ["--swap-space=512MiB"]),
         ({"swap_space": 0}, ["--num-host-blocks=0"]),
         ({"kv_cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype=fp8"]),
+        ({"quantization": "int8"}, ["--quantization=int8"]),
+        ({"quantization": False}, []),
         ({"load_format": "safetensors"}, ["--load-format=auto"]),
         ({"attention_backend": "FLASH_ATTN"}, ["--attention-backend=flash_attn"]),
         ({"served_model_name": ["a", "b"]}, ["--served-model-name=a"]),

@@ -172,7 +172,8 @@ async def test_a_fenced_scheduler_exits(checkpoint: Path) -> None:
 
 async def test_a_worker_that_comes_back_with_another_model_is_refused(checkpoint: Path) -> None:
     async with serve(checkpoint) as stack:
-        for name, value in (("model_digest", b"another"), ("vocab_size", 301), ("block_size", 8)):
+        others = {"model_digest": b"another", "vocab_size": 301, "block_size": 8, "quantization": "int8"}
+        for name, value in others.items():
             good = stack.worker.capacity[name]
             await stack.worker.kill()
             await stack.until(lambda loads: not loads.worker_connected)

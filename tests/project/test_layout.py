@@ -85,6 +85,7 @@ ALLOWED_IMPORTS = {
         "pagewire.kernels.arguments",
         "pagewire.kernels.float8",
         "pagewire.kernels.quantized",
+        "pagewire.kernels.rounding",
     ),
     "worker_service.models.checkpoint": ("worker_service.models.checkpoint_files", "pagewire.kernels.quantized"),
     "worker_service.models.checkpoint_files": (),

@@ -67,6 +67,11 @@ KNOWN_BEFORE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "architecture": (edit(architectures=["MambaForCausalLM"]), [], "architecture MambaForCausalLM is not supported"),
     "no architecture": (edit(architectures=[{}]), [], "architectures is [{}], but must be a list of names"),
     "quantised": (edit(quantization_config={"quant_method": "hqq"}), [], 'quant_method is "hqq", but must be one of c'),
+    "quantised already": (
+        edit(quantization_config={"quant_method": "fp8"}),
+        ["--quantization=int8"],
+        "is quantised already (fp8); leave it out",
+    ),
     "pickled": (
         lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
         [],

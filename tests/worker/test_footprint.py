@@ -1,6 +1,7 @@
 """What a model will take of memory is known before it does, and is what it then takes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,11 +93,14 @@ def peak():
     return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 
 path, dtype, is_dummy = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "dummy"
+quantization = sys.argv[5] or None
 cpu = torch.device("cpu")
 operations = create_host_operations(load_cpu_kernels())
 small = prepare_model(Path(sys.argv[4]), dtype=dtype, device=cpu, operations=operations, is_dummy=True).load()
 before = peak()
-unloaded = prepare_model(path, dtype=dtype, device=cpu, operations=operations, is_dummy=is_dummy)
+unloaded = prepare_model(
+    path, dtype=dtype, device=cpu, operations=operations, is_dummy=is_dummy, quantization=quantization
+)
 footprint = unloaded.footprint()
 unloaded.load()
 print(footprint.peak, peak() - before)
@@ -107,7 +111,10 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process's memory from /proc")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process's memory from /proc")
+
+
+@on_linux
 @pytest.mark.parametrize(
     ("name", "overrides", "mode"),
     [
@@ -121,15 +128,42 @@ def test_the_peak_of_loading_is_what_was_said(
     tmp_path: Path, name: str, overrides: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", mode)
-    if mode == "auto" and load_cpu_kernels() is None:
+    said, measured = peaks(tmp_path, overrides)
+    assert measured == pytest.approx(said, rel=0.06, abs=16 * MIB), name
+
+
+@on_linux
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_hidden_layers": 12},
+        {"vocab_size": 40_000, "tie_word_embeddings": True},
+        {"vocab_size": 40_000, "tie_word_embeddings": False},
+    ],
+)
+def test_quantising_takes_no_more_than_was_said(
+    tmp_path: Path, overrides: dict[str, Any], quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is quantised first, when there is nothing else yet."""
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "auto")
+    # Or glibc would raise it, and keep what is freed.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
+    said, measured = peaks(tmp_path, overrides, quantization)
+    assert said / 2 < measured <= said + 16 * MIB
+
+
+def peaks(tmp_path: Path, overrides: dict[str, Any], quantization: str = "") -> tuple[int, int]:
+    """The peak of memory while a model of random weights loads: what was said, and what was measured."""
+    if os.environ["PAGEWIRE_CPU_KERNELS"] == "auto" and load_cpu_kernels() is None:
         pytest.skip("the C kernels cannot be built here")
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "num_hidden_layers": 2}
     for folder, config in (("small", SMALL), ("large", {**SMALL, **sizes, **overrides})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
-    arguments = [str(tmp_path / "large"), "float32", "dummy", str(tmp_path / "small")]
+    arguments = [str(tmp_path / "large"), "float32", "dummy", str(tmp_path / "small"), quantization]
     printed = subprocess.run(
         [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True, timeout=120
     )
     said, measured = map(int, printed.stdout.split())
-    assert measured == pytest.approx(said, rel=0.06, abs=16 * MIB), name
+    return said, measured

@@ -20,6 +20,7 @@ class TritonOperations:
         products = TorchOperations()
         self.can_hold, self.packs, self.prepare_product = products.can_hold, products.packs, products.prepare_product
         self.multiplies_quantized, self.prepare_quantized = products.multiplies_quantized, products.prepare_quantized
+        self.quantize = products.quantize
         self.takes_rows, self.embedding_of = products.takes_rows, products.embedding_of
 
     @staticmethod

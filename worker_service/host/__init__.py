@@ -3,9 +3,11 @@
 from worker_service.host.computation import HostComputation
 from worker_service.host.decoder import host_model
 from worker_service.host.operations import create_host_operations
+from worker_service.host.packed_cache import PackedCache
 
 __all__ = [
     "HostComputation",
+    "PackedCache",
     "create_host_operations",
     "host_model",
 ]

@@ -159,7 +159,7 @@ def _head_norm(norm: HeadNorm) -> Tensor | None:
 
 
 def _table(embedding: Embedding, head: Linear) -> Tensor | PackedLinear:
-    return _packed(head) if embedding.weight is None else embedding.weight.data
+    return _packed(embedding.rows or head) if embedding.weight is None else embedding.weight.data
 
 
 def _packed(linear: Linear) -> PackedLinear:

@@ -28,6 +28,7 @@ class CpuOperations:
         self.kernels = kernels
         self._computed = () if uses_onednn else _COMPUTED
         self.silu_mul = kernels.silu_mul
+        self.quantize = kernels.quantize
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         operations = self.kernels if weight.dtype == x.dtype else TorchOperations()
@@ -44,7 +45,7 @@ class CpuOperations:
 
     def prepare_product(self, weight: Tensor, bias: Tensor | None, computed: torch.dtype) -> Product:
         if computed in self._computed:
-            packed = self.kernels.pack_linear(weight.contiguous(), _floats(bias), computed)
+            packed = self.kernels.pack_linear(weight.contiguous(), floats(bias), computed)
             return CpuProduct(self.kernels, packed, computed)
         return TorchOperations().prepare_product(weight, bias, computed)
 
@@ -52,7 +53,7 @@ class CpuOperations:
         return computed in self._computed
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
-        return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, _floats(bias)), computed)
+        return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, floats(bias)), computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return computed in self._computed or TorchOperations().packs(computed, device)
@@ -85,5 +86,6 @@ class CpuProduct:
         return self.kernels.take_rows(self.packed, indexes).to(self._computed)
 
 
-def _floats(bias: Tensor | None) -> Tensor | None:
+def floats(bias: Tensor | None) -> Tensor | None:
+    """The bias as products add it."""
     return None if bias is None else bias.float()

@@ -12,6 +12,8 @@ from worker_service.models.operations import Operations, Product
 
 # Rows of a weight or bias.
 _Rows = TypeVar("_Rows", Tensor, QuantizedWeight)
+# Makes a product, with its bias, of a weight that was quantised and packed at an earlier start.
+KeptProduct = Callable[[Tensor | None], Product]
 
 
 class Linear(nn.Module):
@@ -47,17 +49,19 @@ class Linear(nn.Module):
         start = sum(self.out_sizes[:part])
         return slice(start, start + self.out_sizes[part])
 
-    def finish_loading(self, dtype: torch.dtype) -> None:
-        """Hands the weight over to whoever multiplies, once. `dtype`: what the model computes in."""
+    def finish_loading(self, dtype: torch.dtype, kept: KeptProduct | None = None) -> None:
+        """Hands the weight over to whoever multiplies, once. `dtype`: what the model computes in; `kept` has the weight
+        already."""
         if self.product is not None:
             return
         assert self.weight is not None
         bias = self._ordered(self.bias.data) if self.bias is not None and self._adds_bias else None
         quantized = [part for part in self._parts if isinstance(part, QuantizedWeight)]
-        if quantized and len(quantized) == len(self._parts):
-            self.product = self._operations.prepare_quantized(
-                self._ordered(QuantizedWeight.join(quantized)), bias, dtype
-            )
+        if kept is not None:
+            self.product = kept(bias)
+        elif quantized and len(quantized) == len(self._parts):
+            joined = self._ordered(QuantizedWeight.join(quantized))
+            self.product = self._operations.prepare_quantized(joined, bias, dtype)
         else:
             self.product = self._operations.prepare_product(self._ordered(self._whole(dtype)), bias, dtype)
         self.weight, self._parts = None, []
@@ -93,14 +97,24 @@ class Embedding(nn.Module):
     def __init__(self, num_embeddings: int, size: int) -> None:
         super().__init__()
         self.weight: Tensor | None = nn.Parameter(torch.empty(num_embeddings, size), requires_grad=False)
+        self.rows: Linear | None = None  # holds the weight, where this does not
         self._dtype = torch.float32
         self._take_rows: Callable[[Tensor], Tensor] | None = None
 
-    def finish_loading(self, dtype: torch.dtype, head: Linear | None = None) -> None:
-        """`dtype`: what rows are given in; `head`: whose weight this is too, already loaded."""
+    def hold_rows(self, operations: Operations) -> str:
+        """Let a layer hold the weight instead, in whatever that can be in. Returns the layer's name in the model."""
+        assert self.weight is not None
+        num_embeddings, size = self.weight.shape
+        with self.weight.device:
+            self.rows = Linear(size, [num_embeddings], operations, bias=False)
+        self.weight = None
+        return "embedding.rows"
+
+    def finish_loading(self, dtype: torch.dtype, holder: Linear | None = None) -> None:
+        """`dtype`: what rows are given in; `holder`: whose weight this is too, already loaded."""
         self._dtype = dtype
-        if head is not None:
-            self._take_rows = head.embedding()
+        if holder is not None:
+            self._take_rows = holder.embedding()
             if self._take_rows is not None:
                 self.weight = None
 

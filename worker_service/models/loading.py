@@ -1,6 +1,7 @@
 """Loads a checkpoint directory or a GGUF file into a model, tensor by tensor."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from pagewire.gguf import is_gguf
 from pagewire.kernels.quantized import QuantizedFormat
+from pagewire.kernels.rounding import BITS, GROUP_SIZE
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
@@ -16,11 +18,12 @@ from worker_service.models.decoder import Decoder, HeadNorm, Norm
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.families.family import Family, Weight
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
-from worker_service.models.linear import Embedding, Linear
+from worker_service.models.linear import Embedding, KeptProduct, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
 from worker_service.models.quantization import Quantization, WeightFormat
 from worker_service.models.quantized_checkpoint import QuantizedCheckpoint
+from worker_service.models.quantizing.tensors import QuantizingTensors
 from worker_service.models.rope import RotaryEmbedding
 from worker_service.models.shard import Shard, Split
 from worker_service.models.source import load_config
@@ -35,8 +38,8 @@ from worker_service.models.weights import (
     working_bytes,
 )
 
-# What a quantised element takes beside its panels while they are packed: its code, that of its projection, and scales.
-_JOINING_BYTES = 4
+# Of a quantised element before it is packed: a code, and at most a scale and a minimum for each 16.
+_UNPACKED_BYTES = 1.5
 
 
 def load_model(
@@ -48,6 +51,7 @@ def load_model(
     operations: Operations | None = None,
     is_dummy: bool = False,
     communicator: Communicator | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """Loads a model, or one rank's part of it, ready to run.
 
@@ -60,13 +64,20 @@ def load_model(
         operations: what the model computes with; by default plain torch.
         is_dummy: the directory need hold nothing but config.json, and the weights are random.
         communicator: the rank whose part it is, of how many, and how they meet; by default there is one.
+        quantization: "int8" or "int4", for one rank's weights of floats where `operations` multiply with codes.
 
     Raises:
         CheckpointError: the checkpoint is broken or not supported.
         ValueError: the model cannot be shared out among so many ranks.
     """
     unloaded = prepare_model(
-        path, dtype=dtype, device=device, operations=operations, is_dummy=is_dummy, communicator=communicator
+        path,
+        dtype=dtype,
+        device=device,
+        operations=operations,
+        is_dummy=is_dummy,
+        communicator=communicator,
+        quantization=quantization,
     )
     return unloaded.load(progress)
 
@@ -79,6 +90,7 @@ def prepare_model(
     operations: Operations | None = None,
     is_dummy: bool = False,
     communicator: Communicator | None = None,
+    quantization: str | None = None,
 ) -> "UnloadedModel":
     """Return the model that `load_model` would load, compared with the headers of the files. Its arguments and errors
     are those of `load_model`."""
@@ -92,21 +104,27 @@ def prepare_model(
     table = tuple(_weights(family, shard.config, checkpoint))
     if isinstance(checkpoint, Checkpoint) and shard.config.quantization is not None:
         checkpoint = QuantizedCheckpoint(checkpoint, _formats(model, table, shard.config.quantization))
+    if quantization is not None:
+        assert (shard.size, checkpoint.formats) == (1, ()), "refused before"
+        checkpoint, table = _quantizing(model, checkpoint, table, BITS[quantization], operations)
     # As in transformers, a head that the checkpoint holds counts, whatever config.json says.
     (head,) = [weight.source for weight in table if weight.target == "head"]
     has_head = not checkpoint.names.isdisjoint(checkpoint.stored_names(f"{head}.weight"))
     is_tied = shard.config.tie_word_embeddings and not has_head
     stays_quantized = operations.multiplies_quantized(dtype)
-    if is_tied and stays_quantized and _quantized_embedding(model, checkpoint, table) is not None:
+    has_codes = stays_quantized and _quantized_embedding(model, checkpoint, table) is not None
+    if has_codes and shard.size == 1:
+        # The embedding takes rows of the head, which has the codes, or of a layer of its own.
+        holder = "head" if is_tied else model.embedding.hold_rows(operations)
+        others = (weight for weight in table if not is_tied or weight.target != "head")
+        table = tuple(replace(weight, target=holder) if weight.target == "embedding" else weight for weight in others)
+        model.embedding.weight = None
+    elif has_codes and is_tied:
+        # Each rank's head has its rows' codes, and the embedding, which is whole, none.
         (embedding,) = [weight for weight in table if weight.target == "embedding"]
-        # The head has the codes, of several ranks each its rows.
-        others = tuple(weight for weight in table if weight.target not in ("head", "embedding"))
+        others = (weight for weight in table if weight.target != "head")
         table = (*others, replace(embedding, target="head", split=Split.VOCABULARY))
-        is_tied = shard.size == 1
-        if is_tied:  # the embedding takes rows of the head
-            model.embedding.weight = None
-        else:
-            table = (embedding, *table)
+        is_tied = False
     elif is_tied:
         model.head.weight = None
     model.to(dtype)
@@ -119,7 +137,23 @@ def prepare_model(
     targets = list_targets(model, table, shard)
     check_weights(model, checkpoint, targets, family.ignored)
     reading_bytes = working_bytes(checkpoint, targets)
-    return UnloadedModel(model, checkpoint, table, shard, dtype, device, operations, is_tied, reading_bytes)
+    return UnloadedModel(
+        model, checkpoint, table, shard, dtype, device, operations, is_tied, reading_bytes, quantization
+    )
+
+
+def _quantizing(
+    model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...], bits: int, operations: Operations
+) -> tuple[QuantizingTensors, tuple[Weight, ...]]:
+    """Return the checkpoint whose weights are codes, and the table of what it has: the head and the embedding are of 8
+    bits, and no matrix is transposed."""
+    names = {weight: f"{weight.source}.weight" for weight in table}
+    found = [weight for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
+    by_name = {names[weight]: 8 if weight.target == "head" else bits for weight in found}
+    by_name |= {name: 8 for weight, name in names.items() if weight.target == "embedding"}
+    transposed = frozenset(names[weight] for weight in found if weight.is_transposed)
+    tensors = QuantizingTensors(checkpoint, operations.quantize, by_name, transposed, model.config.head_dim)
+    return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +177,7 @@ class UnloadedModel:
     operations: Operations
     is_tied: bool
     reading_bytes: int  # that reading a weight takes at most beside the model
+    quantization: str | None = None  # what its weights become while they load
 
     def footprint(self) -> Footprint:
         """Return how much memory the model takes. Packing a weight for its product copies it, and the weight is let go
@@ -155,8 +190,7 @@ class UnloadedModel:
             for module in modules
             if isinstance(module, Linear) and module.weight is not None and module.quantized_format is None
         ]
-        quantized = [(module.quantized_format, _shape(module)) for module in self._quantized()]
-        weights += sum(stored.num_bytes(*shape) for stored, shape in quantized if stored is not None)
+        weights += sum(stored.num_bytes(*_shape(module)) for module, stored in self._quantized())
         packs = self.operations.packs(self.dtype, self.device)
         tied_bytes = self._tied_bytes() if self.is_tied else 0
         if self.shard.size > 1:  # a part of the embedding, which is packed as any other weight
@@ -165,25 +199,33 @@ class UnloadedModel:
             tied_bytes = 0
         held = weights + (tied_bytes if packs and not self.operations.takes_rows(self.dtype) else 0)
         copies = [*products, tied_bytes] if packs else []
-        copies += [_JOINING_BYTES * out_size * in_size for _, (out_size, in_size) in quantized]
+        copies += [self._unpacked_bytes(module) for module, _ in self._quantized()]
         copies += [self.reading_bytes]
         tables = [module.working_bytes() for module in modules if isinstance(module, RotaryEmbedding)]
         return Footprint(
             held, peak=max(held, weights + max([0, *copies, *(tables if self.device.type == "cpu" else [])]))
         )
 
-    def _quantized(self) -> list[Linear]:
+    def _quantized(self) -> list[tuple[Linear, QuantizedFormat]]:
         """The products whose weights stay quantised."""
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
-        return [module for module in linears if module.quantized_format is not None]
+        return [(module, module.quantized_format) for module in linears if module.quantized_format is not None]
+
+    def _unpacked_bytes(self, module: Linear) -> int:
+        """Return what codes and scales take beside the panels while these are packed: twice, where parts are joined."""
+        is_whole = self.quantization is not None and len(module.out_sizes) == 1
+        return int((1 if is_whole else 2) * _UNPACKED_BYTES * math.prod(_shape(module)))
 
     def _parameters(self) -> list[Tensor]:
         """The parameters without the weights that stay quantised."""
-        left_out = {id(module.weight) for module in self._quantized()}
+        left_out = {id(module.weight) for module, _ in self._quantized()}
         return [parameter for parameter in self.model.parameters() if id(parameter) not in left_out]
 
     def describe_quantization(self) -> str | None:
         """Say in a line what becomes of quantised weights; None: there are none."""
+        if self.quantization is not None:
+            eight = ", but embedding and head to 8 bits" if BITS[self.quantization] < 8 else ""
+            return f"weights of products are quantised to {self.quantization} in groups of {GROUP_SIZE}{eight}"
         if not self.checkpoint.formats:
             return None
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
@@ -200,8 +242,13 @@ class UnloadedModel:
             return 0
         return sum(self.model.head.out_sizes) * weight.shape[1] * weight.dtype.itemsize
 
-    def load(self, progress: Progress | None = None) -> Model:
-        """`progress` is called after each tensor with (tensors loaded, tensors in all)."""
+    def load(
+        self,
+        progress: Progress | None = None,
+        find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
+    ) -> Model:
+        """`progress` is called after each tensor with (tensors loaded, tensors in all); `find_kept` as in
+        `load_weights`."""
         model, shard, device = self.model, self.shard, self.device
         # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a
         # second.
@@ -211,7 +258,7 @@ class UnloadedModel:
                 torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if id(tensor) in allocated else tensor
             )
         )
-        load_weights(model, self.checkpoint, self.table, progress, shard, self.dtype)
+        load_weights(model, self.checkpoint, self.table, progress, shard, self.dtype, find_kept)
         if self.is_tied and model.embedding.weight is not None:
             model.head.weight = _tied_head(model, shard)
         _finish(model, self.dtype, self.is_tied and shard.size == 1)
@@ -243,7 +290,7 @@ def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
             module.finish_loading()
     for module in modules:
         if isinstance(module, Embedding):
-            module.finish_loading(dtype, model.head if is_tied and module is model.embedding else None)
+            module.finish_loading(dtype, model.head if is_tied and module is model.embedding else module.rows)
 
 
 def _quantized_embedding(model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...]) -> QuantizedFormat | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.quantized import QuantizedWeight
+from pagewire.kernels.rounding import quantize
 from worker_service.models.model import Attend
 from worker_service.models.rope import rotate
 
@@ -31,6 +32,9 @@ class Operations(Protocol):
 
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
         """Whether there are products over codes as they are."""
+
+    def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
+        """Makes codes of 8 or 4 bits of float32 [rows, columns]: see `pagewire.kernels.rounding`."""
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
         """Lays a quantised weight out for its product, where `multiplies_quantized`."""
@@ -83,6 +87,9 @@ class TorchOperations:
 
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
         return False
+
+    def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
+        return quantize(values, bits)
 
     def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
         return self.prepare_product(weight.dequantized().to(computed), bias, computed)

@@ -3,6 +3,8 @@
 Importing this loads no torch, so that a model can be refused before anything is started that computes.
 """
 
+import hashlib
+import os
 from pathlib import Path
 
 from pagewire.gguf import is_gguf
@@ -10,6 +12,11 @@ from worker_service.models import checkpoint_files
 from worker_service.models.checkpoint_files import TensorHeader
 from worker_service.models.config import ModelConfig
 from worker_service.models.gguf.files import load_gguf_config, open_gguf, read_gguf_headers
+
+# Of what `weights_digest` looks at.
+_SAMPLE_BYTES = 1 << 12
+_MIN_STRIDE = 1 << 20
+_MAX_SAMPLES = 1 << 12
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -25,3 +32,19 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
 def model_digest(path: Path) -> bytes:
     """Return the 32 bytes by which both services know that they speak of the same model. Raises CheckpointError."""
     return open_gguf(path).digest if is_gguf(path) else checkpoint_files.model_digest(path)
+
+
+def weights_digest(path: Path) -> str:
+    """Say in hexadecimal digits which weights a model has, as far as that is seen at once: by names, sizes and times of
+    its files, and by samples of their bytes, of each MiB where there are not too many. Raises OSError.
+    """
+    files = {path} if is_gguf(path) else {path / header.file for header in read_headers(path).values()}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        with file.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            for start in range(0, status.st_size, max(_MIN_STRIDE, status.st_size // _MAX_SAMPLES)):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

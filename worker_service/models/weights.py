@@ -12,7 +12,7 @@ from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.families.family import Weight
-from worker_service.models.linear import Embedding, Linear
+from worker_service.models.linear import Embedding, KeptProduct, Linear
 from worker_service.models.shard import Shard, Split
 
 # Of each parameter: its name in the checkpoint, and what is read of it and where it goes.
@@ -28,6 +28,7 @@ def load_weights(
     progress: Progress | None,
     shard: Shard,
     dtype: torch.dtype,
+    find_kept: Callable[[str], KeptProduct | None] = lambda target: None,
 ) -> None:
     """Copies every tensor of the checkpoint, or this rank's part of it, to its parameter. What stays quantised goes to
     its product at once, since its codes take more memory than that.
@@ -35,6 +36,7 @@ def load_weights(
     Args:
         model: its parameters are allocated, but of what stays quantised, and `check_weights` has passed it.
         table: with `{layer}` filled in.
+        find_kept: finds the weight of a module that stays quantised where it is packed already.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -46,9 +48,10 @@ def load_weights(
     for target, sources in by_module.items():
         module = model.get_submodule(target)
         product = module if isinstance(module, Linear) and module.quantized_format is not None else None
+        kept = None if product is None else find_kept(target)
         for name, pieces in sources:
             if product is not None and name.endswith(".weight"):
-                for piece in pieces:
+                for piece in pieces if kept is None else ():
                     _add_codes(product, checkpoint, name, piece)
             else:
                 for piece in pieces:
@@ -57,7 +60,7 @@ def load_weights(
             if progress is not None:
                 progress(num_loaded, num_all)
         if product is not None:
-            product.finish_loading(dtype)
+            product.finish_loading(dtype, kept)
 
 
 def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) -> None:

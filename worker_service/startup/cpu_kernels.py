@@ -3,7 +3,8 @@
 `PAGEWIRE_CPU_KERNELS` says whether: "auto" (the default) uses them where they can be built, and says in one warning why
 not; "off" does not; "require" raises instead. `PAGEWIRE_CPU_VARIANT` says which variant: "portable", "avx2", "avx512"
 or "avx512_bf16", or "native" (the default) for the widest that this processor runs. `CC` names the compiler. What is
-built is kept in `PAGEWIRE_CACHE`, by default the user's cache.
+built is kept in `PAGEWIRE_CACHE`, by default the user's cache. So are weights that were quantised for them, unless
+`PAGEWIRE_QUANTIZED_CACHE` names another folder, or is "off".
 """
 
 import os
@@ -15,6 +16,7 @@ from pagewire.kernels.cpu import NATIVE, VARIANTS, Build, BuildError, CpuKernels
 _SWITCH = "PAGEWIRE_CPU_KERNELS"
 _MODES = ("auto", "off", "require")
 _VARIANT_SWITCH = "PAGEWIRE_CPU_VARIANT"
+_QUANTIZED_SWITCH = "PAGEWIRE_QUANTIZED_CACHE"
 
 
 def load_cpu_kernels() -> CpuKernels | None:
@@ -35,7 +37,7 @@ def load_cpu_kernels() -> CpuKernels | None:
 
 def environment_build() -> Build:
     """How the environment has the kernels built. Raises ValueError if a variable is none of its values."""
-    return Build(_choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), _cache())
+    return Build(_choice(_VARIANT_SWITCH, (NATIVE, *VARIANTS)), os.environ.get("CC"), cache_folder("kernels"))
 
 
 def _choice(name: str, choices: Sequence[str]) -> str:
@@ -46,12 +48,20 @@ def _choice(name: str, choices: Sequence[str]) -> str:
     return chosen
 
 
-def _cache() -> Path | None:
-    """$PAGEWIRE_CACHE/kernels, by default in the user's cache; None where the user has no home."""
+def cache_folder(name: str) -> Path | None:
+    """$PAGEWIRE_CACHE/NAME, by default in the user's cache; None where the user has no home."""
     root = os.environ.get("PAGEWIRE_CACHE")
     if root:
-        return Path(root) / "kernels"
+        return Path(root) / name
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / name
     except RuntimeError:
         return None
+
+
+def quantized_folder() -> Path | None:
+    """The folder of weights that were quantised at an earlier start; None where none shall be kept."""
+    named = os.environ.get(_QUANTIZED_SWITCH)
+    if named == "off":
+        return None
+    return Path(named) if named else cache_folder("quantized")

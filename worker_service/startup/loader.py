@@ -1,7 +1,6 @@
 """From a configuration to a worker that can compute: device, dtype, weights, KV cache, model runner."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +18,17 @@ from worker_service.device import (
     is_out_of_memory,
 )
 from worker_service.engine import LoadedWorker
-from worker_service.host import HostComputation, create_host_operations, host_model
+from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import UnloadedModel, prepare_model
 from worker_service.models.model import Model
 from worker_service.models.ranks import RankGroup
 from worker_service.models.shard import Shard
-from worker_service.models.source import load_config, model_digest
+from worker_service.models.source import load_config, model_digest, weights_digest
 from worker_service.rows import SequenceTable, TableLimits
 from worker_service.runner import Computation, ModelRunner
-from worker_service.startup.cpu_kernels import load_cpu_kernels
+from worker_service.startup.cpu_kernels import load_cpu_kernels, quantized_folder
 from worker_service.startup.device_memory import (
     GIB,
     DeviceMemory,
@@ -41,6 +40,7 @@ from worker_service.startup.host_memory import available_bytes
 from worker_service.startup.memory_profile import CudaMeter, measure_memory
 from worker_service.startup.pool_size import PoolSize, default_swap_bytes
 from worker_service.startup.preflight import choose_max_model_len
+from worker_service.startup.progress import LoadProgress
 from worker_service.step import WorkerCapacity
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _CACHE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
-def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int], None] | None = None) -> LoadedWorker:
+def load_worker(config: WorkerConfig, worker_id: str, report: LoadProgress | None = None) -> LoadedWorker:
     """Load everything on the calling thread, which must be the one that will call the runner.
 
-    `report(done, total)` is called as the checkpoint's tensors load. Raises ValueError and CheckpointError with a text
+    `report` is called as the checkpoint's tensors load. Raises ValueError and CheckpointError with a text
     for people.
     """
     config.validate()
@@ -66,6 +66,8 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     kernels = None if is_gpu else _cpu_kernels()
     dtype = choose_dtype(config.dtype, model_config.dtype, device, None if uses_onednn else kernels)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else _CACHE_DTYPES[config.kv_cache_dtype]
+    if config.quantization is not None:
+        check_products(config.quantization, device, kernels)
     max_model_len = choose_max_model_len(config.max_model_len, model_config.max_position_embeddings)
     host_operations = create_host_operations(kernels, uses_onednn=uses_onednn)
     operations = create_device_operations(model_config) if is_gpu else host_operations
@@ -78,6 +80,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
         operations=operations,
         is_dummy=config.load_format == "dummy",
         communicator=communicator,
+        quantization=config.quantization,
     )
     shape = CacheShape(
         num_layers=model_config.num_layers,
@@ -90,7 +93,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: Callable[[int, int
     sizes = PoolSize(config, shape.block_bytes, config.max_num_seqs * -(-max_model_len // config.block_size))
     check_memory(unloaded, sizes)
     log_formats(unloaded)
-    model = _load_weights(unloaded, report)
+    model = _load_weights(unloaded, report, _packed_cache(config, unloaded, kernels))
     streams = CudaDevice(device) if is_gpu else None
     assembly = _Assembly(
         config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams, kernels
@@ -141,6 +144,18 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     if rank:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_products(quantization: str, device: torch.device, kernels: CpuKernels | None) -> None:
+    """Raises ValueError if nothing multiplies with the codes that weights were to become."""
+    needed = f"--quantization is {quantization}, which needs the C kernels of a CPU"
+    if device.type != "cpu":
+        raise ValueError(f"{needed}, but the model computes on {device.type}; use --device cpu, or leave it out")
+    if kernels is None:
+        raise ValueError(
+            f"{needed}, but there are none: PAGEWIRE_CPU_KERNELS is off, or they cannot be built; leave the one or the "
+            "other out"
+        )
 
 
 def _communicator(config: WorkerConfig, device: torch.device) -> Communicator:
@@ -243,6 +258,7 @@ class _Assembly:
             sliding_window=self.model_config.sliding_window,
             tensor_parallel_rank=self.communicator.rank,
             tensor_parallel_size=self.communicator.size,
+            quantization=self.config.quantization or "",
         )
 
     def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:
@@ -305,12 +321,30 @@ def log_formats(unloaded: UnloadedModel) -> None:
         logger.info("%s; the model takes %.2f GiB", description, unloaded.footprint().held / GIB)
 
 
-def _load_weights(unloaded: UnloadedModel, report: Callable[[int, int], None] | None) -> Model:
+def _packed_cache(config: WorkerConfig, unloaded: UnloadedModel, kernels: CpuKernels | None) -> PackedCache | None:
+    """The place where what is quantised is kept, if there is anything."""
+    folder, path = quantized_folder(), Path(config.model)
+    if config.quantization is None or config.load_format == "dummy" or folder is None or kernels is None:
+        return None
+    identity = {
+        "checkpoint": str(path.resolve()),
+        "model": model_digest(path).hex(),
+        "weights": weights_digest(path),
+        "quantization": config.quantization,
+    }
+    return PackedCache(folder, kernels, unloaded.dtype, identity)
+
+
+def _load_weights(unloaded: UnloadedModel, report: LoadProgress | None, cache: PackedCache | None) -> Model:
     """Raises ValueError if the memory does not hold them after all."""
+    if cache is not None and not cache.is_empty:
+        logger.info("reading weights that were quantised and packed at an earlier start: %s", cache.path)
+    elif unloaded.quantization is not None and report is not None:
+        report.tell_quantization(unloaded.quantization)
     needed, device = unloaded.footprint().held, unloaded.device
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (available_bytes(), 0)
     try:
-        return unloaded.load(report)
+        model = unloaded.load(report) if cache is None else unloaded.load(report, cache.find)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -319,6 +353,9 @@ def _load_weights(unloaded: UnloadedModel, report: Callable[[int, int], None] | 
         raise ValueError(
             f"the weights, {needed / GIB:.2f} GiB, cannot be allocated: this process may have less"
         ) from error
+    if cache is not None:
+        cache.keep(unloaded.model)
+    return model
 
 
 def _allocate(assembly: _Assembly, num_device_blocks: int, num_host_blocks: int) -> tuple[ModelRunner, CacheEngine]:

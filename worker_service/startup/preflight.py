@@ -3,11 +3,13 @@
 What only torch knows (whether there is a GPU, which dtype a CPU computes in) is checked by `loader.py`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pagewire.gguf import is_gguf
 from worker_service.config import WorkerConfig
-from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.models.checkpoint_files import FLOAT_BYTES, CheckpointError, TensorHeader
+from worker_service.models.config import ModelConfig
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size
 from worker_service.models.source import load_config, read_headers
@@ -31,10 +33,12 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
         headers = {} if config.load_format == "dummy" else read_headers(path)
     except CheckpointError as error:
         raise ValueError(f"--model {config.model}: {error}") from error
+    if config.quantization is not None:
+        _check_unquantized(config, model, headers)
     shard = Shard.of(model, config.tensor_parallel_rank, config.tensor_parallel_size)
     if config.device == "cpu" or (config.device == "auto" and not any(Path(file).exists() for file in _GPU_FILES)):
         computed = model.dtype if config.dtype == "auto" else config.dtype
-        bits = _least_bits({computed, *(header.dtype for header in headers.values())})
+        bits = _least_bits({config.quantization or computed, *(header.dtype for header in headers.values())})
         weights = num_local_ranks * model_size(shard).num_bytes(1, is_tied=model.tie_word_embeddings) * bits // 8
         available = available_bytes()
         if weights > available:
@@ -43,6 +47,18 @@ def check_worker(config: WorkerConfig, num_local_ranks: int = 1) -> None:
                 f"{available / GIB:.2f} GiB of memory are available: take a smaller model or a machine with more "
                 "memory, or end what else uses it"
             )
+
+
+def _check_unquantized(config: WorkerConfig, model: ModelConfig, headers: Mapping[str, TensorHeader]) -> None:
+    """Raises ValueError if the weights are quantised already."""
+    found = {header.dtype for header in headers.values()} - FLOAT_BYTES.keys()
+    if model.quantization is not None:
+        found = {model.quantization.method}
+    if found:
+        raise ValueError(
+            f"--quantization is {config.quantization}, but --model {config.model} is quantised already "
+            f"({', '.join(sorted(found))}); leave it out, or take the model in float32, bfloat16 or float16"
+        )
 
 
 def _least_bits(dtypes: set[str]) -> int:

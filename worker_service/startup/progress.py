@@ -17,6 +17,11 @@ class LoadProgress:
         self._on_percent = on_percent
         self._clock = clock
         self._started_at = self._told_at = clock()
+        self._verb, self._to = "load", ""
+
+    def tell_quantization(self, quantization: str) -> None:
+        """Say from now on that the model is quantised while it loads."""
+        self._verb, self._to = "quantis", f" to {quantization}"
 
     def __call__(self, num_loaded: int, num_tensors: int) -> None:
         now = self._clock()
@@ -24,9 +29,15 @@ class LoadProgress:
         self._on_percent(percent)
         seconds = now - self._started_at
         if num_loaded == num_tensors:
-            logger.info("loaded the model's %d tensors in %.1f s", num_tensors, seconds)
+            logger.info("%sed the model's %d tensors%s in %.1f s", self._verb, num_tensors, self._to, seconds)
         elif now - self._told_at >= _INTERVAL:
             self._told_at = now
             logger.info(
-                "loading the model: %d of %d tensors (%d %%) in %.0f s", num_loaded, num_tensors, percent, seconds
+                "%sing the model%s: %d of %d tensors (%d %%) in %.0f s",
+                self._verb,
+                self._to,
+                num_loaded,
+                num_tensors,
+                percent,
+                seconds,
             )

@@ -161,6 +161,7 @@ enum { HELD_FLOAT, HELD_BFLOAT16, HELD_FLOAT16, HELD_FLOAT8, HELD_INT8 };
 #include "integers.h"
 
 #include "product.h"
+#include "quantize.h"
 
 #include "decoder.h"
 

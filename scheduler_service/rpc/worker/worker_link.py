@@ -172,11 +172,11 @@ class WorkerLink:
                 f"{rank} of {len(self._stubs)}; name the addresses of all ranks in --worker, in their order"
             )
         first = self._first_capacities.setdefault(rank, answer)
-        for name in ("vocab_size", "block_size"):
+        for name in ("vocab_size", "block_size", "quantization"):
             if getattr(answer, name) != getattr(first, name):
+                now, before = (getattr(capacity, name) or "none" for capacity in (answer, first))
                 raise SessionEnded(
-                    f"the worker came back with {name} {getattr(answer, name)}, it was {getattr(first, name)}; "
-                    "restart the scheduler too"
+                    f"the worker came back with {name} {now}, it was {before}; restart the scheduler too"
                 )
         return answer
 

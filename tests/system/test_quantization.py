@@ -1,0 +1,84 @@
+"""Weights that are quantised while they load, through both services: what a quantised file answers, and crashes."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pagewire import Client, SamplingParams
+from tests.compiler import skip_without_compiler
+from tests.gguf_files import write_gguf
+from tests.system import oracle
+from tests.system.services import ENVIRON, System, running
+from tests.system.streams import until_lost
+from tests.worker.checkpoints import make_checkpoint
+from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
+
+GREEDY = SamplingParams(max_tokens=60, temperature=0.0, logprobs=1)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's cache of the test's own, with the kernels that are built."""
+    skip_without_compiler()
+    load_cpu_kernels()
+    built, folder = cache_folder("kernels"), tmp_path / "cache"
+    folder.mkdir()
+    assert built is not None
+    (folder / "kernels").symlink_to(built)
+    monkeypatch.setitem(ENVIRON, "PAGEWIRE_CACHE", str(folder))
+    return folder
+
+
+@contextmanager
+def serving(model: Path, *flags: str) -> Iterator[System]:
+    with running(model, worker=["--device", "cpu", "--num-threads", 1, *flags]) as system:
+        yield system
+
+
+async def answers(url: str) -> list[tuple[object, ...]]:
+    """Tokens and their log-probabilities."""
+    async with Client(url) as client:
+        prompts = oracle.random_prompts(11, 151, (1, 9, 40))
+        sent = [client.acomplete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
+        outputs = [answer.outputs[0] for answer in await asyncio.gather(*sent)]
+        return [(tuple(output.token_ids), repr(output.logprobs)) for output in outputs]
+
+
+@pytest.mark.parametrize(("quantization", "type_name"), [("int8", "Q8_0"), ("int4", "Q4_0")])
+async def test_answers_are_those_of_the_quantised_file(
+    tmp_path: Path, cache: Path, quantization: str, type_name: str
+) -> None:
+    source = make_checkpoint(tmp_path / "model", "qwen3", seed=41, dtype="bfloat16")
+    types = {"attn_output.weight": type_name, "token_embd.weight": "Q8_0", "output.weight": "Q8_0"}
+    path = write_gguf(tmp_path / "model.gguf", source, type_name, types=types)
+    with serving(path, "--dtype", "bfloat16") as system:
+        expected = await answers(system.url)
+    with serving(source, "--quantization", quantization) as system:
+        assert await answers(system.url) == expected
+    assert len(list((cache / "quantized").iterdir())) == 1
+    with serving(source, "--quantization", quantization) as system:
+        assert await answers(system.url) == expected, "what was packed at the first start is the same"
+
+
+async def test_a_stream_goes_on_with_the_same_bits_after_a_crash(tmp_path: Path, cache: Path) -> None:
+    """The second worker has its weights from the cache."""
+    source = make_checkpoint(tmp_path / "model", "llama", seed=42)
+    prompt = oracle.random_prompts(12, 151, (30,))[0]
+    sampling = SamplingParams(max_tokens=900, temperature=0.8, seed=5)
+    with serving(source, "--quantization", "int4") as system:
+        async with Client(system.url) as client:
+            calm = await client.acomplete(sampling=sampling, prompt_token_ids=prompt)
+            (kept,) = (cache / "quantized").iterdir()
+            tokens: list[int] = []
+            async for output in client.generate(None, sampling, prompt_token_ids=prompt):
+                if not tokens:
+                    system.worker.kill()
+                    await until_lost(client, 1)
+                    system.restart_worker()
+                tokens += output.token_ids
+        system.worker.wait_until_ready()
+    assert tokens == list(calm.outputs[0].token_ids)
+    assert list((cache / "quantized").iterdir()) == [kept]

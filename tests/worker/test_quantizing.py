@@ -1,0 +1,474 @@
+"""Weights of floats that are quantised while they load: the same bits as a GGUF file's, at each start."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
+
+from tests.compiler import skip_without_compiler
+from tests.gguf_files import write_gguf
+from tests.worker.checkpoints import make_checkpoint
+from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
+from tests.worker.test_models import compute_logits, random_tokens
+from worker_service.config import WorkerConfig
+from worker_service.host import PackedCache
+from worker_service.host.operations import CpuProduct, create_host_operations
+from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.models.linear import Linear
+from worker_service.models.loading import load_model, prepare_model
+from worker_service.models.model import Model
+from worker_service.models.quantizing import tensors
+from worker_service.models.quantizing.tensors import QuantizingTensors
+from worker_service.models.source import weights_digest
+from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
+from worker_service.startup.loader import check_products, load_worker
+from worker_service.startup.preflight import check_worker
+from worker_service.startup.progress import LoadProgress
+
+CPU = torch.device("cpu")
+GGUF_TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the user's cache, in one of the test's own."""
+    skip_without_compiler()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
+    load_cpu_kernels()
+    built = cache_folder("kernels")
+    assert built is not None
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(built)
+    monkeypatch.setenv("PAGEWIRE_CACHE", str(tmp_path / "cache"))
+
+
+def load(path: Path, quantization: str | None = None) -> Model:
+    operations = create_host_operations(load_cpu_kernels())
+    return load_model(path, dtype=torch.float32, device=CPU, operations=operations, quantization=quantization)
+
+
+def logits_of(model: Model, *, is_fused: bool = True) -> torch.Tensor:
+    model.is_fused = is_fused
+    return compute_logits(model, random_tokens())
+
+
+def products(model: Model) -> dict[str, Any]:
+    linears = {name: module.product for name, module in model.named_modules() if isinstance(module, Linear)}
+    assert all(isinstance(product, CpuProduct) for product in linears.values())
+    return linears
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "is_tied"),
+    [
+        ("llama", "bfloat16", False),
+        ("llama", "float32", True),
+        ("mistral", "float16", False),
+        ("qwen2", "bfloat16", True),
+        ("qwen3", "bfloat16", False),
+    ],
+)
+def test_logits_are_those_of_the_same_gguf_file(
+    tmp_path: Path, family: str, dtype: str, is_tied: bool, quantization: str
+) -> None:
+    source = make_checkpoint(tmp_path / "model", family, seed=21, dtype=dtype, tie_word_embeddings=is_tied)
+    type_name = GGUF_TYPES[quantization]
+    types = {"attn_output.weight": type_name, "token_embd.weight": "Q8_0", "output.weight": "Q8_0"}
+    path = write_gguf(tmp_path / "model.gguf", source, type_name, types=types)
+    ours, theirs = load(source, quantization), load(path)
+    assert torch.equal(logits_of(ours), logits_of(theirs))
+    assert torch.equal(logits_of(ours, is_fused=False), logits_of(theirs, is_fused=False))
+    assert products(ours).keys() == products(theirs).keys()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_gguf_file_of_floats_is_quantised_alike(tmp_path: Path, quantization: str) -> None:
+    """Its rows of queries and keys are in an order of their own, and are read by whole heads."""
+    source = make_checkpoint(tmp_path / "model", "llama", seed=22, dtype="bfloat16")
+    path = write_gguf(tmp_path / "model.gguf", source, "BF16")
+    assert torch.equal(logits_of(load(path, quantization)), logits_of(load(source, quantization)))
+
+
+def test_what_is_read_in_chunks_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_checkpoint(tmp_path / "model", "llama", seed=23)
+    path = write_gguf(tmp_path / "model.gguf", source, "F32")
+    whole = logits_of(load(source, "int8"))
+    for max_chunk in (1, 64 * 20):
+        monkeypatch.setattr(tensors, "_CHUNK_ELEMENTS", max_chunk)
+        assert torch.equal(logits_of(load(source, "int8")), whole)
+        assert torch.equal(logits_of(load(path, "int8")), whole)
+
+
+@pytest.mark.parametrize(("quantization", "is_tied"), [("int8", True), ("int4", True), ("int4", False)])
+def test_gpt2s_weights_are_turned_first(tmp_path: Path, quantization: str, is_tied: bool) -> None:
+    source = make_checkpoint(tmp_path / "model", "gpt2", seed=24, tie_word_embeddings=is_tied)
+    model = load(source, quantization)
+    stored = load_file(source / "model.safetensors")
+
+    def meant(name: str, type_name: str) -> torch.Tensor:
+        values = stored[f"transformer.{name}.weight" if name != "lm_head" else "lm_head.weight"]
+        turned = values.t() if name.startswith("h.") else values
+        qtype = GGMLQuantizationType[type_name]
+        blocks = gguf.quants.quantize(np.ascontiguousarray(turned.numpy()), qtype)
+        return torch.from_numpy(gguf.quants.dequantize(blocks, qtype))
+
+    names = {"attention.qkv": "attn.c_attn", "attention.output": "attn.c_proj"}
+    names |= {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    expected = {
+        f"layers.{layer}.{ours}": meant(f"h.{layer}.{theirs}", GGUF_TYPES[quantization])
+        for layer in range(2)
+        for ours, theirs in names.items()
+    }
+    expected["head"] = meant("wte" if is_tied else "lm_head", "Q8_0")
+    if not is_tied:
+        expected["embedding.rows"] = meant("wte", "Q8_0")
+    assert products(model).keys() == expected.keys()
+    for name, product in products(model).items():
+        assert torch.equal(product.take_rows(torch.arange(len(expected[name]))), expected[name]), name
+    rows = torch.arange(151)
+    assert torch.equal(model.embedding(rows), meant("wte", "Q8_0"))
+    assert torch.equal(logits_of(model), logits_of(load(source, quantization)))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_footprint_is_what_the_model_takes(tmp_path: Path, quantization: str, family: str, is_tied: bool) -> None:
+    sizes = {"vocab_size": 160, "tie_word_embeddings": is_tied}
+    path = make_checkpoint(tmp_path / "model", family, seed=25, dtype="bfloat16", **sizes)
+    operations = create_host_operations(load_cpu_kernels())
+    settings: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "operations": operations}
+    unloaded = prepare_model(path, quantization=quantization, **settings)
+    footprint = unloaded.footprint()
+    model = unloaded.load()
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    held += sum(product.packed.panels.nbytes for product in products(model).values())
+    assert footprint.held == pytest.approx(held, rel=0.02)
+    assert footprint.held < footprint.peak
+    assert footprint.held < prepare_model(path, **settings).footprint().held
+
+
+# From one start to the next
+
+
+@pytest.fixture
+def num_quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of weights, as they are quantised."""
+    names: list[str] = []
+    quantized = QuantizingTensors.quantized
+
+    def count(self: QuantizingTensors, name: str, shape: tuple[int, int]) -> Any:
+        names.append(name)
+        return quantized(self, name, shape)
+
+    monkeypatch.setattr(QuantizingTensors, "quantized", count)
+    return names
+
+
+def start(path: Path, quantization: str = "int8", **options: Any) -> torch.Tensor:
+    """Loads a worker. Returns the panels of all that its decoder multiplies with, one after the other."""
+    config = worker_config(path, quantization=quantization, **options)
+    check_worker(config)
+    loaded = load_worker(config, "worker", LoadProgress(lambda percent: None))
+    assert loaded.ready.quantization == quantization
+    operations = loaded.runner.computation._model._kernel._model
+    packed = [
+        getattr(operation, name) for operation in operations for name in ("linear", "head") if hasattr(operation, name)
+    ]
+    assert len(packed) > 4
+    return torch.cat([linear.panels for linear in packed])
+
+
+def worker_config(path: Path, **options: Any) -> WorkerConfig:
+    return WorkerConfig(
+        **{"model": str(path), "device": "cpu", "num_device_blocks": 20, "max_model_len": 64, **options}
+    )
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "quantized").iterdir())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_second_start_reads_what_the_first_has_packed(
+    tmp_path: Path, num_quantised: list[str], caplog: pytest.LogCaptureFixture, quantization: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = make_checkpoint(tmp_path / "model", "qwen2", seed=26, dtype="bfloat16", tie_word_embeddings=False)
+    first = start(path, quantization)
+    assert len(num_quantised) == len(set(num_quantised)) == 2 * 7 + 2
+    (file,) = files(tmp_path)
+    assert f"quantised to {quantization} in groups of 32" in caplog.text
+    assert f"kept the packed weights in {file}, 0.00 GiB" in caplog.text
+    assert f"quantised the model's 27 tensors to {quantization} in" in caplog.text
+    caplog.clear()
+    written = file.read_bytes()
+    assert torch.equal(start(path, quantization), first)
+    assert len(num_quantised) == 16, "nothing is quantised again"
+    assert f"reading weights that were quantised and packed at an earlier start: {file}" in caplog.text
+    assert "loaded the model's 27 tensors in" in caplog.text
+    assert files(tmp_path) == [file]
+    assert file.read_bytes() == written
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path) -> None:
+    """Biases and norms are the checkpoint's each time."""
+    path = make_checkpoint(tmp_path / "model", "qwen2", seed=27)
+    operations = create_host_operations(load_cpu_kernels())
+    logits = []
+    for is_kept in (False, True):
+        unloaded = prepare_model(path, dtype=torch.float32, device=CPU, operations=operations, quantization="int4")
+        cache = PackedCache(tmp_path / "folder", operations.kernels, torch.float32, {"checkpoint": "x"})
+        assert cache.is_empty != is_kept
+        logits.append(logits_of(unloaded.load(find_kept=cache.find)))
+        cache.keep(unloaded.model)
+    assert torch.equal(*logits)
+
+
+def cut_off(data: bytes) -> bytes:
+    return data[:-1000]
+
+
+def cut_in_the_header(data: bytes) -> bytes:
+    return data[:100]
+
+
+def empty(data: bytes) -> bytes:
+    return b""
+
+
+def changed(data: bytes) -> bytes:
+    middle = len(data) * 2 // 3
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def changed_in_the_header(data: bytes) -> bytes:
+    return data.replace(b'"in_size": 64', b'"in_size": 32', 1)
+
+
+def too_long(data: bytes) -> bytes:
+    return data + bytes(64)
+
+
+def endless(data: bytes) -> bytes:
+    return b"\xff" * 8 + data[8:]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [cut_off, cut_in_the_header, empty, changed, changed_in_the_header, too_long, endless],
+    ids=lambda f: f.__name__,
+)
+def test_a_broken_file_is_made_anew(
+    tmp_path: Path, num_quantised: list[str], caplog: pytest.LogCaptureFixture, harm: Any
+) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=28)
+    first = start(path)
+    (file,) = files(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(harm(whole))
+    caplog.clear()
+    assert torch.equal(start(path), first)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith(f"the packed weights in {file} cannot be used, and are made anew: ")
+    assert files(tmp_path) == [file]
+    assert file.read_bytes() == whole
+    num_before = len(num_quantised)
+    assert torch.equal(start(path), first)
+    assert len(num_quantised) == num_before
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_warning(
+    tmp_path: Path, num_quantised: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=29)
+    (tmp_path / "cache" / "quantized").write_text("no folder")
+    first = start(path)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith(f"the packed weights cannot be kept in {tmp_path / 'cache' / 'quantized'}/")
+    assert warning.endswith("each start quantises them anew")
+    assert torch.equal(start(path), first)
+    assert len(num_quantised) == 2 * len(set(num_quantised))
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_another_folder_can_be_named_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_quantised: list[str], is_off: bool
+) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=29)
+    monkeypatch.setenv("PAGEWIRE_QUANTIZED_CACHE", "off" if is_off else str(tmp_path / "other" / "folder"))
+    assert torch.equal(start(path), start(path))
+    assert len(num_quantised) == (2 if is_off else 1) * len(set(num_quantised))
+    assert not (tmp_path / "cache" / "quantized").exists()
+    assert (tmp_path / "other").exists() != is_off
+
+
+def test_a_disk_that_is_full_is_a_warning_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=29)
+
+    def fail(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    start(path)
+    assert "No space left on device; each start quantises them anew" in caplog.text
+    assert files(tmp_path) == []
+
+
+def test_other_weights_are_not_taken_for_these(tmp_path: Path, num_quantised: list[str]) -> None:
+    """Though their sizes, and times, are the same."""
+    path = make_checkpoint(tmp_path / "model", "llama", seed=30)
+    file = path / "model.safetensors"
+    before = file.stat()
+    first = start(path)
+    weights = load_file(file)
+    save_file({name: -tensor for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    other = start(path)
+    assert not torch.equal(first, other)
+    assert len(num_quantised) == 2 * len(set(num_quantised))
+    assert len(files(tmp_path)) == 1, "what was kept of the same checkpoint is removed"
+
+
+def test_what_is_kept_of_others_stays(tmp_path: Path) -> None:
+    paths = [make_checkpoint(tmp_path / name, "llama", seed=31) for name in ("a", "b")]
+    start(paths[0])
+    start(paths[1])
+    start(paths[0], "int4")
+    assert len(files(tmp_path)) == 3
+    left = tmp_path / "cache" / "quantized" / "left.part"
+    left.write_bytes(b"half")
+    for seconds, num_files in ((0, 4), (4000, 3)):
+        os.utime(left, (left.stat().st_mtime - seconds,) * 2)
+        next(file for file in files(tmp_path) if file.suffix == ".packed").write_bytes(b"")
+        for path, quantization in ((paths[0], "int8"), (paths[1], "int8"), (paths[0], "int4")):
+            start(path, quantization)
+        assert len(files(tmp_path)) == num_files
+
+
+def test_the_digest_of_weights_follows_their_files(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=32, max_shard_size="100KB")
+    digest = weights_digest(path)
+    assert weights_digest(path) == digest
+    shards = sorted(path.glob("*.safetensors"))
+    assert len(shards) > 1
+    before = shards[1].stat().st_mtime_ns
+    os.utime(shards[1], ns=(before, before + 1000))
+    assert weights_digest(path) != digest
+    file = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "other", "llama", seed=32), "F16")
+    assert weights_digest(file) not in (digest, weights_digest(path))
+
+
+def test_random_weights_are_quantised_and_not_kept(tmp_path: Path, num_quantised: list[str]) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=33)
+    (path / "model.safetensors").unlink()
+    start(path, load_format="dummy")
+    assert num_quantised
+    assert not (tmp_path / "cache" / "quantized").exists()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"device": "cuda"},
+            "--quantization is int4 and --device is cuda; weights are quantised for the products",
+        ),
+        ({"dtype": "float16"}, "--quantization is int4 and --dtype is float16; "),
+        ({"cpu_products": "onednn"}, "--quantization is int4 and --cpu-products is onednn; "),
+        (
+            {"tensor_parallel_size": 2},
+            "--quantization is int4 and --tensor-parallel-size is 2; weights",
+        ),
+        ({"quantization": "int5"}, "--quantization is 'int5'; it must be one of int8, int4"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path, options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{line}"):
+        check_worker(worker_config(tmp_path, **{"quantization": "int4", **options}))
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "FP8 block", "W8A8"])
+def test_what_is_quantised_already_is_refused(tmp_path: Path, name: str) -> None:
+    path, _ = make_quantized(tmp_path, "llama", BY_NAME[name], seed=34)
+    method = json.loads((path / "config.json").read_text())["quantization_config"]["quant_method"]
+    line = rf"--quantization is int8, but --model {path} is quantised already \({method}\); leave it out"
+    with pytest.raises(ValueError, match=line):
+        check_worker(worker_config(path, quantization="int8"))
+
+
+def test_a_gguf_file_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "model", "llama", seed=35)
+    path = write_gguf(tmp_path / "model.gguf", source, "F16", types={"ffn_up.weight": "Q8_0", "attn_q.weight": "Q4_0"})
+    with pytest.raises(ValueError, match=rf"--model {path} is quantised already \(Q4_0, Q8_0\); leave it out"):
+        check_worker(worker_config(path, quantization="int8"))
+
+
+def test_without_kernels_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "off")
+    path = make_checkpoint(tmp_path / "model", "llama", seed=36)
+    line = "--quantization is int8, which needs the C kernels of a CPU, but there are none: PAGEWIRE_CPU_KERNELS is off"
+    with pytest.raises(ValueError, match=line):
+        load_worker(worker_config(path, quantization="int8"), "worker")
+
+
+def test_a_gpu_that_was_not_asked_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="but the model computes on cuda; use --device cpu, or leave it out"):
+        check_products("int8", torch.device("cuda"), None)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "tensor", "num_inputs"),
+    [
+        ("llama", {"intermediate_size": 100}, "model.layers.0.mlp.down_proj.weight", 100),
+        ("qwen3", {"head_dim": 20}, "model.layers.0.self_attn.o_proj.weight", 80),
+        ("gpt2", {"n_inner": 80}, "transformer.h.0.mlp.c_proj.weight", 80),
+    ],
+)
+def test_inputs_that_groups_do_not_divide_are_refused(
+    tmp_path: Path, family: str, sizes: dict[str, int], tensor: str, num_inputs: int
+) -> None:
+    path = make_checkpoint(tmp_path / "model", family, seed=37, **sizes)
+    line = f"tensor {tensor} cannot be quantised: its {num_inputs} inputs are no multiple of the group size 32"
+    with pytest.raises(CheckpointError, match=line):
+        load(path, "int8")
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e8])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, wrong: float) -> None:
+    path = make_checkpoint(tmp_path / "model", "llama", seed=38)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = wrong
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    line = r"tensor model\.layers\.1\.mlp\.up_proj\.weight cannot be quantised: it holds numbers that are not finite"
+    with pytest.raises(CheckpointError, match=line):
+        load(path, "int4")
+
+
+def test_progress_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    times = iter([0.0, 11.0, 12.5])
+    progress = LoadProgress(lambda percent: None, lambda: next(times))
+    progress.tell_quantization("int4")
+    progress(3, 4)
+    progress(4, 4)
+    assert [record.getMessage() for record in caplog.records] == [
+        "quantising the model to int4: 3 of 4 tensors (75 %) in 11 s",
+        "quantised the model's 4 tensors to int4 in 12.5 s",
+    ]

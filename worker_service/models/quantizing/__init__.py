@@ -1,0 +1,1 @@
+"""Weights of floats that are quantised while they load (`--quantization`)."""

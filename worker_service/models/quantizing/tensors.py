@@ -1,0 +1,99 @@
+"""The weights of a checkpoint of floats, of which products and the embedding read theirs quantised."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from pagewire.kernels.rounding import GROUP_SIZE, quantized_format
+from worker_service.models.checkpoint import Piece, Tensors
+from worker_service.models.checkpoint_files import CheckpointError
+
+_CHUNK_ELEMENTS = 1 << 20  # that are read and quantised at once, and whole heads of rows at least
+_WORKING_BYTES = 8  # that an element takes on the way: itself in float32, its code, and scales
+
+
+class QuantizingTensors:
+    """See `Tensors`. All weights are [outputs, inputs], however the checkpoint has them."""
+
+    formats: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        source: Tensors,
+        quantize: Callable[[Tensor, int], QuantizedWeight],
+        bits: Mapping[str, int],
+        transposed: frozenset[str],
+        head_dim: int,
+    ) -> None:
+        """
+        Args:
+            source: whose weights are floats.
+            quantize: makes codes of float32 [rows, columns], in 8 or 4 bits.
+            bits: of the weights that are quantised, by name.
+            transposed: names of those that the checkpoint has as [inputs, outputs].
+            head_dim: rows that `source` can read are multiples of it.
+        """
+        self._source = source
+        self._quantize = quantize
+        self._bits = bits
+        self._transposed = transposed
+        self._head_dim = head_dim
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self._source.names
+
+    def stored_names(self, name: str) -> frozenset[str]:
+        """See `Tensors.stored_names`."""
+        return self._source.stored_names(name)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """See `Tensors.dtype`."""
+        return None if name in self._bits else self._source.dtype(name)
+
+    def working_bytes(self, name: str, num_elements: int) -> int:
+        """See `Tensors.working_bytes`. Of one weight at a time, rows of whole heads are floats."""
+        own = self._source.working_bytes(name, num_elements)
+        return own + _WORKING_BYTES * min(num_elements, 2 * _CHUNK_ELEMENTS) if name in self._bits else own
+
+    def check(self, name: str, piece: Piece) -> None:
+        """See `Tensors.check`. Raises CheckpointError if groups do not divide the inputs."""
+        if name not in self._bits:
+            self._source.check(name, piece)
+            return
+        self._source.check(name, piece.transposed() if name in self._transposed else piece)
+        in_size = (piece.shape or piece.target.shape)[1]
+        if in_size % GROUP_SIZE:
+            raise CheckpointError(
+                f"tensor {name} cannot be quantised: its {in_size} inputs are no multiple of the group size "
+                f"{GROUP_SIZE}; leave --quantization out"
+            )
+
+    def copy(self, name: str, piece: Piece) -> None:
+        """See `Tensors.copy`: floats as they are."""
+        self._source.copy(name, piece.transposed() if name in self._transposed else piece)
+
+    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
+        """See `Tensors.quantized_format`."""
+        return quantized_format(self._bits[name]) if name in self._bits else None
+
+    def quantized(self, name: str, piece: Piece) -> QuantizedWeight:
+        """See `Tensors.quantized`. Raises CheckpointError for numbers that cannot be quantised."""
+        out_size, in_size = piece.target.shape
+        first = (piece.index[0].start or 0) if piece.index else 0
+        codes = torch.empty(out_size, in_size, dtype=torch.int8)
+        scale = torch.empty(out_size, in_size // GROUP_SIZE)
+        num_rows = max(1, _CHUNK_ELEMENTS // in_size // self._head_dim) * self._head_dim
+        for start in range(0, out_size, num_rows):
+            rows = slice(start, min(start + num_rows, out_size))
+            values = torch.empty(rows.stop - start, in_size)
+            index = (slice(first + start, first + rows.stop), *piece.index[1:])
+            self.copy(name, Piece(values, piece.shape or tuple(piece.target.shape), index))
+            try:
+                part = self._quantize(values, self._bits[name])
+            except ValueError as error:
+                raise CheckpointError(f"tensor {name} cannot be quantised: {error}") from error
+            codes[rows], scale[rows] = part.codes, part.scale
+        return QuantizedWeight(codes, scale, None, GROUP_SIZE)
