@@ -181,8 +181,8 @@ def _check_rows(name: str, x: Tensor) -> None:
 def _check_vector(name: str, vector: Tensor, size: int, like: Tensor) -> None:
     if vector.shape != (size,) or vector.dtype not in (like.dtype, torch.float32) or not vector.is_contiguous():
         raise ValueError(
-            f"{name} is {vector.dtype} {list(vector.shape)}; it must be {like.dtype} {[size]}, dense, as what it scales "
-            "is, or of torch.float32"
+            f"{name} is {vector.dtype} {list(vector.shape)}; it must be {like.dtype} {[size]}, dense, as what it "
+            "scales is, or of torch.float32"
         )
 
 
