@@ -76,7 +76,7 @@ CASES = {
         {"max_num_batched_tokens": 5, "max_num_seqs": 8},
     ),
     "smollm3, tied, chunks of 64": ParityCase("smollm3", {}, 8, {"max_num_batched_tokens": 64}),
-    "phi3, window of 20, small pool": ParityCase("phi3", {}, 8, {"num_device_blocks": 140}),
+    "phi3, window of 20, chunks of 64": ParityCase("phi3", {}, 8, {"max_num_batched_tokens": 64}),
     "olmo3, two kinds of layers, small pool, chunks of 100": ParityCase(
         "olmo3", {}, 16, {"num_device_blocks": 70, "max_num_batched_tokens": 100}
     ),
