@@ -130,10 +130,11 @@ def attention_weights(scores: Tensor, distances: Tensor, window: int, slopes: Te
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square normalization (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
 
-    Of the last dimension; computed in float32 and rounded to the dtype of `x` before `weight`, [size], is multiplied.
+    Of the last dimension; computed in float32 and rounded to the dtype of `weight`, [size], before that is multiplied.
     """
     wide = x.float()
-    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x.dtype) * weight
+    unit = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()
+    return (unit.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -23,11 +23,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [T, size], float16, bfloat16 or float32; rows at any distance, at most 65,536 long.
-        weight: [size], of the same dtype.
+        weight: [size], of the same dtype or float32.
         eps: added to the mean square.
 
     Returns:
-        [T, size], dense: x over its root mean square in float32, rounded, times weight.
+        [T, size], dense: x over its root mean square in float32, rounded to the weight's dtype, times weight.
 
     Raises:
         ValueError: a shape, stride or dtype is not one of these.
@@ -72,7 +72,7 @@ def norm_rope(heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tens
     Args:
         heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values, float16, bfloat16 or float32; values
             stay. head_dim is a multiple of 8 from 32 to 256, the last dimension dense.
-        preparation: of the heads' dtype.
+        preparation: of the heads' dtype; weights of that or of float32.
 
     Returns:
         Views of `heads`: queries, keys and values.
@@ -179,9 +179,10 @@ def _check_rows(name: str, x: Tensor) -> None:
 
 
 def _check_vector(name: str, vector: Tensor, size: int, like: Tensor) -> None:
-    if vector.shape != (size,) or vector.dtype != like.dtype or not vector.is_contiguous():
+    if vector.shape != (size,) or vector.dtype not in (like.dtype, torch.float32) or not vector.is_contiguous():
         raise ValueError(
-            f"{name} is {vector.dtype} {list(vector.shape)}; it must be {like.dtype} {[size]}, dense, as what it scales"
+            f"{name} is {vector.dtype} {list(vector.shape)}; it must be {like.dtype} {[size]}, dense, as what it "
+            "scales is, or of torch.float32"
         )
 
 
@@ -242,7 +243,7 @@ def _rms_norm_kernel(
     weights = tl.load(weight + columns, mask=columns < SIZE, other=0.0)
     wide = values.to(tl.float32)
     rms = tl.sqrt_rn(tl.sum(wide * wide, axis=1) / SIZE + eps)
-    normalized = _scale(tl.div_rn(wide, rms[:, None]).to(dtype), weights[None, :])
+    normalized = _scale(tl.div_rn(wide, rms[:, None]).to(weights.dtype), weights[None, :]).to(dtype)
     tl.store(output + rows[:, None] * SIZE + columns[None, :], normalized, mask=mask)
 
 
@@ -311,8 +312,9 @@ def _normalize_halves(first, second, weight, eps, pair, HEAD_DIM: tl.constexpr):
     squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
     rms = tl.sqrt_rn(squares / HEAD_DIM + eps)[:, None]
     weight_first, weight_second = _load_halves(weight, pair, HEAD_DIM // 2)
-    unit_first = _scale(tl.div_rn(wide_first, rms).to(first.dtype), weight_first)
-    return unit_first, _scale(tl.div_rn(wide_second, rms).to(second.dtype), weight_second)
+    unit_first = _scale(tl.div_rn(wide_first, rms).to(weight_first.dtype), weight_first)
+    unit_second = _scale(tl.div_rn(wide_second, rms).to(weight_second.dtype), weight_second)
+    return unit_first.to(first.dtype), unit_second.to(second.dtype)
 
 
 @triton.jit

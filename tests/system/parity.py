@@ -75,6 +75,13 @@ CASES = {
         32,
         {"max_num_batched_tokens": 5, "max_num_seqs": 8},
     ),
+    "smollm3, tied, chunks of 64": ParityCase("smollm3", {}, 8, {"max_num_batched_tokens": 64}),
+    "phi3, window of 20, chunks of 64": ParityCase("phi3", {}, 8, {"max_num_batched_tokens": 64}),
+    "olmo3, two kinds of layers, small pool, chunks of 100": ParityCase(
+        "olmo3", {}, 16, {"num_device_blocks": 70, "max_num_batched_tokens": 100}
+    ),
+    "gemma3, two kinds of layers, chunks of 64": ParityCase("gemma3_text", {}, 32, {"max_num_batched_tokens": 64}),
+    "gpt_neox, parallel, small pool": ParityCase("gpt_neox", {}, 16, {"num_device_blocks": 70}),
     "mistral, window of 50, chunks of 64": ParityCase(
         "mistral", {"sliding_window": 50}, 16, {"max_num_batched_tokens": 64}
     ),

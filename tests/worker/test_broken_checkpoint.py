@@ -37,8 +37,8 @@ TOGETHER |= {
     key: {*TOGETHER.get(key, ()), "rope_type", "long_factor", "short_factor"}
     for key in (
         "factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
-        "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor", "rope_parameters", "rope_scaling", "type",
-        "partial_rotary_factor",
+        "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor", "rope_parameters", "rope_scaling",
+        "type", "partial_rotary_factor",
     )
 }  # fmt: skip
 

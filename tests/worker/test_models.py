@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.compiler import skip_without_compiler
-from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host.decoder import CpuDecoder, host_model
 from worker_service.host.model import LayeredModel
@@ -50,7 +50,56 @@ YARN_BETAS = rope(
 )  # fmt: skip
 YARN_SCALES = rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=1.2)
 
+
+def longrope(original, share=1.0):
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(4)], "long_factor": [2.0 + 0.3 * i for i in range(4)]}
+    settings = rope("longrope", original_max_position_embeddings=original, partial_rotary_factor=share, **factors)
+    return {**settings, "original_max_position_embeddings": original, "max_position_embeddings": 128}
+
+
+SPREAD = {"head_dim": 24, "num_key_value_heads": 1}  # heads of which three quarters of a power of two are turned
+SLIDING, FULL = "sliding_attention", "full_attention"
+KINDS = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
+SCALED_KINDS = {
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    }
+}
+YARN_KINDS = {
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 500_000.0},
+        FULL: {
+            "rope_type": "yarn",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 128,
+            "attention_factor": 1.2,
+        },
+    }
+}
+
 VARIANTS = [
+    *((family, {}) for family in FAMILIES[len(FIRST_FAMILIES) :]),
+    ("smollm3", {**TIED, **BIASES, "no_rope_layers": [0, 1, 1, 0]}),
+    ("smollm3", {**WINDOWED, "no_rope_layer_interval": 2}),
+    ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
+    ("phi3", {**longrope(128, 0.5), "head_dim": 16}),  # short factors
+    ("phi3", {**longrope(32, 0.5), "num_key_value_heads": 1, "sliding_window": None}),  # long ones
+    ("granite", {**BIASES, **TIED}),
+    ("ministral3", {"num_key_value_heads": 1, "sliding_window": 12}),
+    ("olmo2", {"attention_bias": True, "num_key_value_heads": 1, **YARN}),
+    ("olmo3", {**KINDS, **YARN_KINDS}),
+    ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    ("glm", {"attention_bias": False, **SPREAD, "partial_rotary_factor": 0.75}),
+    ("glm4", {"partial_rotary_factor": 1.0}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False}),
+    ("gemma2", {"final_logit_softcapping": 2.0, **SPREAD}),
+    ("gemma3_text", {**KINDS, **SCALED_KINDS}),
+    ("gemma3_text", {**KINDS, "final_logit_softcapping": 5.0, **SPREAD}),
+    ("starcoder2", {"use_bias": False, "hidden_act": "gelu", "sliding_window": None}),
+    ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "relu"}),
+    ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.5, "hidden_act": "gelu_new", **TIED}),
     *[("llama", kw) for kw in ({}, TIED, BIASES, SEVEN, EQUAL, WIDE, ODD, LINEAR, LLAMA3, YARN, YARN_SCALES)],
     *[("mistral", {"sliding_window": window}) for window in (None, 1, 7, 8, 33, 63, 64, 4096)],
     ("mistral", {"sliding_window": 10, **SEVEN, **TIED}),
@@ -338,6 +387,17 @@ def test_positions_served(tmp_path):
         ("llama", {"head_dim": 15}, r"head_dim is 15, but must be even"),
         ("llama", {"hidden_act": "relu"}, r'hidden_act is "relu", but must be one of silu'),
         ("llama", {"dtype": "float8_e4m3fn"}, r'dtype is "float8_e4m3fn"'),
+        ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, r"no_rope_layers is .*, but must be a list of 0 and 1 as"),
+        ("phi3", rope("linear", factor=2.0), r'rope_type is "linear", but must be default or longrope'),
+        ("phi3", rope("longrope"), r"short_factor is null, but must be a list of 8 numbers"),
+        ("glm4", rope("default", partial_rotary_factor=0.2), r"partial_rotary_factor is 0.2.* even part of 16 is"),
+        ("glm4", rope("default", partial_rotary_factor=1.5), r"partial_rotary_factor is 1.5, but must be at most 1"),
+        ("granite", {"residual_multiplier": 0}, r"residual_multiplier is 0, but must be a number"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, r"use_bidirectional_attention is true, but must be"),
+        ("gemma3_text", {"attn_logit_softcapping": 2.0}, r"attn_logit_softcapping is 2.0, but must be null: Gemma"),
+        ("gemma2", {"hidden_activation": "relu"}, r'hidden_activation is "relu", but must be one of gelu_pytorch_tanh'),
+        ("olmo3", {"layer_types": ["chunked_attention"] * 4}, r'layer_types is "chunked_attention", but must be full'),
+        ("gpt_neox", {"hidden_act": "quick_gelu"}, r'hidden_act is "quick_gelu", but must be one of gelu, gelu_new'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is true, but must be f"),
         ("gpt2", {"activation_function": "relu"}, r'activation_function is "relu", but must be one of gelu'),
         ("gpt2", {"n_embd": 65}, r"n_embd is 65, but must be a multiple of 4"),

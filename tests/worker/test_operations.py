@@ -28,7 +28,10 @@ def config(tmp_path_factory):
 def test_triton_kernels_compute_on_a_gpu(config, caplog):
     assert isinstance(create_device_operations(config), TritonOperations)
     # GPT-2 uses the products alone, whatever its heads.
-    assert isinstance(create_device_operations(replace(config, rope=None, head_dim=16)), TritonOperations)
+    assert isinstance(
+        create_device_operations(replace(config, ropes=(None, None), qk_norm="none", norm="layer", head_dim=16)),
+        TritonOperations,
+    )
     assert not caplog.records
 
 

@@ -28,6 +28,8 @@ VARIANTS = [
     ("llama", {"vocab_size": 5, "num_key_value_heads": 4}, 4),  # ranks 0 to 2 have the vocabulary
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 40}, 4),  # two ranks hold each KV head
     ("qwen2", {"num_key_value_heads": 1, "num_hidden_layers": 1}, 4),
+    ("olmo2", {}, 4),  # a norm over the heads of four ranks, two of which hold each KV head
+    ("phi3", {"partial_rotary_factor": 0.5}, 4),
     ("gpt2", {"tie_word_embeddings": False, "n_head": 3, "n_embd": 48}, 3),
 ]
 

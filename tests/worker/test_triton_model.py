@@ -13,7 +13,7 @@ DEVICE = choose_device()
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
-from tests.worker.checkpoints import FAMILIES, make_checkpoint  # noqa: E402
+from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
 from tests.worker.fake_device import FakeDevice, as_kernel  # noqa: E402
 from tests.worker.plans import Row, plan_steps  # noqa: E402
 from tests.worker.runners import device_runner, host_runner  # noqa: E402
@@ -31,7 +31,13 @@ from worker_service.startup.loader import attention_shape  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 4
 HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {"gpt2": {"n_embd": 64, "n_head": 2}}
+SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
+    "gpt2": {"n_embd": 64, "n_head": 2},
+    "gpt_neox": {"num_attention_heads": 2},
+    "gemma3_text": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "smollm3": {**HEADS_OF_32, "num_hidden_layers": 2, "no_rope_layer_interval": 2},
+    "olmo3": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+}
 
 
 def make_runner(path, backend="triton", device=None):
@@ -72,7 +78,12 @@ def reference_tokens(path, prompt):
 
 
 @pytest.mark.parametrize(
-    ("family", "backend"), [("llama", "triton"), ("qwen2", "triton"), ("gpt2", "triton"), ("qwen3", "torch")]
+    ("family", "backend"),
+    [
+        *(("llama", "triton"), ("qwen2", "triton"), ("gpt2", "triton"), ("qwen3", "torch")),
+        *((family, "triton") for family in FAMILIES[len(FIRST_FAMILIES) :]),
+        ("gemma2", "torch"),
+    ],
 )
 def test_greedy_tokens_equal_those_of_transformers(family, backend, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])

@@ -26,13 +26,13 @@ class TritonOperations:
     @staticmethod
     def refusal(config: ModelConfig) -> str | None:
         """Why the kernels cannot compute a model, behind "they"; None: they can, or it uses the products alone."""
-        if config.rope is None:
+        if config.rope is None and config.qk_norm == "none" and config.norm == "layer":
             return None
         head_dims = fused.HEAD_DIMS
         if config.head_dim not in head_dims:
             bounds = f"{head_dims[0]} to {head_dims[-1]} in steps of {head_dims.step}"
             return f"turn heads of {bounds}, and the model's are {config.head_dim}"
-        if config.hidden_size > fused.MAX_NORM_SIZE:
+        if config.norm == "rms" and config.hidden_size > fused.MAX_NORM_SIZE:
             return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {config.hidden_size}"
         return None
 

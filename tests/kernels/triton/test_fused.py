@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pagewire.kernels import reference
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.triton import fused
 from tests.kernels.triton.checks import fused as checks
@@ -62,6 +63,22 @@ def test_no_tokens_are_no_error(device):
     assert fused.silu_mul(nothing).shape == (0, 32)
     heads, angles = torch.empty(0, 4, 32, device=device), torch.empty(0, 32, device=device)
     assert fused.norm_rope(heads, HeadPreparation(2, None, None, 1e-6, angles, angles))[0].shape == (0, 2, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_in_float32_are_multiplied_before_anything_is_rounded(device, dtype):
+    torch.manual_seed(1)
+    x, heads = torch.randn(5, 96, device=device).to(dtype), torch.randn(5, 8, 32, device=device).to(dtype)
+    weight, angles = 1 + torch.rand(96, device=device), torch.randn(5, 32, device=device).to(dtype)
+    exact = torch.nn.functional.rms_norm(x.double(), (96,), weight.double(), 1e-6)
+    error = (fused.rms_norm(x, weight, 1e-6).double() - exact).abs()
+    assert bool((error <= exact.abs() * torch.finfo(dtype).eps * 0.501).all()), "rounded more than once"
+    preparation = HeadPreparation(
+        4, weight[:32].contiguous(), weight[32:64].contiguous(), 1e-6, angles.cos(), angles.sin()
+    )
+    actual, expected = (f(heads.clone(), preparation) for f in (fused.norm_rope, reference.norm_rope))
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_bad_arguments_are_refused(device):

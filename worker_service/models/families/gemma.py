@@ -23,7 +23,7 @@ from worker_service.models.families.family import (
     read_decoder,
 )
 from worker_service.models.families.positions import FULL, SLIDING, read_ropes_by_kind, read_windows
-from worker_service.models.families.reading import expect, flag, number, number_or_none, positive
+from worker_service.models.families.reading import expect, flag, number, number_or_none, positive, unserved
 
 _LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
 _WEIGHTS = (
@@ -82,6 +82,8 @@ def _read_gemma3(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     ropes, _ = read_ropes_by_kind(config, num_positions, thetas)
     of_layers = tuple(ropes[layer_type] for layer_type in layer_types)
     flags = _flags(config, 0.0, 0.0)
+    if flags["attention_softcap"]:
+        raise unserved("attn_logit_softcapping", flags["attention_softcap"], "null: Gemma 3 normalizes heads instead")
     return read_decoder(
         config, architecture, ropes=(of_layers, num_positions), windows=windows, qk_norm="head", **flags
     )

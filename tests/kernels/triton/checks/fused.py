@@ -213,15 +213,16 @@ def compile_cases() -> Iterator[CompileCase]:
     kernels = fused._rms_norm_kernel, fused._silu_mul_kernel, fused._norm_rope_kernel
     for dtype in (torch.bfloat16, torch.float32):  # float16 takes the path of bfloat16
         x = TRITON_TYPES[dtype]
-        for size, has_update in ((100, False), (4096, True)):
+        weights = dict.fromkeys((x, "*fp32"))  # of norms
+        for size, has_update, weight in ((100, False, x), *((4096, True, weight) for weight in weights)):
             padded_size = 1 << (size - 1).bit_length()
             yield CompileCase(
-                f"rms_norm {size} {dtype}",
+                f"rms_norm {size} {dtype} by {weight}",
                 kernels[0],
                 {
                     "x": strided(x[1:], 2, "i64"),
                     "update": strided(x[1:], 2, "i64") if has_update else None,
-                    **{"weight": x, "output": x, "num_rows": "i32", "eps": "fp32"},
+                    **{"weight": weight, "output": x, "num_rows": "i32", "eps": "fp32"},
                 },
                 {"SIZE": size, "PADDED_SIZE": padded_size, "TILE_ROWS": max(1, 1024 // padded_size)},
                 num_warps=min(16, max(4, padded_size // 1024)),
@@ -229,15 +230,16 @@ def compile_cases() -> Iterator[CompileCase]:
         signature = {"gate_up": x, "output": x, "stride": "i32", "size": "i32"}
         yield CompileCase(f"silu_mul {dtype}", kernels[1], signature, {"TILE": 1024}, divisible_by_16=("size",))
         for cache_dtype, head_dim in ((None, 80), (dtype, 128), (torch.float8_e4m3fn, 80)):
-            yield _norm_rope_variant(dtype, cache_dtype, head_dim)
+            for weight in weights if head_dim == 128 else (x,):
+                yield _norm_rope_variant(dtype, cache_dtype, head_dim, weight)
 
 
-def _norm_rope_variant(dtype: torch.dtype, cache_dtype: torch.dtype | None, head_dim: int) -> CompileCase:
+def _norm_rope_variant(dtype: torch.dtype, cache_dtype: torch.dtype | None, head_dim: int, weight: str) -> CompileCase:
     x, cache = TRITON_TYPES[dtype], TRITON_TYPES[cache_dtype or dtype]
     angles, layer = strided(x[1:], 2, "i64"), strided(cache[1:], 4, "i64")
     signature = {
         "heads": strided(x[1:], 3, "i64"),
-        **{"query_weight": x if head_dim == 128 else None, "key_weight": x, "eps": "fp32"},
+        **{"query_weight": weight if head_dim == 128 else None, "key_weight": weight, "eps": "fp32"},
         "angles": (angles, angles),
         "target": (layer, layer, "*i64") if cache_dtype else None,
     }
@@ -250,5 +252,5 @@ def _norm_rope_variant(dtype: torch.dtype, cache_dtype: torch.dtype | None, head
         "BLOCK_SIZE": 16,
         "TILE_HEADS": 1024 // (2 * padded_half),
     }
-    name = f"norm_rope {head_dim} {dtype} into {cache_dtype}"
+    name = f"norm_rope {head_dim} {dtype} into {cache_dtype} by {weight}"
     return CompileCase(name, fused._norm_rope_kernel, signature, constexprs, divisible_by_16=("strides",))
