@@ -16,7 +16,7 @@ from tests.compiler import skip_without_compiler
 from tests.gguf_files import write_gguf
 from tests.system.forked import running
 from tests.system.services import System
-from tests.system.streams import Progress, Request, until_lost
+from tests.system.streams import Progress, Request, until_connected, until_lost
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
 
@@ -123,6 +123,7 @@ async def serve_and_kill(client: Client, system: System, requests: Sequence[Requ
         system.workers[rank].kill()
         system.restart_worker(rank)
         await until_lost(client, kill + 1)
+        await until_connected(client, True)
     return await served
 
 

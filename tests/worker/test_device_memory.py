@@ -133,13 +133,13 @@ def test_a_cpu_says_how_many_blocks_fit_too() -> None:
 
 
 def test_weights_that_do_not_fit_into_a_cpus_memory_say_in_which_dtype() -> None:
-    check_cpu_weights(available=10 * GIB, held=9 * GIB, peak=10 * GIB, dtype="float32")
+    check_cpu_weights(available=10 * GIB, held=9 * GIB, peak=10 * GIB, held_in="float32")
     with pytest.raises(
-        ValueError, match=r"computing in float32 they take 9.00 GiB, 11.00 GiB while they load, and 10."
+        ValueError, match=r"do not fit: in float32 they take 9.00 GiB, 11.00 GiB while they load, and 10."
     ):
-        check_cpu_weights(available=10 * GIB, held=9 * GIB, peak=11 * GIB, dtype="float32")
+        check_cpu_weights(available=10 * GIB, held=9 * GIB, peak=11 * GIB, held_in="float32")
     with pytest.raises(ValueError, match=r"they take 11.00 GiB, and 10.00 GiB of memory are available: take a smaller"):
-        check_cpu_weights(available=10 * GIB, held=11 * GIB, peak=11 * GIB, dtype="float32")
+        check_cpu_weights(available=10 * GIB, held=11 * GIB, peak=11 * GIB, held_in="float32")
 
 
 def test_graphs_share_the_memory_of_the_largest() -> None:

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from pagewire.kernels.cpu import Turn
+from tests.compiler import skip_without_compiler
+from tests.gguf_files import write_gguf
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
+from worker_service.host.decoder import CpuDecoder
 from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.config import ModelConfig
+from worker_service.models.decoder import Decoder
 from worker_service.models.linear import Linear
-from worker_service.models.loading import prepare_model
+from worker_service.models.loading import load_model, prepare_model
 from worker_service.models.shard import Shard
 from worker_service.models.size import model_size
 from worker_service.startup.cpu_kernels import load_cpu_kernels
@@ -76,6 +81,47 @@ def test_a_loaded_model_holds_what_was_said(
             actual += module.product.packed.panels.nbytes if is_ours else weights.get(id(module), head)
     assert footprint.held == actual
     assert footprint.held <= footprint.peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_decoder_reads_the_tables_of_angles_that_were_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    skip_without_compiler()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
+    kernels = load_cpu_kernels()
+    path = make_checkpoint(tmp_path, "qwen3", seed=1)
+    model = load_model(path, dtype=dtype, device=CPU, operations=create_host_operations(kernels))
+    assert isinstance(model, Decoder)
+    assert kernels is not None
+    counted = {buffer.data_ptr() for buffer in model.buffers()}
+    turns = [operation for operation in CpuDecoder(model, kernels)._kernel._model if isinstance(operation, Turn)]
+    read = {table.data_ptr() for turn in turns for table in (turn.cos, turn.sin) if table is not None}
+    assert read == counted
+    assert {rows.dtype for rope in model.ropes for rows in rope(torch.arange(3))} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("held", "computed", "described"),
+    [
+        ("bfloat16", torch.float32, "bfloat16"),
+        ("float32", torch.float32, "float32"),
+        ("Q8_0", torch.bfloat16, "codes of 8 bits"),
+    ],
+)
+def test_what_weights_are_in_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str, computed: torch.dtype, described: str
+) -> None:
+    """Which need not be what the model computes in."""
+    skip_without_compiler()
+    monkeypatch.setenv("PAGEWIRE_CPU_KERNELS", "require")
+    is_gguf = held == "Q8_0"
+    path = make_checkpoint(
+        tmp_path / "model", "qwen3", seed=1, dtype="float32" if is_gguf else held, tie_word_embeddings=True
+    )
+    path = write_gguf(tmp_path / "model.gguf", path, held) if is_gguf else path
+    unloaded = prepare_model(path, dtype=computed, device=CPU, operations=create_host_operations(load_cpu_kernels()))
+    assert unloaded.describe_dtypes() == described
 
 
 def _has_weight(module: torch.nn.Module) -> bool:

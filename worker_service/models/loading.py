@@ -131,6 +131,8 @@ def prepare_model(
     for module in model.modules():
         if isinstance(module, Norm | HeadNorm) and module.adds_one:
             module.float()
+    if device.type == "cpu":
+        _keep_tables(model)
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     if stays_quantized:
         keep_quantized(model, checkpoint, table)
@@ -154,6 +156,13 @@ def _quantizing(
     transposed = frozenset(names[weight] for weight in found if weight.is_transposed)
     tensors = QuantizingTensors(checkpoint, operations.quantize, by_name, transposed, model.config.head_dim)
     return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
+
+
+def _keep_tables(model: nn.Module) -> None:
+    """Cosines and sines stay float32, which a fused decoder reads: it would make tables of its own of others."""
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding):
+            module.keep_float32()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +244,14 @@ class UnloadedModel:
             f"products read them as they are, whatever else is quantised is widened to {dtype}"
         )
 
+    def describe_dtypes(self) -> str:
+        """Say what the weights of products and embeddings are in, which need not be what the model computes in."""
+        modules = [module for module in self.model.modules() if isinstance(module, Linear | Embedding)]
+        codes = {stored.bits for _, stored in self._quantized()}
+        whole = {module.weight.dtype for module in modules if _is_whole(module) and module.weight is not None}
+        dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in whole)
+        return " and ".join([*(f"codes of {bits} bits" for bits in sorted(codes)), *dtypes])
+
     def _tied_bytes(self) -> int:
         """Return the bytes that the head would take if it were not the embedding; 0 where the embedding is the head."""
         weight = self.model.embedding.weight
@@ -296,6 +313,11 @@ def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
 def _quantized_embedding(model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...]) -> QuantizedFormat | None:
     (source,) = [weight.source for weight in table if weight.target == "embedding"]
     return checkpoint.quantized_format(f"{source}.weight", model.config.hidden_size)
+
+
+def _is_whole(module: Linear | Embedding) -> bool:
+    """Whether a layer's weight is not of codes."""
+    return isinstance(module, Embedding) or module.quantized_format is None
 
 
 def _shape(module: Linear) -> tuple[int, int]:

@@ -14,13 +14,19 @@ from worker_service.models.config import QueryGrowth, RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines by position, computed once in float32 and kept in the model's dtype."""
+    """Cosines and sines by position, computed once in float32 and kept in the model's dtype, or as they are."""
 
     def __init__(self, config: RopeConfig, head_dim: int, max_position_embeddings: int) -> None:
         super().__init__()
         self._config = config
         self.cos = nn.Buffer(torch.empty(max_position_embeddings, head_dim))
         self.sin = nn.Buffer(torch.empty(max_position_embeddings, head_dim))
+        self._dtype: torch.dtype | None = None  # what rows are rounded to
+
+    def keep_float32(self) -> None:
+        """Keeps the tables as they are computed; rows of them have the dtype that the tables had."""
+        self._dtype = self.cos.dtype
+        self.float()
 
     def finish_loading(self) -> None:
         """Fills the tables. The first half of the sines is negated: see `rotate`."""
@@ -42,7 +48,8 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[T] -> cosines and sines, [T, head_dim] each."""
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        return (cos, sin) if self._dtype is None else (cos.to(self._dtype), sin.to(self._dtype))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

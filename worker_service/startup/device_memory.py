@@ -99,16 +99,16 @@ def check_cpu_pool(*, available: int, flag: str, asked: str, num_blocks: int, bl
         )
 
 
-def check_cpu_weights(*, available: int, held: int, peak: int, dtype: str) -> None:
+def check_cpu_weights(*, available: int, held: int, peak: int, held_in: str) -> None:
     """Raises ValueError if a CPU's memory does not hold the weights, or what they take for a while as they load.
 
-    `dtype`: what the model computes in.
+    `held_in`: the dtypes that the weights are in, for people.
     """
     if peak <= available:
         return
     while_loading = f", {peak / GIB:.2f} GiB while they load" if peak > held else ""
     raise ValueError(
-        f"the weights do not fit: computing in {dtype} they take {held / GIB:.2f} GiB{while_loading}, and "
+        f"the weights do not fit: in {held_in} they take {held / GIB:.2f} GiB{while_loading}, and "
         f"{max(0, available) / GIB:.2f} GiB of memory are available: take a smaller model, a machine with more memory, "
         "or end what else uses this one's"
     )

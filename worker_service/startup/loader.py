@@ -302,8 +302,8 @@ def check_memory(unloaded: UnloadedModel, sizes: PoolSize) -> None:
     footprint, device = unloaded.footprint(), unloaded.device
     if device.type == "cpu":
         available = available_bytes()
-        dtype = str(unloaded.dtype).removeprefix("torch.")
-        check_cpu_weights(available=available, held=footprint.held, peak=footprint.peak, dtype=dtype)
+        held_in = unloaded.describe_dtypes()
+        check_cpu_weights(available=available, held=footprint.held, peak=footprint.peak, held_in=held_in)
         sizes.num_blocks_of_cpu(available - footprint.held)
         return
     free, total = torch.cuda.mem_get_info(device)
