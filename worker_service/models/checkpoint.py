@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, TensorHeader, read_headers
 
@@ -56,10 +57,10 @@ class Tensors(Protocol):
     def copy(self, name: str, piece: Piece) -> None:
         """Fills the target of a piece that has been checked."""
 
-    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
-        """Return the format of a weight that `quantized` can read; None: it has no codes in groups."""
+    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
+        """Return the format of a weight that `quantized` can read; None: it has neither codes in groups nor FP8."""
 
-    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Tensor:
+    def quantized(self, name: str, shape: tuple[int, int]) -> QuantizedWeight | Float8Weight | Tensor:
         """Return a whole weight that has such a format and has been checked. It is in float32 where, against its
         format, groups of codes cannot say the same."""
 

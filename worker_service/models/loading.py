@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.gguf import is_gguf
+from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat
 from worker_service.models import decoder, gpt2
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
@@ -248,7 +249,7 @@ def _finish(model: decoder.Decoder | gpt2.GPT2, dtype: torch.dtype, is_tied: boo
 
 def _quantized_embedding(
     model: decoder.Decoder | gpt2.GPT2, checkpoint: Tensors, table: tuple[Weight, ...]
-) -> QuantizedFormat | None:
+) -> QuantizedFormat | Float8Format | None:
     (source,) = [weight.source for weight in table if weight.target == "embedding"]
     return checkpoint.quantized_format(f"{source}.weight", model.config.hidden_size)
 

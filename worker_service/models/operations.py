@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from worker_service.models.model import Attend
 from worker_service.models.rope import rotate
@@ -30,9 +31,11 @@ class Operations(Protocol):
         """Lays a weight out for its product, of activations and to outputs of the dtype `computed`."""
 
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
-        """Whether there are products over codes as they are."""
+        """Whether there are products over codes, and floats of 8 bits, as they are."""
 
-    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
+    def prepare_quantized(
+        self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, computed: torch.dtype
+    ) -> Product:
         """Lays a quantised weight out for its product, where `multiplies_quantized`."""
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
@@ -84,7 +87,9 @@ class TorchOperations:
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
         return False
 
-    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
+    def prepare_quantized(
+        self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, computed: torch.dtype
+    ) -> Product:
         return self.prepare_product(weight.dequantized().to(computed), bias, computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
