@@ -32,9 +32,8 @@ class Linear(nn.Module):
         self.weight: Tensor | None = nn.Parameter(torch.empty(sum(out_sizes), in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if bias else None
         self.product: Product | None = None
-        self.quantized_format: QuantizedFormat | Float8Format | None = (
-            None  # what the weight stays in, where it stays quantised
-        )
+        # What the weight stays in, where it stays quantised.
+        self.quantized_format: QuantizedFormat | Float8Format | None = None
         self._parts: list[QuantizedWeight | Float8Weight | Tensor] = []
         self._operations = operations
         self._adds_bias = adds_bias

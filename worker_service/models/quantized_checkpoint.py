@@ -66,8 +66,8 @@ class QuantizedCheckpoint:
         return tuple(sorted({weight_format.describe() for weight_format in self._formats.values()}))
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
-        """See `Tensors.quantized_format`. There is none of FP8 in blocks that panels have not, of columns whose groups are
-        not neighbours, and of zero points beside scales of 32 bits, whose product would be rounded."""
+        """See `Tensors.quantized_format`. There is none of FP8 in blocks that have no panels, of columns whose groups
+        are not neighbours, and of zero points beside scales of 32 bits, whose product would be rounded."""
         kept = self._format_of(name)
         if kept is None or kept.has_ordered_columns:
             return None

@@ -21,16 +21,21 @@ INLINE int64_t float8_place(int64_t output, int64_t input) {
   return input / 2 * 2 * PANEL + output % LANES * 4 + input % 2 * 2 + output / LANES;
 }
 
-// `codes`: in the upper bytes of 16 bits; what the lower ones hold does not count. Exponents are biased by 127 instead of 7.
-// What is below the smallest normal float8 has no exponent and is looked up by its mantissa.
-INLINE words widen_pairs(__m512i codes) {
-  const __m512i small = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x3c60,
-                                         0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0);
-  const __m512i shifted = _mm512_srai_epi16(codes, 4), size = _mm512_and_si512(shifted, _mm512_set1_epi16(0x07f0));
-  const __m512i normal = _mm512_add_epi16(size, _mm512_set1_epi16(0x3c00));
-  const __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(0x0080));
-  const __m512i value = _mm512_mask_permutexvar_epi16(normal, is_small, _mm512_srli_epi16(size, 4), small);
-  return (words)_mm512_or_si512(value, _mm512_and_si512(shifted, _mm512_set1_epi16((int16_t)0x8000)));
+// `codes`: normal ones, in the upper bytes of 16 bits; what the lower ones hold does not count. Exponents are biased by
+// 127 instead of 7.
+INLINE __m512i widen_normal(__m512i codes) {
+  const __m512i moved = _mm512_and_si512(_mm512_srai_epi16(codes, 4), _mm512_set1_epi16((int16_t)0x87f0));
+  return _mm512_add_epi16(moved, _mm512_set1_epi16(0x3c00));
+}
+
+// The same of any: those without an exponent are looked up by their mantissa.
+static NOINLINE __m512i widen_any(__m512i codes) {
+  const __m512i small = _mm512_set4_epi64(0, 0, 0x3c603c403c203c00, 0x3bc03b803b000000);
+  const __m512i size = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f00));
+  const __m512i sign = _mm512_and_si512(codes, _mm512_set1_epi16((int16_t)0x8000));
+  const __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(0x0800));
+  const __m512i found = _mm512_permutexvar_epi16(_mm512_srli_epi16(size, 8), small);
+  return _mm512_mask_mov_epi16(widen_normal(codes), is_small, _mm512_or_si512(found, sign));
 }
 
 INLINE void multiply_float8(const int R, const int C, const int num, const char* weights, int64_t panel_bytes,
@@ -42,8 +47,10 @@ INLINE void multiply_float8(const int R, const int C, const int num, const char*
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
       const __m512i codes = _mm512_loadu_si512(weights + i * 2 * PANEL + c * panel_bytes);
-      w[2 * c] = widen_pairs(_mm512_slli_epi16(codes, 8));
-      w[2 * c + 1] = widen_pairs(codes);
+      const __m512i first = _mm512_slli_epi16(codes, 8);
+      const int has_small = _mm512_testn_epi8_mask(codes, _mm512_set1_epi8(0x78)) != 0;  // few have
+      w[2 * c] = (words)(__builtin_expect(has_small, 0) ? widen_any(first) : widen_normal(first));
+      w[2 * c + 1] = (words)(__builtin_expect(has_small, 0) ? widen_any(codes) : widen_normal(codes));
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
