@@ -11,6 +11,7 @@ from torch import Tensor
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Those of quantised weights, by their bits.
 QUANTIZED_ELEMENTS = {8: 3, 4: 4}
+FLOAT8_ELEMENT = 5
 # The kinds of source/activations.h: what a product rounds its input to.
 ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -38,6 +39,15 @@ class SourceWeight(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scale", "minimum")),
         ("group_size", ctypes.c_int64),
+    )
+
+
+class Float8Source(ctypes.Structure):
+    """Mirrors `float8_weight` of source/float8.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("values", "scale")),
+        ("block_size", ctypes.c_int64),
     )
 
 
@@ -76,10 +86,12 @@ class PackedLinear:
     """A weight [out_size, in_size] in panels, and its bias [out_size] float32. `CpuKernels.pack_linear` makes it.
 
     Attributes:
-        activation: what a product rounds its input to: float32; bfloat16 over weights of bfloat16, where denormal
-            numbers count as 0 if the processor multiplies bfloat16; int8, with a scale for each 32 inputs, over
-            quantised weights.
-        quantized: how the panels hold a quantised weight; None: it is of the panels' dtype.
+        activation: what a product rounds its input to: float32; bfloat16 over weights of bfloat16 and float8, where
+            denormal numbers count as 0 if the processor multiplies bfloat16; int8, with a scale for each 32 inputs,
+            over quantised weights.
+        quantized: how the panels hold a quantised weight of codes; None: it has none.
+        float8_unit: inputs that have a scale together, in panels of float8; 0: the weight is of the panels' dtype, or
+            of codes.
     """
 
     panels: Tensor
@@ -88,6 +100,7 @@ class PackedLinear:
     out_size: int
     activation: torch.dtype = torch.float32
     quantized: QuantizedPanels | None = None
+    float8_unit: int = 0
 
     def layer(self) -> LinearLayer:
         """Points into the tensors and holds none of them."""
@@ -98,6 +111,9 @@ class PackedLinear:
             out_size=self.out_size,
             activation=ACTIVATIONS[self.activation],
         )
+        if self.float8_unit:
+            layer.element, layer.group_size = FLOAT8_ELEMENT, self.float8_unit
+            return layer
         if self.quantized is None:
             layer.element = ELEMENTS[self.panels.dtype]
             return layer

@@ -18,8 +18,16 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation, Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS
-from pagewire.kernels.cpu.linear import ACTIVATIONS, PackedLinear, QuantizedPanels, SourceWeight, code_table
+from pagewire.kernels.cpu.linear import (
+    ACTIVATIONS,
+    Float8Source,
+    PackedLinear,
+    QuantizedPanels,
+    SourceWeight,
+    code_table,
+)
 from pagewire.kernels.cpu.paged import PagedRows, check, paged_step
+from pagewire.kernels.float8 import Float8Weight, unit_size
 from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.rounding import BITS, GROUP_SIZE, round_scale
 
@@ -61,6 +69,8 @@ class CpuKernels:
         library.packed_bytes.restype = integer
         library.pack_quantized.argtypes = [pointer] * 3 + [integer]
         library.pack_quantized.restype = None
+        library.pack_float8.argtypes = [pointer] * 3 + [integer]
+        library.pack_float8.restype = None
         library.find_codes.argtypes = [pointer, integer, pointer, integer]
         library.find_codes.restype = None
         library.quantize.argtypes = [pointer, integer, integer, pointer, pointer, integer]
@@ -230,6 +240,29 @@ class CpuKernels:
         pointers = (codes.data_ptr(), scale.data_ptr(), torch.get_num_threads())
         self._library.quantize(values.data_ptr(), scale.numel(), bits, *pointers)
         return QuantizedWeight(codes, round_scale(scale), None, GROUP_SIZE)
+
+    def pack_float8(self, weight: Float8Weight, bias: Tensor | None = None) -> PackedLinear:
+        """Lays a weight of float8 without NaN out for `linear`, which rounds its input to bfloat16.
+
+        Raises:
+            ValueError: shapes, strides or dtypes do not fit, or the weight has no `unit_size`.
+        """
+        out_size, in_size = weight.values.shape
+        check("values", weight.values, torch.float8_e4m3fn, (out_size, in_size))
+        check("scale", weight.scale, torch.float32, (out_size, -(-in_size // weight.block_size)))
+        if bias is not None:
+            check("bias", bias, torch.float32, (out_size,))
+        unit = unit_size(weight.block_size, in_size)
+        if not unit:
+            raise ValueError(f"blocks of {weight.block_size} of {in_size} inputs have no panels")
+        nothing = torch.empty(0, dtype=torch.uint8)
+        empty = PackedLinear(nothing, bias, in_size, out_size, torch.bfloat16, float8_unit=unit)
+        panels = torch.zeros(self._packed_bytes(empty), dtype=torch.uint8)
+        source = Float8Source(weight.values.data_ptr(), weight.scale.data_ptr(), weight.block_size)
+        layer = empty.layer()
+        pointers = (ctypes.addressof(layer), ctypes.addressof(source), panels.data_ptr())
+        self._library.pack_float8(*pointers, torch.get_num_threads())
+        return replace(empty, panels=panels)
 
     def _choose_panels(self, weight: QuantizedWeight) -> QuantizedPanels:
         present = torch.zeros(256, dtype=torch.uint8)

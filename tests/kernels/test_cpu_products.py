@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagewire.kernels.cpu.library import VARIANTS
+from pagewire.kernels.float8 import Float8Format, Float8Weight, unit_size
 from pagewire.kernels.quantized import QuantizedWeight
 from tests.kernels.variants import load_variant
 
@@ -335,3 +336,122 @@ def test_quantised_weights_that_do_not_fit_are_refused(cpu_kernels):
         cpu_kernels.pack_quantized(weight, torch.ones(3))
     with pytest.raises(ValueError, match=r"codes is .* contiguous"):
         cpu_kernels.pack_quantized(QuantizedWeight(codes.repeat(1, 2)[:, ::2], scale, None, 32))
+
+
+# Floats of 8 bits
+
+
+def random_float8(seed):
+    """All bytes that are numbers, zeros and what is subnormal among them, in blocks of some size; the last may be
+    shorter."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    in_size = 16 * rng.choice([1, 2, 5, 8, 20, 36, 64])
+    block_size = rng.choice([16, 32, 48, 128, in_size, in_size])
+    out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
+    print(f"seed {seed}: {in_size} inputs in blocks of {block_size}, {out_size} outputs")
+    codes = torch.randint(0, 254, (out_size, in_size), generator=generator, dtype=torch.uint8)
+    codes += (codes >= 127).byte()  # neither 127 nor 255, which are NaN
+    scale = 0.01 + torch.rand(out_size, -(-in_size // block_size), generator=generator)
+    return Float8Weight(codes.view(torch.float8_e4m3fn), scale, block_size)
+
+
+def scale_of_inputs(weight):
+    """[out_size, in_size]"""
+    return weight.scale.repeat_interleave(weight.block_size, 1)[:, : weight.values.shape[1]]
+
+
+def sums_of_units(x, weight, multiply_add):
+    """The order of sums over float8: that over bfloat16 within a unit, then unit by unit."""
+    x, values, total = x.bfloat16().float(), weight.values.float(), torch.zeros(len(x), len(weight.values))
+    unit = unit_size(weight.block_size, x.shape[1])
+    for start in range(0, x.shape[1], unit):
+        sums = torch.zeros_like(total)
+        for i in range(start, start + unit, 2):
+            sums = sums + x[:, i + 1, None] * values[:, i + 1]
+            sums = sums + x[:, i, None] * values[:, i]
+        total = multiply_add(sums, scale_of_inputs(weight)[:, start], total)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(400, 416))
+def test_float8_bit_for_bit(variant, seed):
+    weight = random_float8(seed)
+    x = random_activations(seed, 13, weight.values.shape[1])
+    bias = torch.randn(len(weight.values), generator=torch.Generator().manual_seed(seed)) if seed % 2 else None
+    expected = sums_of_units(x, weight, of_variant(variant))
+    actual = variant.linear(x, variant.pack_float8(weight, bias))
+    assert torch.equal(actual, expected if bias is None else expected + bias)
+
+
+@pytest.mark.parametrize("seed", range(420, 424))
+def test_float8_is_near_float64(variant, seed):
+    weight = random_float8(seed)
+    x = random_activations(seed, 5, weight.values.shape[1]).bfloat16()
+    matrix = weight.values.double() * scale_of_inputs(weight).double()
+    error = (variant.linear(x.float(), variant.pack_float8(weight)).double() - x.double() @ matrix.T).abs()
+    num_roundings = 128 + 2 * weight.values.shape[1] // 16
+    assert (error <= num_roundings * 2.0**-24 * (x.double().abs() @ matrix.abs().T)).all()
+
+
+@pytest.mark.parametrize("seed", range(430, 436))
+def test_a_row_depends_on_no_other_row_over_float8(variant, seed):
+    weight = random_float8(seed)
+    check_rows(variant, random_activations(seed, 40, weight.values.shape[1]), variant.pack_float8(weight))
+
+
+@pytest.mark.parametrize("seed", range(440, 448))
+def test_packed_float8_is_the_weight(variant, seed):
+    weight = random_float8(seed)
+    actual = variant.take_rows(variant.pack_float8(weight), torch.arange(len(weight.values)))
+    assert torch.equal(actual, weight.values.float() * scale_of_inputs(weight))
+    assert torch.equal(actual, weight.dequantized())
+
+
+def test_every_float8_is_widened_exactly(variant):
+    """Each byte is multiplied with 1, alone in its output."""
+    codes = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 != 127]
+    values = torch.zeros(len(codes), 32, dtype=torch.uint8)
+    values[torch.arange(len(codes)), torch.arange(len(codes)) % 32] = codes
+    weight = Float8Weight(values.view(torch.float8_e4m3fn), torch.ones(len(codes), 1), 32)
+    actual = variant.linear(torch.ones(1, 32), variant.pack_float8(weight))
+    assert torch.equal(actual[0], codes.view(torch.float8_e4m3fn).float())
+
+
+def test_nan_and_infinity_come_through_float8(variant):
+    weight = random_float8(5)
+    x = random_activations(5, 9, weight.values.shape[1])
+    packed = variant.pack_float8(weight)
+    expected = variant.linear(x, packed)
+    x[4, 7] = torch.nan
+    actual = variant.linear(x, packed)
+    assert actual[4].isnan().all()
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(actual[others], expected[others])
+
+
+@pytest.mark.parametrize(("block_size", "expected"), [(128, 8.25), (1024, 8.25), (64, 8.5), (256, 8.25)])
+def test_float8_takes_a_byte_and_its_scales(cpu_kernels, block_size, expected):
+    weight = Float8Weight(torch.zeros(64, 1024).to(torch.float8_e4m3fn), torch.ones(64, 1024 // block_size), block_size)
+    packed = cpu_kernels.pack_float8(weight)
+    assert packed.panels.numel() * 8 / weight.values.numel() == expected
+    assert Float8Format(block_size).num_bytes(64, 1024) == packed.panels.numel()
+
+
+def test_float8_weights_of_several_blocks_are_joined():
+    weights = [random_float8(seed) for seed in range(40)]
+    weights = [weight for weight in weights if weight.values.shape[1] == 320]
+    assert len({weight.block_size for weight in weights}) > 1
+    assert torch.equal(Float8Weight.join(weights).dequantized(), torch.cat([each.dequantized() for each in weights]))
+
+
+def test_float8_that_does_not_fit_is_refused(cpu_kernels):
+    values = torch.zeros(4, 64).to(torch.float8_e4m3fn)
+    for match, arguments in {
+        r"values is torch.float32 \(4, 64\)": (values.float(), torch.ones(4, 1), 64),
+        r"scale is .*must be torch.float32 \(4, 2\)": (values, torch.ones(4, 1), 32),
+        "blocks of 40 of 64 inputs have no panels": (values, torch.ones(4, 2), 40),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            cpu_kernels.pack_float8(Float8Weight(*arguments))
+    with pytest.raises(ValueError, match="bias is"):
+        cpu_kernels.pack_float8(Float8Weight(values, torch.ones(4, 1), 64), torch.ones(3))

@@ -91,7 +91,7 @@ def test_a_model_computes_as_if_its_weights_were_floats(tmp_path, monkeypatch, c
 
 @EVERY_CASE
 def test_the_kernels_multiply_with_what_the_weights_mean(tmp_path, monkeypatch, case):
-    """Bit for bit, whether they hold codes or floats. Over codes their inputs are rounded to 8 bits."""
+    """Bit for bit, whether they hold codes or floats. Inputs are rounded to 8 bits over codes, to bfloat16 over FP8."""
     use_kernels(monkeypatch, "require")
     family = ("llama", "qwen3")[CASES.index(case) % 2]
     paths = make_quantized(tmp_path, family, case, seed=11, tie_word_embeddings=case.name == "W8A8")
@@ -101,10 +101,12 @@ def test_the_kernels_multiply_with_what_the_weights_mean(tmp_path, monkeypatch, 
     for quantized, plain in zip(*products, strict=True):
         rows = torch.arange(sum(quantized.out_sizes))
         assert torch.equal(quantized.product.take_rows(rows), plain.product.take_rows(rows))
-    stays = [linear for linear in products[0] if linear.product.packed.quantized is not None]
+    stays = [linear.product.packed for linear in products[0] if linear.quantized_format is not None]
     widened = ("scales of 32 bits", "W8A8 asymmetric")  # a zero point times such a scale would be rounded
-    keeps_codes = not case.name.startswith("FP8") and "in act-order" not in case.name and case.name not in widened
+    keeps_codes = "in act-order" not in case.name and case.name not in (*widened, "FP8 block, odd")
     assert bool(stays) == keeps_codes
+    for packed in stays:
+        assert (packed.float8_unit > 0) == case.name.startswith("FP8") == (packed.quantized is None)
     actual, expected = (compute_logits(model, random_tokens()) for model in models)
     assert torch.nn.functional.cosine_similarity(actual, expected).min() > 0.995
 

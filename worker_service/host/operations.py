@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.cpu import CpuKernels, PackedLinear
+from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations, Product, TorchOperations
@@ -52,7 +53,11 @@ class CpuOperations:
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
         return computed in self._computed
 
-    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
+    def prepare_quantized(
+        self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, computed: torch.dtype
+    ) -> Product:
+        if isinstance(weight, Float8Weight):
+            return CpuProduct(self.kernels, self.kernels.pack_float8(weight, floats(bias)), computed)
         return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, floats(bias)), computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, TensorHeader, read_headers
 
@@ -56,11 +57,11 @@ class Tensors(Protocol):
     def copy(self, name: str, piece: Piece) -> None:
         """Fills the target of a piece that has been checked."""
 
-    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
-        """Return the format of a weight of which `quantized` can read so many inputs; None: it has no codes in groups,
-        or that would cut one."""
+    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
+        """Return the format of a weight of which `quantized` can read so many inputs; None: it has neither codes in
+        groups nor FP8, or that would cut one."""
 
-    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Tensor:
+    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Float8Weight | Tensor:
         """Return what a piece that has been checked has of a weight in such a format; its target is left alone. It is
         in float32 where, against its format, groups of codes cannot say the same."""
 

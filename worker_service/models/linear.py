@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.operations import Operations, Product
 
 # Rows of a weight or bias.
-_Rows = TypeVar("_Rows", Tensor, QuantizedWeight)
+_Rows = TypeVar("_Rows", Tensor, QuantizedWeight | Float8Weight)
 # Makes a product, with its bias, of a weight that was quantised and packed at an earlier start.
 KeptProduct = Callable[[Tensor | None], Product]
 
@@ -37,10 +38,11 @@ class Linear(nn.Module):
         self.weight: Tensor | None = nn.Parameter(torch.empty(sum(out_sizes), in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if bias else None
         self.product: Product | None = None
-        self.quantized_format: QuantizedFormat | None = None  # what the weight stays in, where it stays quantised
+        # What the weight stays in, where it stays quantised.
+        self.quantized_format: QuantizedFormat | Float8Format | None = None
         # Which row of the checkpoint's each row is; None: they are in that order.
         self.row_order: list[int] | None = None
-        self._parts: list[QuantizedWeight | Tensor] = []
+        self._parts: list[QuantizedWeight | Float8Weight | Tensor] = []
         self._operations = operations
         self._adds_bias = adds_bias
 
@@ -56,17 +58,16 @@ class Linear(nn.Module):
             return
         assert self.weight is not None
         bias = self._ordered(self.bias.data) if self.bias is not None and self._adds_bias else None
-        quantized = [part for part in self._parts if isinstance(part, QuantizedWeight)]
+        quantized = _join(self._parts)
         if kept is not None:
             self.product = kept(bias)
-        elif quantized and len(quantized) == len(self._parts):
-            joined = self._ordered(QuantizedWeight.join(quantized))
-            self.product = self._operations.prepare_quantized(joined, bias, dtype)
+        elif quantized is not None:
+            self.product = self._operations.prepare_quantized(self._ordered(quantized), bias, dtype)
         else:
             self.product = self._operations.prepare_product(self._ordered(self._whole(dtype)), bias, dtype)
         self.weight, self._parts = None, []
 
-    def add_part(self, weight: QuantizedWeight | Tensor) -> None:
+    def add_part(self, weight: QuantizedWeight | Float8Weight | Tensor) -> None:
         """Take the next projection, in place of rows of the weight."""
         self._parts.append(weight)
 
@@ -77,7 +78,7 @@ class Linear(nn.Module):
         assert self.weight is not None
         if not self._parts:
             return self.weight.data
-        parts = [part.dequantized() if isinstance(part, QuantizedWeight) else part for part in self._parts]
+        parts = [part if isinstance(part, Tensor) else part.dequantized() for part in self._parts]
         return torch.cat([part.to(dtype) for part in parts])
 
     def embedding(self) -> Callable[[Tensor], Tensor] | None:
@@ -89,6 +90,15 @@ class Linear(nn.Module):
         """[T, in_size] -> [T, sum(out_sizes)]"""
         assert self.product is not None
         return self.product(x)
+
+
+def _join(parts: Sequence[QuantizedWeight | Float8Weight | Tensor]) -> QuantizedWeight | Float8Weight | None:
+    """Return projections of one kind as one; None: they are not, or there are none."""
+    codes = [part for part in parts if isinstance(part, QuantizedWeight)]
+    floats = [part for part in parts if isinstance(part, Float8Weight)]
+    if codes and len(codes) == len(parts):
+        return QuantizedWeight.join(codes)
+    return Float8Weight.join(floats) if floats and len(floats) == len(parts) else None
 
 
 class Embedding(nn.Module):

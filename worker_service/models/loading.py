@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.gguf import is_gguf
+from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat
 from pagewire.kernels.rounding import BITS, GROUP_SIZE
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
@@ -215,7 +216,7 @@ class UnloadedModel:
             held, peak=max(held, weights + max([0, *copies, *(tables if self.device.type == "cpu" else [])]))
         )
 
-    def _quantized(self) -> list[tuple[Linear, QuantizedFormat]]:
+    def _quantized(self) -> list[tuple[Linear, QuantizedFormat | Float8Format]]:
         """The products whose weights stay quantised."""
         linears = [module for module in self.model.modules() if isinstance(module, Linear)]
         return [(module, module.quantized_format) for module in linears if module.quantized_format is not None]
@@ -247,10 +248,12 @@ class UnloadedModel:
     def describe_dtypes(self) -> str:
         """Say what the weights of products and embeddings are in, which need not be what the model computes in."""
         modules = [module for module in self.model.modules() if isinstance(module, Linear | Embedding)]
-        codes = {stored.bits for _, stored in self._quantized()}
+        stored_formats = [stored for _, stored in self._quantized()]
+        codes = {stored.bits for stored in stored_formats if isinstance(stored, QuantizedFormat)}
+        floats = ["float8"] if any(isinstance(stored, Float8Format) for stored in stored_formats) else []
         whole = {module.weight.dtype for module in modules if _is_whole(module) and module.weight is not None}
         dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in whole)
-        return " and ".join([*(f"codes of {bits} bits" for bits in sorted(codes)), *dtypes])
+        return " and ".join([*(f"codes of {bits} bits" for bits in sorted(codes)), *floats, *dtypes])
 
     def _tied_bytes(self) -> int:
         """Return the bytes that the head would take if it were not the embedding; 0 where the embedding is the head."""
@@ -310,7 +313,9 @@ def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
             module.finish_loading(dtype, model.head if is_tied and module is model.embedding else module.rows)
 
 
-def _quantized_embedding(model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...]) -> QuantizedFormat | None:
+def _quantized_embedding(
+    model: Decoder, checkpoint: Tensors, table: tuple[Weight, ...]
+) -> QuantizedFormat | Float8Format | None:
     (source,) = [weight.source for weight in table if weight.target == "embedding"]
     return checkpoint.quantized_format(f"{source}.weight", model.config.hidden_size)
 

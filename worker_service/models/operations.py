@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.rounding import quantize
 from worker_service.models.model import Attend
@@ -31,12 +32,14 @@ class Operations(Protocol):
         """Lays a weight out for its product, of activations and to outputs of the dtype `computed`."""
 
     def multiplies_quantized(self, computed: torch.dtype) -> bool:
-        """Whether there are products over codes as they are."""
+        """Whether there are products over codes, and floats of 8 bits, as they are."""
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
         """Makes codes of 8 or 4 bits of float32 [rows, columns]: see `pagewire.kernels.rounding`."""
 
-    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
+    def prepare_quantized(
+        self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, computed: torch.dtype
+    ) -> Product:
         """Lays a quantised weight out for its product, where `multiplies_quantized`."""
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
@@ -91,7 +94,9 @@ class TorchOperations:
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
         return quantize(values, bits)
 
-    def prepare_quantized(self, weight: QuantizedWeight, bias: Tensor | None, computed: torch.dtype) -> Product:
+    def prepare_quantized(
+        self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, computed: torch.dtype
+    ) -> Product:
         return self.prepare_product(weight.dequantized().to(computed), bias, computed)
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:

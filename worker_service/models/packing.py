@@ -286,8 +286,8 @@ def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
     if isinstance(weight, Tensor):
         return weight[rows, columns]
     if isinstance(weight, Float8Weight):
-        values = weight.values[rows, columns]
-        scale = weight.scale[rows, _groups(columns, weight.block_size, weight.scale)]
+        values = weight.values[rows, columns].contiguous()
+        scale = weight.scale[rows, _groups(columns, weight.block_size, weight.scale)].contiguous()
         return Float8Weight(values, scale, weight.block_size)
     groups = _groups(columns, weight.group_size, weight.scale)
     codes, scale = weight.codes[rows, columns].contiguous(), weight.scale[rows, groups].contiguous()

@@ -6,8 +6,8 @@ from typing import NoReturn
 
 import torch
 
-from pagewire.kernels.float8 import Float8Weight
-from pagewire.kernels.quantized import GROUP, QuantizedFormat, QuantizedWeight
+from pagewire.kernels.float8 import Float8Format, unit_size
+from pagewire.kernels.quantized import GROUP, QuantizedFormat
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from worker_service.models.packing import (
@@ -65,12 +65,15 @@ class QuantizedCheckpoint:
         """See `Tensors.formats`."""
         return tuple(sorted({weight_format.describe() for weight_format in self._formats.values()}))
 
-    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
-        """See `Tensors.quantized_format`. There is none of FP8, of columns whose groups are not neighbours, and of zero
-        points beside scales of 32 bits, whose product would be rounded."""
+    def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
+        """See `Tensors.quantized_format`. There is none of FP8 in blocks that have no panels, of columns whose groups
+        are not neighbours, and of zero points beside scales of 32 bits, whose product would be rounded."""
         kept = self._format_of(name)
-        if kept is None or kept.layout in ("fp8", "float-quantized") or kept.has_ordered_columns:
+        if kept is None or kept.has_ordered_columns:
             return None
+        if kept.layout in ("fp8", "float-quantized"):
+            block_size = kept.columns or in_size
+            return Float8Format(block_size) if unit_size(block_size, in_size) else None
         if not kept.is_symmetric and self._has_wide_scales(name):
             return None
         group_size = kept.columns or in_size
@@ -79,11 +82,9 @@ class QuantizedCheckpoint:
         # Codes less their zero points take a bit more.
         return QuantizedFormat(kept.bits + (not kept.is_symmetric), group_size, has_half_scales=False, has_minima=False)
 
-    def quantized(self, name: str, piece: Piece) -> QuantizedWeight | torch.Tensor:
+    def quantized(self, name: str, piece: Piece) -> DecodedWeight:
         """See `Tensors.quantized`."""
-        weight = self.decoded(name, piece)
-        assert not isinstance(weight, Float8Weight)
-        return weight
+        return self.decoded(name, piece)
 
     def stored_names(self, name: str) -> frozenset[str]:
         """See `Tensors.stored_names`."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
@@ -125,17 +126,20 @@ def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
 
 
 def keep_quantized(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight]) -> None:
-    """Tells the products all of whose weights the checkpoint has as codes that they stay so."""
-    found: dict[Linear, list[QuantizedFormat | None]] = {}
+    """Tells the products all of whose weights the checkpoint has as codes, or all in FP8, that they stay so."""
+    found: dict[Linear, list[QuantizedFormat | Float8Format | None]] = {}
     for weight in table:
         module = model.get_submodule(weight.target)
         if isinstance(module, Linear) and module.weight is not None:
             stored = checkpoint.quantized_format(f"{weight.source}.weight", module.weight.shape[1])
             found.setdefault(module, []).append(None if weight.is_transposed else stored)
     for module, stored_formats in found.items():
-        formats = [stored for stored in stored_formats if stored is not None]
-        if len(formats) == len(stored_formats):
-            module.quantized_format = QuantizedFormat.join(formats)
+        codes = [stored for stored in stored_formats if isinstance(stored, QuantizedFormat)]
+        floats = [stored for stored in stored_formats if isinstance(stored, Float8Format)]
+        if len(codes) == len(stored_formats):
+            module.quantized_format = QuantizedFormat.join(codes)
+        elif len(floats) == len(stored_formats):
+            module.quantized_format = Float8Format.join(floats)
 
 
 def fill_layers(table: Iterable[Weight], num_layers: int) -> Iterator[Weight]:

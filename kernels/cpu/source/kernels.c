@@ -160,6 +160,8 @@ enum { HELD_FLOAT, HELD_BFLOAT16, HELD_FLOAT16, HELD_FLOAT8, HELD_INT8 };
 
 #include "integers.h"
 
+#include "float8.h"
+
 #include "product.h"
 #include "quantize.h"
 

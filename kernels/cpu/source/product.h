@@ -8,6 +8,7 @@ INLINE arithmetic layer_arithmetic(const linear_layer* layer) {
   switch (layer->element) {
     case ELEMENT_INT8:
     case ELEMENT_INT4: return integer_arithmetic(layer);
+    case ELEMENT_FLOAT8: return float8_arithmetic(layer);
     case ELEMENT_FLOAT: return arithmetic_float();
     case ELEMENT_BFLOAT16: return arithmetic_bfloat16();
     default: return arithmetic_float16();
@@ -123,6 +124,7 @@ static void take_row(const linear_layer* layer, int64_t index, float* row) {
     case ELEMENT_FLOAT: take_rows_float(layer->panels, &index, row, 1, layer->in_size); break;
     case ELEMENT_BFLOAT16: take_rows_bfloat16(layer->panels, &index, row, 1, layer->in_size); break;
     case ELEMENT_FLOAT16: take_rows_float16(layer->panels, &index, row, 1, layer->in_size); break;
+    case ELEMENT_FLOAT8: take_float8_row(layer, index, row); break;
     default: take_quantized_row(layer, index, row);
   }
 }

@@ -1,0 +1,61 @@
+"""Checkpoints in FP8: what a model holds, and the fused decoder over it."""
+
+import random
+
+import pytest
+import torch
+
+from tests.compiler import skip_without_compiler
+from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
+from tests.worker.test_same_bits import VOCAB, alone, together
+from worker_service.host import create_host_operations
+from worker_service.models.linear import Linear
+from worker_service.models.loading import load_model, prepare_model
+from worker_service.startup.cpu_kernels import load_cpu_kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def num_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["FP8 block", "FP8 by channel", "FP8 tensor"])
+def test_the_decoder_gives_the_same_bits_over_float8(tmp_path, num_threads, name, dtype):
+    skip_without_compiler()
+    path, _ = make_quantized(tmp_path, "qwen3", BY_NAME[name], seed=31)
+    model = load_model(path, dtype=dtype, device=CPU, operations=create_host_operations(load_cpu_kernels()))
+    assert all(layer.attention.qkv.product.packed.float8_unit for layer in model.layers)
+    rng, generator = random.Random(31), torch.Generator().manual_seed(31)
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in (1, 2, 9, 40, 130)]
+    expected = alone(model, dtype, dtype, prompts)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        actual = together(model, dtype, dtype, prompts, 8, rng)
+        assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("name", ["FP8 block, powers of two", "FP8 by channel"])
+def test_a_weight_takes_a_byte_and_its_scales(tmp_path, name):
+    """The footprint says what the panels then take."""
+    skip_without_compiler()
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes["vocab_size"] = 160  # whole panels
+    path, _ = make_quantized(tmp_path, "llama", BY_NAME[name], seed=32, **sizes)
+    unloaded = prepare_model(
+        path, dtype=torch.bfloat16, device=CPU, operations=create_host_operations(load_cpu_kernels())
+    )
+    footprint = unloaded.footprint()
+    model = unloaded.load()
+    products = [module for module in model.modules() if isinstance(module, Linear)]
+    packed = [module.product.packed for module in products if module.quantized_format is not None]
+    assert len(packed) == len(products) - 1
+    unit = 32 if "powers" in name else 128
+    for each in packed:
+        assert each.panels.nbytes == each.in_size * each.out_size * (1 + 4 / unit)
+    others = [*model.parameters(), *model.buffers(), model.head.product.packed.panels]
+    assert footprint.held == sum(each.panels.nbytes for each in packed) + sum(tensor.nbytes for tensor in others)
