@@ -61,13 +61,13 @@ class QuantizedPanels:
 
 
 def code_table(codes: Sequence[int]) -> tuple[int, ...]:
-    """A table of 16 that holds these different codes, in ascending order; empty if there are more. It counts upwards if
-    such a table can hold them."""
+    """A table of 16 that holds these different codes, in ascending order; empty if there are more. It counts upwards from
+    -8 or 0 if such a table can hold them: that needs no looking up."""
     if len(codes) > 16:
         return ()
-    first = min(codes[0], 112) if codes else 0
-    if not codes or codes[-1] < first + 16:
-        return tuple(range(first, first + 16))
+    for table in (range(-8, 8), range(16)):
+        if all(code in table for code in codes):
+            return tuple(table)
     return (*codes, *[codes[-1]] * (16 - len(codes)))
 
 

@@ -7,7 +7,7 @@
 // PANEL] each. Codes of 8 bits lie as [8, LANES, 4]: four inputs of LANES outputs in a step. Of 4 bits two steps share
 // a byte, the first one in the lower half; they are looked up in the layer's table, unless that counts upwards.
 //
-// Codes may be stored with an offset; the sum of the activations, times that, is what sums then begin with.
+// Codes may be stored with an offset; the sum of the activations, times that, is taken off the sums.
 
 enum { CODES_OF_8, CODES_OF_4, CODES_OF_TABLE };
 // Instructions that multiply unsigned with signed bytes need codes that are not negative.
@@ -23,7 +23,7 @@ INLINE words load_words(const void* p) {
   return v;
 }
 
-// sums += products of four inputs with the codes of LANES outputs, offset by CODE_OFFSET.
+// sums += products of four inputs with the codes of LANES outputs, which are stored with CODE_OFFSET.
 INLINE ints add_code_dots(ints sums, words codes, words x) {
 #if CODE_OFFSET
   return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)x);
@@ -41,6 +41,28 @@ INLINE ints add_code_dots(ints sums, words codes, words x) {
 #else
   for (int shift = 0; shift < 32; shift += 8)
     sums += ((ints)(codes << (24 - shift)) >> 24) * ((ints)(x << (24 - shift)) >> 24);
+  return sums;
+#endif
+}
+
+// The same of codes below 16. Where that is faster, `sums` are of 16 bits: no 8 sums of two products are larger than
+// 8 * 2 * 15 * 127. `whole_dots` adds them up.
+INLINE ints add_small_dots(ints sums, words codes, words x) {
+#if defined(HAS_AVX512) && !CODE_OFFSET
+  return (ints)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)codes, (__m512i)x));
+#elif defined(HAS_AVX2)
+  return (ints)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
+#else
+  return add_code_dots(sums, codes, x);
+#endif
+}
+
+INLINE ints whole_dots(ints sums) {
+#if defined(HAS_AVX512) && !CODE_OFFSET
+  return (ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#elif defined(HAS_AVX2)
+  return (ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#else
   return sums;
 #endif
 }
@@ -69,8 +91,9 @@ INLINE words offset_table(const linear_layer* layer) {
   return load_words(entries);
 }
 
-INLINE int counts_upwards(const linear_layer* layer) {
-  int is_next = 1;
+// Whether codes of 4 bits are what they stand for, or 8 more than that.
+INLINE int needs_no_table(const linear_layer* layer) {
+  int is_next = layer->table[0] == 0 || layer->table[0] == -8;
   for (int i = 1; i < 16; i++) is_next &= layer->table[i] == layer->table[i - 1] + 1;
   return is_next;
 }
@@ -99,68 +122,97 @@ INLINE words load_codes(const int coding, const char* of_vector, int step, words
   return coding == CODES_OF_TABLE ? look_up(table, indexes) : indexes;
 }
 
+// The same place, unknown to the compiler: or it would load what two branches have in common before them, into more
+// registers than there are.
+INLINE const void* branch_of(const void* place) {
+  __asm__("" : "+r"(place));
+  return place;
+}
+
 INLINE words word_of(const uint32_t* x) { return *x - (words){0}; }
 INLINE floats float_of(const uint32_t* x) { return (floats)word_of(x); }
 
-// sums: [R, V] += the products of a group, the `nth` of its unit, whose integer sums are `dots`. `place`: of the first
-// vector of the outputs in the panel.
-INLINE void scale_dots(const int R, const int V, const int pitch, const linear_layer* layer, const char* scales, int64_t stride,
-                       int64_t place, int nth, const uint32_t* x, ints (*dots)[8], floats (*sums)[8]) {
-  const int64_t num_groups = groups_of_unit(layer);
-  const int part = num_groups == 1 ? 0 : 1 + nth;
+// Where a tile's weights are, and how their codes are read.
+typedef struct {
+  const linear_layer* layer;
+  int64_t panel_bytes;
+  int64_t place;  // of the first vector of the outputs in the first panel
+  words table;
+  int32_t mask;  // of what codes of 4 bits are stored with: all bits, or none
+} code_tile;
+
+INLINE code_tile tile_of(const int coding, const linear_layer* layer, int64_t panel_bytes, int64_t place) {
+  return (code_tile){.layer = layer,
+                     .panel_bytes = panel_bytes,
+                     .place = place,
+                     .table = coding == CODES_OF_TABLE ? offset_table(layer) : (words){0},
+                     .mask = layer->table[0] ? -1 : 0};
+}
+
+// What there is to add to sums over codes, for what the codes are stored with. `sum`: of the activations, negative.
+INLINE ints offset_dots(const int coding, const code_tile* t, ints sum) {
+  if (coding == CODES_OF_4) return (sum << 3) & t->mask;
+  return CODE_OFFSET ? sum << 7 : (ints){0};
+}
+
+// The negative sum of the activations of a group: of the whole unit, or of the `nth` half.
+INLINE ints group_sum(const int is_whole, const int nth, const int pitch, const uint32_t* x) {
+  const ints sum = (ints)word_of(x + INT8_SUM * pitch), first = (ints)word_of(x + INT8_FIRST_SUM * pitch);
+  return is_whole ? sum : nth == 0 ? first : sum - first;
+}
+
+// sums: [R, V] += the products of a group, the `nth` of its unit, whose integer sums are `dots`.
+INLINE void scale_dots(const int coding, const int is_whole, const int nth, const int R, const int V, const code_tile* t,
+                       const char* scales, const uint32_t* x, ints (*dots)[8], floats (*sums)[8]) {
 #pragma GCC unroll 8
   for (int v = 0; v < V; v++) {
-    const char* of_panel = scales + v / 2 * stride;
-    const int64_t index = nth * PANEL + place + v % 2 * LANES;
-    const floats w = load_scales(layer, of_panel, index);
+    const char* of_panel = scales + v / 2 * t->panel_bytes;
+    const int64_t index = nth * PANEL + t->place + v % 2 * LANES;
+    const floats w = load_scales(t->layer, of_panel, index);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-      sums[r][v] = multiply_add(__builtin_convertvector(dots[r][v], floats) * float_of(x + INT8_SCALE * pitch + r), w, sums[r][v]);
-    if (!layer->has_minima) continue;
-    const floats minima = load_scales(layer, of_panel, index + num_groups * PANEL);
+    for (int r = 0; r < R; r++) {
+      const ints whole = coding == CODES_OF_4 ? whole_dots(dots[r][v]) : dots[r][v];
+      const ints exact = whole + offset_dots(coding, t, group_sum(is_whole, nth, R, x + r));
+      sums[r][v] = multiply_add(__builtin_convertvector(exact, floats) * float_of(x + INT8_SCALE * R + r), w, sums[r][v]);
+    }
+    if (!t->layer->has_minima) continue;
+    x = branch_of(x);
+    const floats minima = load_scales(t->layer, of_panel, index + (is_whole ? 1 : 2) * PANEL);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-      sums[r][v] = multiply_add(float_of(x + (INT8_NEGATIVE_SUM + part) * pitch + r), minima, sums[r][v]);
+    for (int r = 0; r < R; r++) {
+      const ints sum = group_sum(is_whole, nth, R, x + r);
+      const floats scaled = is_whole ? float_of(x + INT8_SCALED_SUM * R + r)
+                                     : __builtin_convertvector(sum, floats) * float_of(x + INT8_SCALE * R + r);
+      sums[r][v] = multiply_add(scaled, minima, sums[r][v]);
+    }
   }
 }
 
-// What a coding takes beside the codes: the table, and the offset of what it gives.
-typedef struct {
-  words table;
-  int32_t offset;
-} code_reading;
-
-// sums: [R, V] += the products of a unit. `weights`: the unit of the first vector's panel.
-INLINE void multiply_unit(const int coding, const int R, const int V, const int pitch, const linear_layer* layer,
-                          const char* weights, int64_t panel_bytes, int64_t place, const uint32_t* x, code_reading by,
-                          floats (*sums)[8]) {
-  const int is_whole = layer->group_size == UNIT_INPUTS, bits = coding == CODES_OF_8 ? 8 : 4;
-  const int has_offset = coding == CODES_OF_4 || CODE_OFFSET;
+// sums: [R, V] += the products of the `nth` group of a unit. `unit`: that of the first vector's panel.
+INLINE void multiply_group(const int coding, const int is_whole, const int nth, const int R, const int V,
+                           const code_tile* t, const char* weights, const uint32_t* inputs, floats (*sums)[8]) {
+  const char* unit = branch_of(weights);
+  const uint32_t* x = branch_of(inputs);
+  const int bits = coding == CODES_OF_8 ? 8 : 4, num_steps = is_whole ? STEPS : STEPS / 2;
   const int64_t vector_bytes = unit_code_bytes(bits) / 2;
   ints dots[GROUP_ROWS][8];
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; half++) {
-    if (half == 0 || !is_whole) {
-      const uint32_t* x_sums = x + (INT8_SUM + (is_whole ? 0 : 1 + half)) * pitch;
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) dots[r][v] = (ints){0};
+#pragma GCC unroll 8
+  for (int step = nth * num_steps; step < (nth + 1) * num_steps; step++)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v++) {
+      const char* of_vector = unit + v / 2 * t->panel_bytes + (t->place / LANES + v % 2) * vector_bytes;
+      const words codes = load_codes(coding, of_vector, step, t->table);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
-        const ints first = has_offset ? (ints)word_of(x_sums + r) * by.offset : (ints){0};
-#pragma GCC unroll 8
-        for (int v = 0; v < V; v++) dots[r][v] = first;
+        const words four = word_of(x + step * R + r);
+        dots[r][v] = coding == CODES_OF_4 ? add_small_dots(dots[r][v], codes, four) : add_code_dots(dots[r][v], codes, four);
       }
     }
-#pragma GCC unroll 4
-    for (int step = half * STEPS / 2; step < (half + 1) * STEPS / 2; step++)
-#pragma GCC unroll 8
-      for (int v = 0; v < V; v++) {
-        const char* of_vector = weights + v / 2 * panel_bytes + (place / LANES + v % 2) * vector_bytes;
-        const words codes = load_codes(coding, of_vector, step, by.table);
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) dots[r][v] = add_code_dots(dots[r][v], codes, word_of(x + step * pitch + r));
-      }
-    if (half == 1 || !is_whole)
-      scale_dots(R, V, pitch, layer, weights + unit_code_bytes(bits), panel_bytes, place, is_whole ? 0 : half, x, dots, sums);
-  }
+  scale_dots(coding, is_whole, nth, R, V, t, unit + unit_code_bytes(bits), x, dots, sums);
 }
 
 // How many sums registers hold beside as many integer sums.
@@ -170,32 +222,38 @@ INLINE void multiply_unit(const int coding, const int R, const int V, const int 
 #define MAX_SUMS 6
 #endif
 
-// R rows and V vectors of outputs of a run of `pitch` rows; totals: the first of them, whose rows are `size` floats.
-INLINE void multiply_tile(const int coding, const int R, const int V, const int pitch, const linear_layer* layer,
-                          const char* weights, int64_t panel_bytes, int64_t place, const uint32_t* x, int64_t num,
-                          const char* ahead, int64_t stride, float* totals, int64_t size) {
-  const int64_t bytes = unit_bytes(layer, coding == CODES_OF_8 ? 8 : 4);
-  const code_reading by = {coding == CODES_OF_TABLE ? offset_table(layer) : (words){0},
-                           coding == CODES_OF_4 ? layer->table[0] : -CODE_OFFSET};
+// R rows and V vectors of outputs of a run; totals: the first of them, whose rows are `size` floats.
+INLINE void multiply_tile(const int coding, const int R, const int V, const code_tile* t, const char* weights,
+                          const uint32_t* x, int64_t num, const char* ahead, int64_t stride, float* totals, int64_t size) {
+  const int64_t bytes = unit_bytes(t->layer, coding == CODES_OF_8 ? 8 : 4);
+  const int is_whole = t->layer->group_size == UNIT_INPUTS;
   floats sums[GROUP_ROWS][8];
   clear_sums(R, V, sums);
-  for (int64_t i = 0; i < num; i++, ahead += stride) {
-    for (int64_t line = 0; line < stride; line += LINE) __builtin_prefetch(ahead + line);
-    multiply_unit(coding, R, V, pitch, layer, weights + i * bytes, panel_bytes, place, x + i * INT8_WORDS * pitch, by,
-                  sums);
+  for (int64_t i = 0; i < num; i++, ahead += stride, weights += bytes, x += INT8_WORDS * R) {
+    // Into the second cache: the nearest one is full of what is multiplied now.
+    for (int64_t line = 0; line < stride; line += LINE) __builtin_prefetch(ahead + line, 0, 2);
+    if (is_whole) {
+      multiply_group(coding, 1, 0, R, V, t, weights, x, sums);
+    } else {
+      multiply_group(coding, 0, 0, R, V, t, weights, x, sums);
+      multiply_group(coding, 0, 1, R, V, t, weights, x, sums);
+    }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++) add_sums(1, V, &sums[r], totals + r * size);
 }
 
+// Where a panel's outputs are computed in two tiles, each fetches half of what is fetched meanwhile.
 INLINE void multiply_codes(const int coding, const int R, const int C, const linear_layer* layer, const char* weights,
                            int64_t panel_bytes, const uint32_t* x, int64_t num, const char* ahead, int64_t stride,
                            float* totals) {
   const int size = 2 * C * LANES, V = C == 1 && 2 * R > MAX_SUMS ? 1 : 2 * C;
+  const int64_t share = stride * V / (2 * C);
 #pragma GCC unroll 2
-  for (int v = 0; v < 2 * C; v += V)
-    multiply_tile(coding, R, V, R, layer, weights, panel_bytes, v * LANES, x, num, ahead, v ? 0 : stride,
-                  totals + v * LANES, size);
+  for (int v = 0; v < 2 * C; v += V, ahead += num * share) {
+    const code_tile t = tile_of(coding, layer, panel_bytes, v * LANES);
+    multiply_tile(coding, R, V, &t, weights, x, num, ahead, share, totals + v * LANES, size);
+  }
 }
 
 #define MULTIPLY_CODES(coding, R, C) \
@@ -219,7 +277,7 @@ static const run_function CODE_RUNS[][GROUP_ROWS + 1] = {EVERY_RUN(ENTRY)};
 INLINE int64_t code_bits(const linear_layer* layer) { return layer->element == ELEMENT_INT4 ? 4 : 8; }
 
 INLINE arithmetic integer_arithmetic(const linear_layer* layer) {
-  const int coding = layer->element == ELEMENT_INT8 ? CODES_OF_8 : counts_upwards(layer) ? CODES_OF_4 : CODES_OF_TABLE;
+  const int coding = layer->element == ELEMENT_INT8 ? CODES_OF_8 : needs_no_table(layer) ? CODES_OF_4 : CODES_OF_TABLE;
   return (arithmetic){.unit = UNIT_INPUTS,
                       .weight_bytes = unit_bytes(layer, code_bits(layer)),
                       .row_bytes = INT8_WORDS * 4,

@@ -23,7 +23,7 @@ typedef struct {
   int64_t group_size;     // of inputs that share a scale: 16 or 32
   int64_t scale_element;  // of scales and minima: ELEMENT_FLOAT or ELEMENT_FLOAT16
   int64_t has_minima;
-  int8_t table[16];  // what 4 bits stand for; products are fastest where each is one more than the one before
+  int8_t table[16];  // what 4 bits stand for; products are fastest where that counts upwards from -8 or 0
 } linear_layer;
 
 enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_INT8, ELEMENT_INT4 };
