@@ -6,7 +6,7 @@ float32, whatever the scale is stored in.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -289,6 +289,9 @@ def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
         values = weight.values[rows, columns]
         scale = weight.scale[rows, _groups(columns, weight.block_size, weight.scale)]
         return Float8Weight(values, scale, weight.block_size)
+    if columns == slice(None):
+        return replace(weight, **{name: values[rows] for name, values in weight.parts().items()})
+    weight = weight.without_factors()  # whose blocks may be cut
     groups = _groups(columns, weight.group_size, weight.scale)
     codes = weight.codes[rows, columns]
     scale, minimum = weight.scale[rows, groups], None if weight.minimum is None else weight.minimum[rows, groups]
