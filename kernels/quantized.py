@@ -1,7 +1,7 @@
 """Weights of few bits, as every format's loader gives them and the CPU kernels pack them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,6 +93,11 @@ class QuantizedWeight:
         """The tensors that are there, by the names of their attributes; rows of each belong to outputs."""
         names = ("codes", "scale", "minimum", "zero", "scale_factor", "minimum_factor")
         return {name: values for name in names if (values := getattr(self, name)) is not None}
+
+    def with_each(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """The weight of other outputs, whose parts are what `change` makes of these."""
+        changed = {name: change(values) for name, values in self.parts().items()}
+        return replace(self, **changed)  # type: ignore[arg-type]
 
     def without_factors(self) -> "QuantizedWeight":
         """The same weight, whose scales and minima are what they stand for."""

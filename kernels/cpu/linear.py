@@ -66,8 +66,8 @@ class QuantizedPanels:
 
 
 def code_table(codes: Sequence[int]) -> tuple[int, ...]:
-    """A table of 16 that holds these different codes, in ascending order; empty if there are more. It counts upwards from
-    -8 or 0 if such a table can hold them: that needs no looking up."""
+    """A table of 16 that holds these different codes, in ascending order; empty if there are more. It counts upwards
+    from -8 or 0 if such a table can hold them: that needs no looking up."""
     if len(codes) > 16:
         return ()
     for table in (range(-8, 8), range(16)):

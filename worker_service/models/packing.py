@@ -6,7 +6,7 @@ float32, whatever the scale is stored in.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -290,15 +290,17 @@ def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
         scale = weight.scale[rows, _groups(columns, weight.block_size, weight.scale)]
         return Float8Weight(values, scale, weight.block_size)
     if columns == slice(None):
-        return replace(weight, **{name: values[rows] for name, values in weight.parts().items()})
+        return weight.with_each(lambda values: values[rows])
     weight = weight.without_factors()  # whose blocks may be cut
     groups = _groups(columns, weight.group_size, weight.scale)
     codes = weight.codes[rows, columns]
     scale, minimum = weight.scale[rows, groups], None if weight.minimum is None else weight.minimum[rows, groups]
     group_size = min(weight.group_size, codes.shape[1])
     if group_size % GROUP:  # a part of a group that is as long as the row
+        codes = codes if weight.zero is None else codes.int() - weight.zero[rows, groups]
         return codes * scale if minimum is None else codes * scale - minimum
-    return QuantizedWeight(codes, scale, minimum, group_size)
+    zero = None if weight.zero is None else weight.zero[rows, groups]
+    return QuantizedWeight(codes, scale, minimum, group_size, zero)
 
 
 def _groups(columns: slice, group_size: int, scale: Tensor) -> slice:

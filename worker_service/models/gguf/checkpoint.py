@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -149,7 +148,7 @@ class GgufCheckpoint:
         weight = decode_rows(element_type.name, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not a number")
-        return replace(weight, **{part: _halved(values, head_dim) for part, values in weight.parts().items()})
+        return weight.with_each(lambda rows: _halved(rows, head_dim))
 
 
 def _halved(rows: Tensor, head_dim: int) -> Tensor:
