@@ -12,6 +12,8 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Those of quantised weights, by their bits.
 QUANTIZED_ELEMENTS = {8: 3, 4: 4}
 FLOAT8_ELEMENT = 5
+# Of scales. Those of 8 bits have a factor of float16 for each 256 inputs.
+SCALE_ELEMENTS = {**ELEMENTS, torch.int8: QUANTIZED_ELEMENTS[8]}
 # The kinds of source/activations.h: what a product rounds its input to.
 ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -29,6 +31,7 @@ class LinearLayer(ctypes.Structure):
         ("group_size", ctypes.c_int64),
         ("scale_element", ctypes.c_int64),
         ("has_minima", ctypes.c_int64),
+        ("has_zeros", ctypes.c_int64),
         ("table", ctypes.c_int8 * 16),
     )
 
@@ -37,7 +40,7 @@ class SourceWeight(ctypes.Structure):
     """Mirrors `quantized_weight` of source/integers.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scale", "minimum")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "minimum", "zero", "scale_factor", "minimum_factor")),
         ("group_size", ctypes.c_int64),
     )
 
@@ -58,9 +61,10 @@ class QuantizedPanels:
     Attributes:
         bits: of a code, 8 or 4.
         group_size: of inputs that share a scale, 16 or 32.
-        scale_dtype: of scales and minima, float16 or float32.
+        scale_dtype: of scales and minima: int8, where 256 inputs have a factor of float16; float16, bfloat16, float32.
         has_minima: whether groups have one.
         table: what the codes of 4 bits stand for, 16.
+        has_zeros: whether groups have a zero point.
     """
 
     bits: int
@@ -68,16 +72,17 @@ class QuantizedPanels:
     scale_dtype: torch.dtype
     has_minima: bool
     table: tuple[int, ...] = ()
+    has_zeros: bool = False
 
 
 def code_table(codes: Sequence[int]) -> tuple[int, ...]:
-    """A table of 16 that holds these different codes, in ascending order; empty if there are more. It counts upwards if
-    such a table can hold them."""
+    """A table of 16 that holds these different codes, in ascending order; empty if there are more. It counts upwards
+    from -8 or 0 if such a table can hold them: that needs no looking up."""
     if len(codes) > 16:
         return ()
-    first = min(codes[0], 112) if codes else 0
-    if not codes or codes[-1] < first + 16:
-        return tuple(range(first, first + 16))
+    for table in (range(-8, 8), range(16)):
+        if all(code in table for code in codes):
+            return tuple(table)
     return (*codes, *[codes[-1]] * (16 - len(codes)))
 
 
@@ -119,7 +124,8 @@ class PackedLinear:
             return layer
         layer.element = QUANTIZED_ELEMENTS[self.quantized.bits]
         layer.group_size = self.quantized.group_size
-        layer.scale_element = ELEMENTS[self.quantized.scale_dtype]
+        layer.scale_element = SCALE_ELEMENTS[self.quantized.scale_dtype]
         layer.has_minima = self.quantized.has_minima
+        layer.has_zeros = self.quantized.has_zeros
         layer.table[: len(self.quantized.table)] = self.quantized.table
         return layer

@@ -203,26 +203,26 @@ class CpuKernels:
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> PackedLinear:
         """Lays a quantised weight out for `linear`, in the fewest bits that hold it exactly.
 
-        Codes take 4 bits where there are at most 16 of them, and scales and minima are float16 where that holds all.
+        Codes take 4 bits where there are at most 16 of them, and scales and minima the narrowest dtype that holds all.
 
         Raises:
             ValueError: shapes, strides or dtypes do not fit.
         """
         out_size, in_size = weight.codes.shape
-        check("codes", weight.codes, torch.int8, (out_size, in_size))
-        for name, values in (("scale", weight.scale), ("minimum", weight.minimum)):
-            if values is not None:
-                check(name, values, torch.float32, (out_size, in_size // weight.group_size))
+        for name, values in weight.parts().items():
+            check(name, values, values.dtype, tuple(values.shape))
         if bias is not None:
             check("bias", bias, torch.float32, (out_size,))
+        if not _is_narrow(weight):
+            weight = weight.without_factors()
         quantized = self._choose_panels(weight)
         empty = PackedLinear(torch.empty(0, dtype=torch.uint8), bias, in_size, out_size, torch.int8, quantized)
         panels = torch.zeros(self._packed_bytes(empty), dtype=torch.uint8)
-        minimum = None if weight.minimum is None else weight.minimum.data_ptr()
-        source = SourceWeight(weight.codes.data_ptr(), weight.scale.data_ptr(), minimum, weight.group_size)
+        pointers = {name: values.data_ptr() for name, values in weight.parts().items()}
+        source = SourceWeight(**pointers, group_size=weight.group_size)
         layer = empty.layer()
-        pointers = (ctypes.addressof(layer), ctypes.addressof(source), panels.data_ptr())
-        self._library.pack_quantized(*pointers, torch.get_num_threads())
+        arguments = (ctypes.addressof(layer), ctypes.addressof(source), panels.data_ptr())
+        self._library.pack_quantized(*arguments, torch.get_num_threads())
         return replace(empty, panels=panels)
 
     def quantize(self, values: Tensor, bits: int) -> QuantizedWeight:
@@ -270,13 +270,14 @@ class CpuKernels:
         self._library.find_codes(codes.data_ptr(), codes.numel(), present.data_ptr(), torch.get_num_threads())
         table = code_table([code - 128 for code in present.nonzero().flatten().tolist()])
         floats = [values for values in (weight.scale, weight.minimum) if values is not None]
-        is_half = all(torch.equal(values.half().float(), values) for values in floats)
+        dtypes = (torch.float16, torch.bfloat16, torch.float32) if weight.scale_factor is None else (torch.int8,)
         return QuantizedPanels(
             bits=4 if table else 8,
             group_size=16 if weight.group_size % 32 else 32,
-            scale_dtype=torch.float16 if is_half else torch.float32,
+            scale_dtype=next(dtype for dtype in dtypes if all(_holds(dtype, values) for values in floats)),
             has_minima=weight.minimum is not None,
             table=table,
+            has_zeros=weight.zero is not None,
         )
 
     def _packed_bytes(self, packed: PackedLinear) -> int:
@@ -387,3 +388,15 @@ class CpuKernels:
             raise ValueError(f"{found} has no kernels; use one of {', '.join(map(str, _NAMES))}")
         if function(*[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]):
             raise MemoryError(f"no memory for {name} of {tuple(typed[0].shape)}")
+
+
+def _is_narrow(weight: QuantizedWeight) -> bool:
+    """Whether panels can hold scales and minima as integers of 8 bits, and their factors."""
+    integers = [values for values in (weight.scale, weight.minimum) if values is not None]
+    factors = [values for values in (weight.scale_factor, weight.minimum_factor) if values is not None]
+    are_integers = all(_holds(torch.int8, values) for values in integers)
+    return bool(factors) and are_integers and all(_holds(torch.float16, values) for values in factors)
+
+
+def _holds(dtype: torch.dtype, values: Tensor) -> bool:
+    return torch.equal(values.to(dtype).float(), values)

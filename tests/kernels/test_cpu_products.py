@@ -297,6 +297,76 @@ def test_packed_codes_are_the_weight(variant, seed):
     assert torch.equal(variant.take_rows(variant.pack_quantized(weight), indexes), weight.dequantized()[indexes])
 
 
+def with_factors(weight, seed):
+    """Scales and minima that are integers of 8 bits, with a factor of float16 for each 256 inputs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers():
+        return torch.randint(-128, 128, weight.scale.shape, generator=generator).float()
+
+    def factors():
+        return torch.randn(len(weight.codes), weight.codes.shape[1] // 256, generator=generator).half().float()
+
+    minimum = None if weight.minimum is None else integers()
+    minimum_factor = None if minimum is None else factors()
+    return replace(weight, scale=integers(), minimum=minimum, scale_factor=factors(), minimum_factor=minimum_factor)
+
+
+def compact(seed, bits, group_size, has_minima, has_factors):
+    """A weight of scales with factors, or of zero points; there are 9 blocks of inputs, two runs and a part."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (70, 9 * 256), generator=generator) - (0 if bits == 4 else 128)
+    shape = (70, 9 * 256 // group_size)
+    scale = torch.randn(shape, generator=generator).half().float()
+    weight = QuantizedWeight(codes.to(torch.int8), scale, scale.flip(0) if has_minima else None, group_size)
+    if has_factors:
+        return with_factors(weight, seed)
+    zero = torch.randint(0, 1 << bits, shape, generator=generator) - (0 if bits == 4 else 128)
+    return replace(weight, zero=zero.to(torch.int8))
+
+
+COMPACT = [
+    pytest.param(*case, id="-".join(map(str, case)))
+    for case in (
+        (4, 32, True, True),
+        (8, 16, False, True),
+        (8, 32, True, True),
+        (4, 32, False, False),
+        (8, 16, False, False),
+    )
+]
+
+
+@pytest.mark.parametrize(("bits", "group_size", "has_minima", "has_factors"), COMPACT)
+def test_compact_weights_bit_for_bit(variant, bits, group_size, has_minima, has_factors):
+    """Rows are those of the formula, and products those of the same integers with whole scales, in every order."""
+    weight = compact(7, bits, group_size, has_minima, has_factors)
+    packed = variant.pack_quantized(weight)
+    assert torch.equal(variant.take_rows(packed, torch.arange(70)), weight.dequantized())
+    x = random_activations(7, 13, weight.codes.shape[1])
+    zero = 0 if weight.zero is None else weight.zero.int().repeat_interleave(group_size, 1)
+    plain = weight.without_factors()
+    differences = replace(plain, zero=None)
+    object.__setattr__(differences, "codes", weight.codes.int() - zero)
+    assert torch.equal(variant.linear(x, packed), sums_of_groups(x, differences, of_variant(variant)))
+    alone = torch.cat([variant.linear(row[None], packed) for row in x])
+    assert torch.equal(variant.linear(x, packed), alone)
+
+
+def test_compact_weights_take_few_bits(cpu_kernels):
+    sizes = {}
+    for name, case in {
+        "Q4_K": (4, 32, True, True),
+        "Q6_K": (8, 16, False, True),
+        "zeros": (4, 32, False, False),
+    }.items():
+        weight = compact(1, *case)
+        panels = cpu_kernels.pack_quantized(weight).panels
+        sizes[name] = panels.numel() * 8 / (96 * weight.codes.shape[1])  # 70 outputs fill three panels of 32
+    if cpu_kernels.variant.startswith("avx512"):
+        assert sizes == {"Q4_K": 4.625, "Q6_K": 8.5625, "zeros": 4.75}
+
+
 def test_panels_take_as_little_as_holds_the_weight(cpu_kernels):
     codes = torch.randint(-8, 8, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     weight = QuantizedWeight(codes, torch.full((64, 8), 0.5), None, 32)

@@ -59,9 +59,11 @@ def test_codes_are_integers_with_a_scale_a_group(type_name: str) -> None:
     assert decoded.group_size % 16 == 0
     if decoded.minimum is not None:
         assert decoded.minimum.shape == decoded.scale.shape
-    groups = decoded.codes.unflatten(1, (-1, decoded.group_size)).float() * decoded.scale[..., None]
-    whole = groups if decoded.minimum is None else groups - decoded.minimum[..., None]
-    assert torch.equal(decoded.dequantized(), whole.flatten(1))
+    whole = decoded.without_factors()
+    groups = decoded.codes.unflatten(1, (-1, decoded.group_size)).float() * whole.scale[..., None]
+    values = groups if whole.minimum is None else groups - whole.minimum[..., None]
+    assert torch.equal(decoded.dequantized(), values.flatten(1))
+    assert (decoded.scale_factor is not None) == type_name.endswith("_K")
 
 
 @pytest.mark.parametrize("half", [0x7C00, 0xFC00, 0x7E00])

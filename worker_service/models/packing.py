@@ -289,13 +289,18 @@ def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
         values = weight.values[rows, columns].contiguous()
         scale = weight.scale[rows, _groups(columns, weight.block_size, weight.scale)].contiguous()
         return Float8Weight(values, scale, weight.block_size)
+    if columns == slice(None):
+        return weight.with_each(lambda values: values[rows])
+    weight = weight.without_factors()  # whose blocks may be cut
     groups = _groups(columns, weight.group_size, weight.scale)
     codes, scale = weight.codes[rows, columns].contiguous(), weight.scale[rows, groups].contiguous()
     minimum = None if weight.minimum is None else weight.minimum[rows, groups].contiguous()
     group_size = min(weight.group_size, codes.shape[1])
     if group_size % GROUP:  # a part of a group that is as long as the row
+        codes = codes if weight.zero is None else codes.int() - weight.zero[rows, groups]
         return codes * scale if minimum is None else codes * scale - minimum
-    return QuantizedWeight(codes, scale, minimum, group_size)
+    zero = None if weight.zero is None else weight.zero[rows, groups]
+    return QuantizedWeight(codes, scale, minimum, group_size, zero)
 
 
 def _groups(columns: slice, group_size: int, scale: Tensor) -> slice:

@@ -8,9 +8,9 @@
 
 enum { ACTIVATION_FLOAT, ACTIVATION_BFLOAT16, ACTIVATION_INT8 };
 
-// What a row has of a unit, in words: its inputs, four in each; the scale; the sums of all inputs and of each half, as
-// integers; and the same with the other sign, times the scale, which minima are multiplied with.
-enum { UNIT_INPUTS = 32, INT8_SCALE = 8, INT8_SUM = 9, INT8_NEGATIVE_SUM = 12, INT8_WORDS = 16 };
+// What a row has of a unit, in words: its inputs, four in each; the scale; with the other sign, the integer sums of all
+// inputs and of the first half; and that of all times the scale, as minima are multiplied with it.
+enum { UNIT_INPUTS = 32, INT8_SCALE = 8, INT8_SUM, INT8_FIRST_SUM, INT8_SCALED_SUM, INT8_WORDS };
 
 // Of a row.
 INLINE int64_t prepared_row_bytes(int64_t kind, int64_t in_size) {
@@ -84,14 +84,13 @@ INLINE void prepare_unit(const float* x, uint32_t* target, int64_t stride) {
     memcpy(codes + i, &narrow, sizeof narrow);
     parts[i / 16] += rounded;
   }
-  const int32_t first = sum_ints(parts[0]), second = sum_ints(parts[1]), sums[3] = {first + second, first, second};
+  const int32_t first = -sum_ints(parts[0]), sum = first - sum_ints(parts[1]);
+  const float scaled_sum = scale * (float)sum;
   for (int i = 0; i < UNIT_INPUTS / 4; i++) memcpy(&target[i * stride], codes + 4 * i, 4);
   memcpy(&target[INT8_SCALE * stride], &scale, sizeof scale);
-  for (int i = 0; i < 3; i++) {
-    const float negative_sum = -scale * (float)sums[i];
-    memcpy(&target[(INT8_SUM + i) * stride], &sums[i], sizeof sums[i]);
-    memcpy(&target[(INT8_NEGATIVE_SUM + i) * stride], &negative_sum, sizeof negative_sum);
-  }
+  memcpy(&target[INT8_SUM * stride], &sum, sizeof sum);
+  memcpy(&target[INT8_FIRST_SUM * stride], &first, sizeof first);
+  memcpy(&target[INT8_SCALED_SUM * stride], &scaled_sum, sizeof scaled_sum);
 }
 
 INLINE void prepare_int8(const float* x, int64_t in_size, uint32_t* target, int64_t stride) {

@@ -154,12 +154,7 @@ class GgufCheckpoint:
         weight = decode_rows(element_type.name, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not a number")
-        return QuantizedWeight(
-            _halved(weight.codes, head_dim),
-            _halved(weight.scale, head_dim),
-            None if weight.minimum is None else _halved(weight.minimum, head_dim),
-            weight.group_size,
-        )
+        return weight.with_each(lambda rows: _halved(rows, head_dim))
 
 
 def _halved(rows: Tensor, head_dim: int) -> Tensor:

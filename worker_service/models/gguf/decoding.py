@@ -1,7 +1,7 @@
 """Blocks of quantized weights as GGUF files store them, to integers with their scales.
 
-Each type is w = scale * code - minimum in float32, bit for bit as PyPI `gguf` dequantizes it. The layouts are those of
-llama.cpp's ggml-common.h.
+Each type is w = scale * code - minimum in float32, bit for bit as PyPI `gguf` dequantizes it. Scales and minimums of
+K-quants are integers, with factors for each 256 inputs. The layouts are those of llama.cpp's ggml-common.h.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,14 @@ def decode_rows(type_name: str, rows: Tensor) -> QuantizedWeight:
     """Decode rows of bytes, [rows, bytes of a row]. `type_name` is that of a quantized type that is served."""
     layout = _LAYOUTS[type_name]
     blocks = rows.unflatten(1, (-1, layout.block_bytes))  # [rows, blocks, block_bytes]
-    codes, scale, minimum = layout.decode(blocks)
+    parts = {name: values.flatten(1) for name, values in layout.decode(blocks).items()}
     return QuantizedWeight(
-        codes.flatten(1), scale.flatten(1), None if minimum is None else minimum.flatten(1), layout.format.group_size
+        parts["codes"].view(torch.int8),
+        parts["scale"].float(),
+        parts["minimum"].float() if "minimum" in parts else None,
+        layout.format.group_size,
+        scale_factor=parts.get("scale_factor"),
+        minimum_factor=parts.get("minimum_factor"),
     )
 
 
@@ -32,12 +37,11 @@ def quantized_format(type_name: str) -> QuantizedFormat | None:
 
 def is_finite(weight: QuantizedWeight) -> bool:
     """Return whether scales and minimums are numbers."""
-    parts = [weight.scale] if weight.minimum is None else [weight.scale, weight.minimum]
-    return all(bool(part.isfinite().all()) for part in parts)
+    return all(bool(part.isfinite().all()) for part in weight.parts().values() if part.is_floating_point())
 
 
-# Codes [rows, blocks, columns of a block], scales and minimums [rows, blocks, groups of a block].
-_Parts = tuple[Tensor, Tensor, Tensor | None]
+# The parts of `QuantizedWeight`, [rows, blocks, how many a block has]. Codes may be bytes, and scales integers.
+_Parts = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,52 +67,56 @@ def _fifth_bits(packed: Tensor) -> Tensor:
 
 
 def _decode_q8_0(blocks: Tensor) -> _Parts:
-    return blocks[..., 2:].view(torch.int8), _half(blocks, 0), None
+    return {"codes": blocks[..., 2:], "scale": _half(blocks, 0)}
 
 
 def _decode_q4_0(blocks: Tensor) -> _Parts:
-    return _nibbles(blocks[..., 2:]).view(torch.int8) - 8, _half(blocks, 0), None
+    return {"codes": _nibbles(blocks[..., 2:]) - 8, "scale": _half(blocks, 0)}
 
 
 def _decode_q4_1(blocks: Tensor) -> _Parts:
-    return _nibbles(blocks[..., 4:]).view(torch.int8), _half(blocks, 0), -_half(blocks, 2)
+    return {"codes": _nibbles(blocks[..., 4:]), "scale": _half(blocks, 0), "minimum": -_half(blocks, 2)}
 
 
 def _decode_q5_0(blocks: Tensor) -> _Parts:
     codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return codes.view(torch.int8) - 16, _half(blocks, 0), None
+    return {"codes": codes - 16, "scale": _half(blocks, 0)}
 
 
 def _decode_q5_1(blocks: Tensor) -> _Parts:
     codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return codes.view(torch.int8), _half(blocks, 0), -_half(blocks, 2)
+    return {"codes": codes, "scale": _half(blocks, 0), "minimum": -_half(blocks, 2)}
 
 
-def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight scales and minimums of a K-block, which are its two float16 factors times 6 bits each: exact."""
+def _scales_and_minimums(blocks: Tensor) -> _Parts:
+    """The eight scales and minimums of a K-block, of 6 bits each, and their two float16 factors."""
     low, middle, high = blocks[..., 4:16].split(4, dim=-1)
     scale = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], dim=-1)
     minimum = torch.cat([middle & 63, (high >> 4) | (middle >> 6 << 4)], dim=-1)
-    return _half(blocks, 0) * scale.float(), _half(blocks, 2) * minimum.float()
+    factors = {"scale_factor": _half(blocks, 0), "minimum_factor": _half(blocks, 2)}
+    return {"scale": scale, "minimum": minimum, **factors}
 
 
 def _decode_q4_k(blocks: Tensor) -> _Parts:
     codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-2)
-    return codes.view(torch.int8), *_scales_and_minimums(blocks)
+    return {"codes": codes, **_scales_and_minimums(blocks)}
 
 
 def _decode_q5_k(blocks: Tensor) -> _Parts:
     codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-2)
     fifth = (blocks[..., None, 16:48] >> _CODE_BITS[:, None]) & 1  # [rows, blocks, 8 groups, 32]
-    return (codes | (fifth.flatten(-2) << 4)).view(torch.int8), *_scales_and_minimums(blocks)
+    return {"codes": codes | (fifth.flatten(-2) << 4), **_scales_and_minimums(blocks)}
 
 
 def _decode_q6_k(blocks: Tensor) -> _Parts:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))  # [rows, blocks, 2, 4, 32]
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _CODE_BITS[:8:2, None]
-    codes = (low | ((high & 3) << 4)).flatten(-3)
-    scale = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8).float()
-    return codes.view(torch.int8) - 32, scale, None
+    codes = (low | ((high & 3) << 4)).flatten(-3) - 32
+    return {"codes": codes, "scale": blocks[..., 192:208].view(torch.int8), "scale_factor": _half(blocks, 208)}
+
+
+def _k_format(bits: int, group_size: int, *, has_minima: bool) -> QuantizedFormat:
+    return QuantizedFormat(bits, group_size, has_half_scales=False, has_minima=has_minima, has_factors=True)
 
 
 _LAYOUTS = {
@@ -117,7 +125,7 @@ _LAYOUTS = {
     "Q4_1": _Layout(20, QuantizedFormat(4, 32, has_half_scales=True, has_minima=True), _decode_q4_1),
     "Q5_0": _Layout(22, QuantizedFormat(5, 32, has_half_scales=True, has_minima=False), _decode_q5_0),
     "Q5_1": _Layout(24, QuantizedFormat(5, 32, has_half_scales=True, has_minima=True), _decode_q5_1),
-    "Q4_K": _Layout(144, QuantizedFormat(4, 32, has_half_scales=False, has_minima=True), _decode_q4_k),
-    "Q5_K": _Layout(176, QuantizedFormat(5, 32, has_half_scales=False, has_minima=True), _decode_q5_k),
-    "Q6_K": _Layout(210, QuantizedFormat(6, 16, has_half_scales=False, has_minima=False), _decode_q6_k),
+    "Q4_K": _Layout(144, _k_format(4, 32, has_minima=True), _decode_q4_k),
+    "Q5_K": _Layout(176, _k_format(5, 32, has_minima=True), _decode_q5_k),
+    "Q6_K": _Layout(210, _k_format(6, 16, has_minima=False), _decode_q6_k),
 }
