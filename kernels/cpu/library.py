@@ -29,14 +29,17 @@ FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp
 NATIVE = "native"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-# What an x86 processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result.
-# Wider ones come later.
+# What a processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result. Wider ones
+# come later; those of one architecture need what no processor of another has.
 VARIANTS = {
     "portable": (),
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
+    "dotprod": ("asimddp",),
 }
+# Linux's names of what AArch64 has, as compilers name it.
+_AARCH64_EXTENSIONS = {"asimddp": "dotprod"}
 # Where a platform's wheel has the libraries, `VARIANT.so`.
 BUILT = Path(__file__).parent / "built"
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
@@ -69,10 +72,18 @@ def load_library(build: Build) -> ctypes.CDLL:
     if not path.exists():
         path = build_library(build, flags_of(variant))
     try:
-        _share_openmp()
-        return ctypes.CDLL(str(path))
+        return _open(path)
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}; remove it to have it built again") from error
+
+
+def variants_of(machine: str) -> list[str]:
+    """Those of VARIANTS that processors of an architecture may run, by the name that `platform.machine` has for it."""
+    if machine == "aarch64":
+        return [name for name, needed in VARIANTS.items() if set(needed) <= set(_AARCH64_EXTENSIONS)]
+    if machine == "x86_64":
+        return [name for name, needed in VARIANTS.items() if not set(needed) & set(_AARCH64_EXTENSIONS)]
+    return ["portable"]
 
 
 def choose_variant(name: str) -> str:
@@ -87,11 +98,18 @@ def choose_variant(name: str) -> str:
     return name
 
 
-def flags_of(variant: str) -> tuple[str, ...]:
-    """The compiler's flags for one of VARIANTS."""
+def flags_of(variant: str, machine: str | None = None) -> tuple[str, ...]:
+    """The compiler's flags for one of the variants that an architecture has, by default this machine's."""
     # A distribution's compiler may take more than the architecture's baseline for granted.
-    baseline = ["-march=x86-64"] if platform.machine() == "x86_64" else []
-    return (*FLAGS, *baseline, *("-m" + feature.replace("_", "") for feature in VARIANTS[variant]))
+    match machine or platform.machine():
+        case "x86_64":
+            return (*FLAGS, "-march=x86-64", *("-m" + feature.replace("_", "") for feature in VARIANTS[variant]))
+        case "aarch64":
+            extensions = ["armv8.2-a" if VARIANTS[variant] else "armv8-a"]
+            extensions += [_AARCH64_EXTENSIONS[feature] for feature in VARIANTS[variant]]
+            return (*FLAGS, "-march=" + "+".join(extensions))
+        case _:
+            return FLAGS
 
 
 def build_library(build: Build, flags: Sequence[str]) -> Path:
@@ -134,6 +152,12 @@ def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
         # Without -fopenmp, so that the library asks for no OpenMP runtime of its own.
         _run([compiler, "-shared", "-o", str(built), str(compiled), "-lm"])
         built.rename(path)
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Raises OSError."""
+    _share_openmp()
+    return ctypes.CDLL(str(path))
 
 
 def _share_openmp() -> None:
