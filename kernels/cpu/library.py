@@ -38,8 +38,8 @@ VARIANTS = {
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
     "dotprod": ("asimddp",),
 }
-# Linux's names of what AArch64 has, as compilers name it.
-_AARCH64_EXTENSIONS = {"asimddp": "dotprod"}
+# The variants that AArch64 has, and their flags.
+AARCH64_FLAGS = {"portable": "-march=armv8-a", "dotprod": "-march=armv8.2-a+dotprod"}
 # Where a platform's wheel has the libraries, `VARIANT.so`.
 BUILT = Path(__file__).parent / "built"
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
@@ -72,18 +72,10 @@ def load_library(build: Build) -> ctypes.CDLL:
     if not path.exists():
         path = build_library(build, flags_of(variant))
     try:
-        return _open(path)
+        _share_openmp()
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}; remove it to have it built again") from error
-
-
-def variants_of(machine: str) -> list[str]:
-    """Those of VARIANTS that processors of an architecture may run, by the name that `platform.machine` has for it."""
-    if machine == "aarch64":
-        return [name for name, needed in VARIANTS.items() if set(needed) <= set(_AARCH64_EXTENSIONS)]
-    if machine == "x86_64":
-        return [name for name, needed in VARIANTS.items() if not set(needed) & set(_AARCH64_EXTENSIONS)]
-    return ["portable"]
 
 
 def choose_variant(name: str) -> str:
@@ -100,16 +92,12 @@ def choose_variant(name: str) -> str:
 
 def flags_of(variant: str, machine: str | None = None) -> tuple[str, ...]:
     """The compiler's flags for one of the variants that an architecture has, by default this machine's."""
+    machine = machine or platform.machine()
+    if machine == "aarch64":
+        return (*FLAGS, AARCH64_FLAGS[variant])
     # A distribution's compiler may take more than the architecture's baseline for granted.
-    match machine or platform.machine():
-        case "x86_64":
-            return (*FLAGS, "-march=x86-64", *("-m" + feature.replace("_", "") for feature in VARIANTS[variant]))
-        case "aarch64":
-            extensions = ["armv8.2-a" if VARIANTS[variant] else "armv8-a"]
-            extensions += [_AARCH64_EXTENSIONS[feature] for feature in VARIANTS[variant]]
-            return (*FLAGS, "-march=" + "+".join(extensions))
-        case _:
-            return FLAGS
+    baseline = ["-march=x86-64"] if machine == "x86_64" else []
+    return (*FLAGS, *baseline, *("-m" + feature.replace("_", "") for feature in VARIANTS[variant]))
 
 
 def build_library(build: Build, flags: Sequence[str]) -> Path:
@@ -152,12 +140,6 @@ def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
         # Without -fopenmp, so that the library asks for no OpenMP runtime of its own.
         _run([compiler, "-shared", "-o", str(built), str(compiled), "-lm"])
         built.rename(path)
-
-
-def _open(path: Path) -> ctypes.CDLL:
-    """Raises OSError."""
-    _share_openmp()
-    return ctypes.CDLL(str(path))
 
 
 def _share_openmp() -> None:

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deploy.platform_wheel import variants_of
 from pagewire.kernels import reference
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import write_rows
 from pagewire.kernels.cpu import BuildError, CpuKernels
-from pagewire.kernels.cpu.library import VARIANTS, choose_variant, load_library, variants_of
+from pagewire.kernels.cpu.library import VARIANTS, choose_variant, load_library
 from tests.compiler import skip_without_compiler
 from tests.kernels.emulated import aarch64
 from tests.kernels.test_cpu_products import KINDS, random_activations, random_product, random_quantized
