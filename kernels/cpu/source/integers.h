@@ -135,7 +135,7 @@ INLINE void multiply_unit(const int coding, const int R, const int V, const int 
                           const char* weights, int64_t panel_bytes, int64_t place, const uint32_t* x, code_reading by,
                           floats (*sums)[8]) {
   const int is_whole = layer->group_size == UNIT_INPUTS, bits = coding == CODES_OF_8 ? 8 : 4;
-  const int has_offset = coding == CODES_OF_4 || CODE_OFFSET;
+  const int has_offset = coding == CODES_OF_4 || CODE_OFFSET != 0;
   const int64_t vector_bytes = unit_code_bytes(bits) / 2;
   ints dots[GROUP_ROWS][8];
 #pragma GCC unroll 2
