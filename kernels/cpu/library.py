@@ -137,7 +137,7 @@ def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, built = Path(folder) / "kernels.o", Path(folder) / path.name
         _run([compiler, *flags, "-c", "-o", str(compiled), str(SOURCES / MAIN_SOURCE)])
-        # gcc's without -fopenmp, so that the library asks for no OpenMP runtime of its own; clang calls none but its own.
+        # Without -fopenmp, so that the library asks for no OpenMP runtime of its own; clang can call no other.
         runtime = ["-fopenmp"] if "clang" in _run([compiler, "--version"]) else []
         _run([compiler, "-shared", "-o", str(built), str(compiled), "-lm", *runtime])
         built.rename(path)
