@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pagewire.kernels.cpu.library import VARIANTS, BuildError, build_library, flags_of
+from pagewire.kernels.cpu.library import AARCH64_FLAGS, VARIANTS, BuildError, build_library, flags_of
 from worker_service.startup.cpu_kernels import environment_build
 
 PLACE = Path("pagewire/kernels/cpu/built")
@@ -51,8 +51,10 @@ def platform_wheel(wheel: Path) -> Path:
 
 
 def variants_of(machine: str) -> list[str]:
-    """The variants that processors of this architecture may run."""
-    return list(VARIANTS) if machine == "x86_64" else ["portable"]
+    """The variants that processors of this architecture may run, by the name that `platform.machine` has for it."""
+    if machine == "aarch64":
+        return list(AARCH64_FLAGS)
+    return [name for name in VARIANTS if name == "portable" or (machine == "x86_64" and name not in AARCH64_FLAGS)]
 
 
 def _wheel(*arguments: str) -> None:

@@ -123,7 +123,7 @@ class QuantizedWeight:
 
     def __getitem__(self, rows: Tensor) -> "QuantizedWeight":
         """Return the weight that has these outputs, in this order."""
-        return replace(self, **{name: values[rows] for name, values in self.parts().items()})
+        return self.with_each(lambda values: values[rows])
 
     def in_groups_of(self, size: int) -> "QuantizedWeight":
         """The same weight in smaller groups, whose size divides that of today's."""

@@ -29,14 +29,17 @@ FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp
 NATIVE = "native"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-# What an x86 processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result.
-# Wider ones come later.
+# What a processor must have, as Linux names it, by the name that `CpuKernels.variant` has for the result. Wider ones
+# come later; those of one architecture need what no processor of another has.
 VARIANTS = {
     "portable": (),
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"),
+    "dotprod": ("asimddp",),
 }
+# The variants that AArch64 has, and their flags.
+AARCH64_FLAGS = {"portable": "-march=armv8-a", "dotprod": "-march=armv8.2-a+dotprod"}
 # Where a platform's wheel has the libraries, `VARIANT.so`.
 BUILT = Path(__file__).parent / "built"
 _QUIET_FLAGS = ("-Wno-psabi", "-Wno-unknown-pragmas")
@@ -87,10 +90,13 @@ def choose_variant(name: str) -> str:
     return name
 
 
-def flags_of(variant: str) -> tuple[str, ...]:
-    """The compiler's flags for one of VARIANTS."""
+def flags_of(variant: str, machine: str | None = None) -> tuple[str, ...]:
+    """The compiler's flags for one of the variants that an architecture has, by default this machine's."""
+    machine = machine or platform.machine()
+    if machine == "aarch64":
+        return (*FLAGS, AARCH64_FLAGS[variant])
     # A distribution's compiler may take more than the architecture's baseline for granted.
-    baseline = ["-march=x86-64"] if platform.machine() == "x86_64" else []
+    baseline = ["-march=x86-64"] if machine == "x86_64" else []
     return (*FLAGS, *baseline, *("-m" + feature.replace("_", "") for feature in VARIANTS[variant]))
 
 
@@ -131,8 +137,9 @@ def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, built = Path(folder) / "kernels.o", Path(folder) / path.name
         _run([compiler, *flags, "-c", "-o", str(compiled), str(SOURCES / MAIN_SOURCE)])
-        # Without -fopenmp, so that the library asks for no OpenMP runtime of its own.
-        _run([compiler, "-shared", "-o", str(built), str(compiled), "-lm"])
+        # Without -fopenmp, so that the library asks for no OpenMP runtime of its own; clang can call no other.
+        runtime = ["-fopenmp"] if "clang" in _run([compiler, "--version"]) else []
+        _run([compiler, "-shared", "-o", str(built), str(compiled), "-lm", *runtime])
         built.rename(path)
 
 

@@ -261,14 +261,15 @@ def test_8_bits_of_bad_values_are_bad_too(cpu_kernels, value, cache_dtype):
     assert is_bad.nonzero().tolist() == ([[0, 1, 1]] if cache_dtype == torch.int8 or value != value else [])
 
 
-def test_every_float8_is_widened_exactly():
-    for name in VARIANTS:
-        kernels = load_variant(name)
-        codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).view(1, 1, 1, 256)
-        zero_query = torch.zeros(1, 1, 256)
-        output = kernels.paged_attention(zero_query, torch.zeros_like(codes), codes, torch.zeros(1, 1), [1], [0, 1],
-                                         Scoring(1.0))  # fmt: skip
-        torch.testing.assert_close(output[0, 0], codes.float()[0, 0, 0], rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_float8_is_widened_exactly(name):
+    kernels = load_variant(name)
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).view(1, 1, 1, 256)
+    zero_query = torch.zeros(1, 1, 256)
+    output = kernels.paged_attention(
+        zero_query, torch.zeros_like(codes), codes, torch.zeros(1, 1), [1], [0, 1], Scoring(1.0)
+    )
+    torch.testing.assert_close(output[0, 0], codes.float()[0, 0, 0], rtol=0, atol=0, equal_nan=True)
 
 
 def test_attend_stores_before_any_row_reads(cpu_kernels):

@@ -1,10 +1,10 @@
 """Which kernels a CPU computes with, as the environment says: the one place of a worker that reads it for them.
 
 `PAGEWIRE_CPU_KERNELS` says whether: "auto" (the default) uses them where they can be built, and says in one warning why
-not; "off" does not; "require" raises instead. `PAGEWIRE_CPU_VARIANT` says which variant: "portable", "avx2", "avx512"
-or "avx512_bf16", or "native" (the default) for the widest that this processor runs. `CC` names the compiler. What is
-built is kept in `PAGEWIRE_CACHE`, by default the user's cache. So are weights that were quantised for them, unless
-`PAGEWIRE_QUANTIZED_CACHE` names another folder, or is "off".
+not; "off" does not; "require" raises instead. `PAGEWIRE_CPU_VARIANT` says which variant: "portable", "avx2", "avx512",
+"avx512_bf16" or, on AArch64, "dotprod"; or "native" (the default) for the widest that this processor runs. `CC` names
+the compiler. What is built is kept in `PAGEWIRE_CACHE`, by default the user's cache. So are weights that were quantised
+for them, unless `PAGEWIRE_QUANTIZED_CACHE` names another folder, or is "off".
 """
 
 import os

@@ -37,6 +37,8 @@
 #define VARIANT "avx512"
 #elif defined(HAS_AVX2)
 #define VARIANT "avx2"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define VARIANT "dotprod"
 #else
 #define VARIANT "portable"
 #endif
@@ -91,6 +93,8 @@ INLINE floats multiply_add(floats a, floats b, floats c) {
 INLINE int32_t largest_int(ints v) {
 #if defined(HAS_AVX512)
   return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(__aarch64__)
+  return vmaxvq_s32((int32x4_t)v);
 #else
   int32_t largest = v[0];
   for (int i = 1; i < LANES; i++) largest = v[i] > largest ? v[i] : largest;
@@ -101,6 +105,8 @@ INLINE int32_t largest_int(ints v) {
 INLINE int32_t sum_ints(ints v) {
 #if defined(HAS_AVX512)
   return _mm512_reduce_add_epi32((__m512i)v);
+#elif defined(__aarch64__)
+  return vaddvq_s32((int32x4_t)v);
 #else
   int32_t sum = v[0];
   for (int i = 1; i < LANES; i++) sum += v[i];
@@ -114,6 +120,8 @@ INLINE ints round_to_ints(floats v) {
   return (ints)_mm512_cvtps_epi32((__m512)v);
 #elif defined(HAS_AVX2)
   return (ints)_mm256_cvtps_epi32((__m256)v);
+#elif defined(__aarch64__)
+  return (ints)vcvtnq_s32_f32((float32x4_t)v);
 #else
   ints rounded;
   for (int i = 0; i < LANES; i++) rounded[i] = (int32_t)lrintf(v[i]);
@@ -277,6 +285,10 @@ INLINE floats4 load4_bfloat16(const bfloat16* p) {
 INLINE float value_float16(float16 x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
+#elif defined(__aarch64__)
+  __fp16 half;
+  memcpy(&half, &x, sizeof half);
+  return half;
 #else
   const uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, size = x.bits & 0x7fff;
   if (size < 0x0400) {  // subnormal or zero: a multiple of 2^-24
@@ -292,6 +304,11 @@ INLINE float value_float16(float16 x) {
 INLINE float16 from_value_float16(float x) {
 #if defined(__F16C__)
   return (float16){(uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)};
+#elif defined(__aarch64__)
+  const __fp16 half = (__fp16)x;
+  float16 rounded;
+  memcpy(&rounded, &half, sizeof rounded);
+  return rounded;
 #else
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -315,6 +332,8 @@ INLINE floats load_float16(const float16* p) {
   return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(HAS_AVX2)
   return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+  return (floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
 #else
   return (floats){value_float16(p[0]), value_float16(p[1]), value_float16(p[2]), value_float16(p[3])};
 #endif
@@ -327,6 +346,8 @@ INLINE void store_float16(float16* p, floats v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(HAS_AVX2)
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)));
 #else
   for (int i = 0; i < LANES; i++) p[i] = from_value_float16(v[i]);
 #endif

@@ -1,0 +1,63 @@
+"""Runs tests of the C kernels with kernels for AArch64, which qemu runs.
+
+    python -m tests.kernels.emulated                                      # those that concern what a model computes
+    python -m tests.kernels.emulated --processor cortex-a53 tests/kernels/test_cpu_products.py -k bfloat16
+
+What follows the options is pytest's.
+"""
+
+import argparse
+import platform
+import sys
+
+import pytest
+
+import pagewire.kernels.cpu
+import tests.kernels.conftest
+import tests.kernels.variants
+from pagewire.kernels.cpu import library
+from tests.kernels.emulated import aarch64
+from tests.kernels.emulated.library import EmulatedLibrary
+
+TESTS = (
+    "tests/kernels/test_cpu_products.py",
+    "tests/kernels/test_cpu_kernels.py::test_every_variant_that_runs_here_equals_reference",
+    "tests/kernels/test_cpu_kernels.py::test_every_float8_is_widened_exactly",
+    "tests/kernels/test_cpu_kernels.py::test_portable_conversions_are_those_of_torch",
+    "tests/kernels/test_cpu_decoder.py",
+    "tests/kernels/test_cpu_attention_bits.py::test_a_last_query_alone_beside_many_and_in_its_prompt",
+    "tests/kernels/test_cpu_aarch64.py",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n\n")[0], epilog=f"By default: {' '.join(TESTS)}"
+    )
+    parser.add_argument(
+        "--processor", choices=aarch64.PROCESSORS, default="neoverse-n1", help="that is emulated (%(default)s)"
+    )
+    arguments, rest = parser.parse_known_args()
+    missing = aarch64.missing_tools()
+    if missing:
+        print(missing, file=sys.stderr)
+        return 2
+    pretend(arguments.processor)
+    return int(pytest.main(rest or ["-q", *TESTS]))
+
+
+def pretend(processor: str) -> None:
+    """Lets everybody who loads kernels in this process load those of an emulated processor."""
+
+    def load_library(build: library.Build) -> EmulatedLibrary:
+        return aarch64.load_emulated(library.choose_variant(build.variant), processor).library
+
+    library._features = lambda: aarch64.PROCESSORS[processor]
+    for module in (library, pagewire.kernels.cpu, tests.kernels.conftest, tests.kernels.variants):
+        vars(module)["load_library"] = load_library
+    platform.machine = lambda: aarch64.MACHINE
+    print(f"kernels for AArch64, as {processor} runs them")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

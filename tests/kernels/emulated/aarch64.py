@@ -1,0 +1,54 @@
+"""The C kernels as processors of AArch64 run them, built by a cross compiler and called by way of qemu."""
+
+import functools
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from pagewire.kernels.cpu import CpuKernels
+from pagewire.kernels.cpu.library import VARIANTS, build_library, flags_of
+from tests.kernels.emulated.library import EmulatedLibrary
+from worker_service.startup.cpu_kernels import environment_build
+
+MACHINE = "aarch64"
+COMPILER = "aarch64-linux-gnu-gcc"
+EMULATOR = "qemu-aarch64"
+SYSTEM_ROOT = Path("/usr/aarch64-linux-gnu")
+# What has these tools.
+PACKAGES = "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
+# Processors that the emulator knows, by what they have of what variants need.
+PROCESSORS = {"cortex-a53": frozenset[str](), "neoverse-n1": frozenset({"asimddp"})}
+_GUEST = Path(__file__).parent / "guest.c"
+
+
+def missing_tools() -> str | None:
+    """What is not there to emulate with, and how to come by it; None if all is."""
+    missing = [name for name in (COMPILER, EMULATOR) if not shutil.which(name)]
+    missing += [] if (SYSTEM_ROOT / "lib").exists() else [str(SYSTEM_ROOT / "lib")]
+    if not sysconfig.get_platform().endswith("x86_64"):
+        return f"pages are shared with {EMULATOR} on x86_64 alone, and this is {sysconfig.get_platform()}"
+    return f"there is no {', '.join(missing)}: apt-get install {PACKAGES}" if missing else None
+
+
+@functools.cache
+def load_emulated(variant: str, processor: str) -> CpuKernels:
+    """Raises ValueError if the processor would not run the variant, BuildError if it cannot be built."""
+    lacking = set(VARIANTS[variant]) - PROCESSORS[processor]
+    if lacking:
+        raise ValueError(f"{processor} does not run the variant {variant}: it has no {', '.join(sorted(lacking))}")
+    build = replace(environment_build(), compiler=COMPILER)
+    path = build_library(build, flags_of(variant, MACHINE))
+    command = [EMULATOR, "-cpu", processor, "-L", str(SYSTEM_ROOT), str(_build_guest()), str(path)]
+    return CpuKernels(EmulatedLibrary(command))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _build_guest() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="pagewire-guest-"))
+    # The library finds OpenMP's runtime in the program that loads it.
+    options = ["-O2", "-Wall", "-Wextra", "-Werror", "-fopenmp", "-Wl,--no-as-needed"]
+    subprocess.run([COMPILER, *options, "-o", str(folder / "guest"), str(_GUEST), "-ldl"], check=True)
+    return folder / "guest"

@@ -1,0 +1,111 @@
+"""A library of another architecture, called by way of qemu as `ctypes.CDLL` calls one of this."""
+
+import ctypes
+import os
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# As `guest.c` has them.
+_PAGE, _CHANGED, _DONE = range(3)
+_PAGE_SIZE, _NUM_INTEGERS, _NUM_REALS = 4096, 16, 8
+# Neither process grows so far into where the other one began: a page that is asked for lies nowhere in qemu's own
+# memory. Stacks are placed within 16 GiB.
+_DISTANCE = 1 << 30
+_ATTEMPTS = 50
+
+
+class EmulatedLibrary:
+    """Its functions have `argtypes` and `restype` as those of ctypes have."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """`command` runs `guest.c` over the library."""
+        self._memory = os.open("/proc/self/mem", os.O_RDWR)
+        self._functions: dict[str, _Function] = {}
+        for _ in range(_ATTEMPTS):
+            self._guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self.call("variant", True, [], [])
+            if _are_apart(self._guest.pid):
+                return
+            self.close()
+        raise RuntimeError(f"{command[0]} was started {_ATTEMPTS} times, each time too near to this process's memory")
+
+    def __getattr__(self, name: str) -> "_Function":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._functions.setdefault(name, _Function(self, name))
+
+    def close(self) -> None:
+        """The guest ends where nobody can ask it any more."""
+        assert self._guest.stdin is not None
+        self._guest.stdin.close()
+        self._guest.wait()
+
+    def call(self, name: str, is_text: bool, integers: Sequence[int], reals: Sequence[bytes]) -> int | bytes:
+        assert self._guest.stdin is not None
+        padded = [*integers, *[0] * (_NUM_INTEGERS - len(integers))]
+        padded_reals = b"".join(reals).ljust(8 * _NUM_REALS, b"\0")
+        request = struct.pack("<qq", is_text, len(name)) + name.encode()
+        self._guest.stdin.write(request + struct.pack(f"<{_NUM_INTEGERS}q", *padded) + padded_reals)
+        self._guest.stdin.flush()
+        while True:
+            kind, number = struct.unpack("<qq", self._read(16))
+            if kind == _DONE:
+                return self._read(number) if is_text else number
+            if kind == _PAGE:
+                self._send_page(number)
+            else:
+                (length,) = struct.unpack("<q", self._read(8))
+                os.pwrite(self._memory, self._read(length), number)
+
+    def _send_page(self, address: int) -> None:
+        assert self._guest.stdin is not None
+        try:
+            page = os.pread(self._memory, _PAGE_SIZE, address)
+        except (OSError, OverflowError):
+            page = b""
+        self._guest.stdin.write(struct.pack("<q", bool(page)) + page)
+        self._guest.stdin.flush()
+
+    def _read(self, size: int) -> bytes:
+        assert self._guest.stdout is not None
+        found = self._guest.stdout.read(size)
+        if len(found) < size:
+            raise RuntimeError(f"the emulated library ended with {self._guest.wait()}")
+        return found
+
+
+class _Function:
+    argtypes: Sequence[Any] = ()
+    restype: Any = ctypes.c_int
+
+    def __init__(self, library: EmulatedLibrary, name: str) -> None:
+        self._library, self._name = library, name
+
+    def __call__(self, *arguments: int | float | None) -> int | bytes | None:
+        integers, reals = [], []
+        for kind, argument in zip(self.argtypes, arguments, strict=True):
+            if kind is ctypes.c_float:
+                reals.append(struct.pack("<f4x", argument))
+            else:
+                integers.append(int(argument or 0))
+        is_text = self.restype is ctypes.c_char_p
+        result = self._library.call(self._name, is_text, integers, reals)
+        if isinstance(result, bytes) or self.restype is None:
+            return result if is_text else None
+        return self.restype(result).value
+
+
+def _are_apart(pid: int) -> bool:
+    """Whether two processes, with their memory where chance has put it, never mean different things by an address."""
+    ours, theirs = _ranges("self"), _ranges(str(pid))
+    return all(end + _DISTANCE <= first or last + _DISTANCE <= start for start, end in ours for first, last in theirs)
+
+
+def _ranges(process: str) -> list[tuple[int, int]]:
+    """Of addresses in use, but for the kernel's."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    ranges = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in lines if "[v" not in line]
+    return [(start, end) for start, end in ranges]
