@@ -102,11 +102,11 @@ def test_the_kernels_multiply_with_what_the_weights_mean(tmp_path, monkeypatch, 
         rows = torch.arange(sum(quantized.out_sizes))
         assert torch.equal(quantized.product.take_rows(rows), plain.product.take_rows(rows))
     stays = [linear.product.packed for linear in products[0] if linear.quantized_format is not None]
-    widened = ("scales of 32 bits", "W8A8 asymmetric")  # a zero point times such a scale would be rounded
-    keeps_codes = "in act-order" not in case.name and case.name not in (*widened, "FP8 block, odd")
+    keeps_codes = "in act-order" not in case.name and case.name != "FP8 block, odd"
     assert bool(stays) == keeps_codes
     for packed in stays:
         assert (packed.float8_unit > 0) == case.name.startswith("FP8") == (packed.quantized is None)
+        assert packed.quantized is None or packed.quantized.bits == (8 if "8" in case.name else 4)
     actual, expected = (compute_logits(model, random_tokens()) for model in models)
     assert torch.nn.functional.cosine_similarity(actual, expected).min() > 0.995
 
@@ -208,8 +208,7 @@ def test_decoding_a_weight_takes_no_more_memory_than_was_said(monkeypatch, case)
     with torch.profiler.profile(profile_memory=True) as profile:
         packing.copy_floats(target, packing.decode(weight_format, tensors, 256, 4000))
     used = sum(tensor.nbytes for tensor in tensors.values()) + peak_of(profile)
-    is_wide = any(tensors[kind].dtype == torch.float32 for kind in {"weight_scale", "scales"} & tensors.keys())
-    said = packing.working_bytes(weight_format, target.numel(), has_wide_scales=is_wide)
+    said = packing.working_bytes(weight_format, target.numel())
     assert said / 3 < used <= said
 
 

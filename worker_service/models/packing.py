@@ -233,18 +233,16 @@ def _assemble(codes: Tensor, stored_scale: Tensor, zeros: Tensor | None, column_
     """(code - zero) * scale, for codes int8 [out, in], and scales and zeros [out, groups]."""
     scale = stored_scale.float().contiguous()
     group_size = codes.shape[1] // scale.shape[1]
-    zeros = None if zeros is None or not zeros.any() else zeros.float()
-    # A scale of 16 bits times a number of 9 bits is exact in float32, and so is the difference of two such.
-    is_exact = zeros is None or stored_scale.dtype != torch.float32
-    if column_groups is None and is_exact and group_size % GROUP == 0:
-        return QuantizedWeight(codes, scale, None if zeros is None else scale * zeros, group_size)
+    zeros = None if zeros is None or not zeros.any() else zeros.contiguous()
+    if column_groups is None and group_size % GROUP == 0:
+        return QuantizedWeight(codes, scale, None, group_size, zeros)
     if column_groups is None:
         column_groups = torch.arange(codes.shape[1]) // group_size
     weight = torch.empty(codes.shape)
     for rows in _chunks(*codes.shape):
         chunk = weight[rows].copy_(codes[rows])
         if zeros is not None:
-            chunk.sub_(zeros[rows].index_select(1, column_groups))
+            chunk.sub_(zeros[rows].float().index_select(1, column_groups))
         chunk.mul_(scale[rows].index_select(1, column_groups))
     return weight
 
@@ -265,16 +263,14 @@ def copy_floats(target: Tensor, weight: DecodedWeight) -> None:
         target[rows].copy_(chunk if isinstance(chunk, Tensor) else chunk.dequantized())
 
 
-def working_bytes(weight_format: WeightFormat, num_elements: int, *, has_wide_scales: bool) -> int:
-    """Return how much memory decoding a weight and `copy_floats` take at most beside the target. `has_wide_scales`:
-    its scales are of 32 bits."""
+def working_bytes(weight_format: WeightFormat, num_elements: int) -> int:
+    """Return how much memory decoding a weight and `copy_floats` take at most beside the target."""
     chunk = 16 * min(num_elements, _CHUNK_ELEMENTS)
     layout = weight_format.layout
     # The bytes that are read, and the numbers that they become on their way into the order of columns.
     per_element = 2 if layout in ("fp8", "float-quantized", "int-quantized") else 5
-    is_exact = weight_format.is_symmetric or not has_wide_scales
     are_groups_served = layout in ("fp8", "float-quantized") or weight_format.columns % GROUP == 0
-    may_be_floats = weight_format.has_ordered_columns or not is_exact or not are_groups_served
+    may_be_floats = weight_format.has_ordered_columns or not are_groups_served
     scales = (
         12 * num_elements // weight_format.columns if weight_format.columns else 0
     )  # as stored, and by row in floats
@@ -299,7 +295,7 @@ def part(weight: DecodedWeight, rows: slice, columns: slice) -> DecodedWeight:
     if group_size % GROUP:  # a part of a group that is as long as the row
         codes = codes if weight.zero is None else codes.int() - weight.zero[rows, groups]
         return codes * scale if minimum is None else codes * scale - minimum
-    zero = None if weight.zero is None else weight.zero[rows, groups]
+    zero = None if weight.zero is None else weight.zero[rows, groups].contiguous()
     return QuantizedWeight(codes, scale, minimum, group_size, zero)
 
 

@@ -66,21 +66,19 @@ class QuantizedCheckpoint:
         return tuple(sorted({weight_format.describe() for weight_format in self._formats.values()}))
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | Float8Format | None:
-        """See `Tensors.quantized_format`. There is none of FP8 in blocks that have no panels, of columns whose groups
-        are not neighbours, and of zero points beside scales of 32 bits, whose product would be rounded."""
+        """See `Tensors.quantized_format`. There is none of FP8 in blocks that have no panels, and of columns whose
+        groups are not neighbours."""
         kept = self._format_of(name)
         if kept is None or kept.has_ordered_columns:
             return None
         if kept.layout in ("fp8", "float-quantized"):
             block_size = kept.columns or in_size
             return Float8Format(block_size) if unit_size(block_size, in_size) else None
-        if not kept.is_symmetric and self._has_wide_scales(name):
-            return None
         group_size = kept.columns or in_size
         if group_size % GROUP or in_size % group_size:
             return None
-        # Codes less their zero points take a bit more.
-        return QuantizedFormat(kept.bits + (not kept.is_symmetric), group_size, has_half_scales=False, has_minima=False)
+        has_half_scales, has_zeros = not self._has_wide_scales(name), not kept.is_symmetric
+        return QuantizedFormat(kept.bits, group_size, has_half_scales, has_minima=False, has_zeros=has_zeros)
 
     def quantized(self, name: str, piece: Piece) -> DecodedWeight:
         """See `Tensors.quantized`."""
@@ -102,7 +100,7 @@ class QuantizedCheckpoint:
         weight_format = self._format_of(name)
         if weight_format is None:
             return self._checkpoint.working_bytes(name, num_elements)
-        return working_bytes(weight_format, num_elements, has_wide_scales=self._has_wide_scales(name))
+        return working_bytes(weight_format, num_elements)
 
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`. Raises ValueError if a rank's part cuts a group."""
