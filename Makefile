@@ -9,7 +9,7 @@ FIRST := 0
 
 .PHONY: help setup run test check-aarch64 sim sim-mutants lint protos docs model wheel bench bench-split bench-scheduler bench-preemption bench-prefix-tier bench-fork bench-beam bench-interference bench-attention bench-garbage bench-gateway bench-frontend bench-hostile bench-long-text bench-overload bench-perplexity bench-worker-loss gpu-check gpu-check-kernels gpu-bench gpu-bench-kernels gpu-tune-kernels clean
 help:  ## what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # What pyproject.toml says of versions, in words that any Python understands: pip's own take lines.
 CHECK_PYTHON := import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("Pagewire needs Python 3.11, 3.12 or 3.13, \

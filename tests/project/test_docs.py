@@ -33,7 +33,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"(?:^|\s|\$\()pagewire (?=[a-z-])([^|)#&;>\n]*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 VARIABLE = re.compile(r"\bPAGEWIRE_[A-Z_]+\b")
-MAKE_TARGET = re.compile(r"\bmake ([a-z][a-z-]+)\b")
+MAKE_TARGET = re.compile(r"\bmake ([a-z][a-z0-9-]+)\b")
 SOURCE_PATH = re.compile(r"^(?:[\w.-]+/)+[\w.-]+\.(?:py|md|h|c|js|sh|json|proto|yaml|toml|binpb)$|^(?:[\w.-]+/)+$")
 MADE_PATHS = re.compile(r"^bench/results/gpu_")  # by commands that need a GPU
 MODULE_NAME = re.compile(r"^[\w/]+\.py$")
@@ -196,6 +196,7 @@ def our_flags() -> set[str]:
 FOREIGN_FLAGS = {
     *("--build-arg", "--sbom", "--extra-index-url", "--index-url", "--branch", "--no-deps"),
     *("--policy", "--worker-urls", "--control-plane-api-keys", "--parts", "--output", "--device", "--chat-template"),
+    *("--models", "--formats", "--peers", "--rounds", "--isa"),
 }
 
 
@@ -251,7 +252,7 @@ def test_variables_exist() -> None:
 
 
 def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z][a-z-]*):", read(Path("Makefile")), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", read(Path("Makefile")), re.MULTILINE))
 
     def unknown(path: Path) -> set[str]:
         code = [*spans(path), *fences(path, "", "sh", "bash", "console")]

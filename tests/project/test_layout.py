@@ -87,7 +87,11 @@ ALLOWED_IMPORTS = {
         "pagewire.kernels.quantized",
         "pagewire.kernels.rounding",
     ),
-    "worker_service.models.checkpoint": ("worker_service.models.checkpoint_files", "pagewire.kernels.quantized"),
+    "worker_service.models.checkpoint": (
+        "worker_service.models.checkpoint_files",
+        "pagewire.kernels.float8",
+        "pagewire.kernels.quantized",
+    ),
     "worker_service.models.checkpoint_files": (),
     "worker_service.attention": (
         "worker_service.attention",
