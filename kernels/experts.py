@@ -1,0 +1,111 @@
+"""Mixtures of experts: the choice of each token's experts, and products of tokens with the weights of theirs, in plain
+torch. These are the specifications of what `kernels/cpu` and `kernels/triton` compute.
+
+A token goes to `num_chosen` experts (Shazeer et al., 2017, https://arxiv.org/abs/1701.06538). What it is there is a
+*slot*: slots are [T * num_chosen, width], those of a token one behind the other in the order of the ids of its experts.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+MIN_SUM = 1e-20  # is added to the sum that weights are divided by, as DeepSeek-V3 does
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """How the experts of a token follow from a router's logits.
+
+    Attributes:
+        num_chosen: experts of a token.
+        scoring: what logits become, in float32: their softmax over all experts, or the sigmoid of each.
+        renormalizes: the weights of a token's experts are divided by their sum.
+        factor: of the weights, in the end.
+        num_groups: of experts that lie one behind the other, as many in each; 1: they are not grouped.
+        num_chosen_groups: only experts of this many groups, those with the highest sums of their two best, are chosen
+            (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
+    """
+
+    num_chosen: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalizes: bool = True
+    factor: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+
+
+def choose_experts(logits: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and their weights.
+
+    Args:
+        logits: [T, num_experts] float32, of the router.
+        correction: [num_experts] float32, added to the scores for the choice alone, not for the weights.
+
+    Returns:
+        Ids, [T, num_chosen] int64, rising; and weights, [T, num_chosen] float32. Of equal scores the lower id is
+        chosen.
+    """
+    scores = logits.softmax(-1) if choice.scoring == "softmax" else logits.sigmoid()
+    # The softmax is monotonic, and rounds: logits that differ would be equal.
+    ranked = logits if choice.scoring == "softmax" and correction is None else scores
+    if correction is not None:
+        ranked = ranked + correction
+    if choice.num_groups > 1:
+        ranked = _of_chosen_groups(ranked, choice)
+    ids = ranked.sort(descending=True, stable=True).indices[:, : choice.num_chosen].sort().values
+    weights = scores.gather(1, ids)
+    if choice.renormalizes:
+        weights = weights / (weights.sum(1, keepdim=True) + MIN_SUM)
+    return ids, weights * choice.factor
+
+
+def _of_chosen_groups(ranked: Tensor, choice: ExpertChoice) -> Tensor:
+    """[T, num_experts]: -inf for experts of groups that are not chosen."""
+    groups = ranked.unflatten(1, (choice.num_groups, -1))  # [T, num_groups, experts of a group]
+    best = groups.sort(descending=True).values[..., :2].sum(2)
+    chosen = best.sort(descending=True, stable=True).indices[:, : choice.num_chosen_groups]
+    is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, True)
+    return groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
+
+
+def multiply_chosen(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None = None) -> Tensor:
+    """x W^T + b of each slot, with the weight and bias of its expert.
+
+    Args:
+        x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots.
+        weights: [num_experts, out_size, in_size].
+        ids: [T, num_chosen], as `choose_experts` returns them.
+        biases: [num_experts, out_size].
+
+    Returns:
+        Slots, [T * num_chosen, out_size].
+    """
+    experts = ids.flatten()
+    slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
+    outputs = slots.new_empty(len(slots), weights.shape[1])
+    for expert in experts.unique().tolist():
+        of_expert = experts == expert
+        outputs[of_expert] = slots[of_expert] @ weights[expert].T
+        if biases is not None:
+            outputs[of_expert] += biases[expert]
+    return outputs
+
+
+def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
+    """The slots of each token, times their weights, summed up in float32 in the order of the ids of experts.
+
+    Args:
+        slots: [T * num_chosen, width].
+        weights: [T, num_chosen] float32.
+
+    Returns:
+        [T, width] in the dtype of the slots.
+    """
+    num_tokens, num_chosen = weights.shape
+    slots_of = slots.float().unflatten(0, (num_tokens, num_chosen))
+    total = torch.zeros_like(slots_of[:, 0])
+    for place in range(num_chosen):
+        total = total + slots_of[:, place] * weights[:, place, None]
+    return total.to(slots.dtype)
