@@ -29,11 +29,11 @@ class DeviceAttention:
         windows = self._windows or (0,) * len(kv_cache)
 
         @as_kernel
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
             query_start_loc, seq_lens = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
             _check(batch, rows.num_decodes, query_start_loc, seq_lens, kv_cache[layer][0].shape[1])
             reshape_and_cache(key, value, *kv_cache[layer], batch.slot_mapping)
-            scoring = Scoring(scale, windows[layer])
+            scoring = Scoring(scale, windows[layer], sinks=sinks)
             return paged_attention(query, *kv_cache[layer], batch.block_tables, seq_lens, query_start_loc, scoring)
 
         return attend

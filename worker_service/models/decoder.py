@@ -127,6 +127,7 @@ class Attention(nn.Module):
         self.query_norm = HeadNorm(config, layer, config.num_heads)
         self.key_norm = HeadNorm(config, layer, config.num_kv_heads)
         self.norms_projections = config.qk_norm == "projection"
+        self.sinks = nn.Parameter(torch.empty(config.num_heads), requires_grad=False) if config.has_sinks else None
         self.output = Linear(
             qkv_sizes[0],
             [config.hidden_size],
@@ -151,12 +152,13 @@ class Attention(nn.Module):
             query_weight = key_weight = None
         if angles is None and query_weight is None and key_weight is None:
             num_kv_heads = (heads.shape[1] - self.num_heads) // 2
-            return attend(self.layer, *heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1))
+            parts = heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1)
+            return attend(self.layer, *parts, self.sinks)
         if angles is None:
             ones = heads.new_ones(len(heads), self.head_dim)
             angles = ones, torch.zeros_like(ones)
         preparation = HeadPreparation(self.num_heads, query_weight, key_weight, self.norm_eps, *angles)
-        return self.operations.attend_heads(attend, self.layer, heads, preparation)
+        return self.operations.attend_heads(attend, self.layer, heads, preparation, self.sinks)
 
     def _normalize_projections(self, qkv: Tensor) -> Tensor:
         """RMS norm over all heads of queries, and over all of keys, of all ranks."""

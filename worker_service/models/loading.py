@@ -15,7 +15,7 @@ from pagewire.kernels.rounding import BITS, GROUP_SIZE
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
-from worker_service.models.decoder import Decoder, HeadNorm, Norm
+from worker_service.models.decoder import Attention, Decoder, HeadNorm, Norm
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.families.family import Family, Weight
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
@@ -132,6 +132,8 @@ def prepare_model(
     for module in model.modules():
         if isinstance(module, Norm | HeadNorm) and module.adds_one:
             module.float()
+        elif isinstance(module, Attention) and module.sinks is not None:
+            module.sinks.data = module.sinks.data.float()
     if device.type == "cpu":
         _keep_tables(model)
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))

@@ -17,6 +17,7 @@ class Split(Enum):
     KV_HEADS = "KV heads"
     INTERMEDIATE = "intermediate size"
     QKV_BY_HEAD = "heads with their keys and values"
+    HEAD_VALUES = "a value of each head"
     VOCABULARY = "vocabulary"
 
 
@@ -46,7 +47,13 @@ class Shard:
             num_heads=self.whole.num_heads // self.size,
             num_kv_heads=max(1, self.whole.num_kv_heads // self.size),
             intermediate_size=self.whole.intermediate_size // self.size,
+            alibi_slopes=self._alibi_slopes(),
         )
+
+    def _alibi_slopes(self) -> tuple[float, ...]:
+        slopes = self.whole.alibi_slopes
+        share = len(slopes) // self.size
+        return slopes[self.rank * share : (self.rank + 1) * share]
 
     def length(self, split: Split) -> int:
         """Return the length of the whole dimension."""
@@ -55,6 +62,7 @@ class Shard:
             Split.HEADS: whole.num_heads * whole.head_dim,
             Split.KV_HEADS: whole.num_kv_heads * whole.head_dim,
             Split.QKV_BY_HEAD: 3 * whole.num_heads * whole.head_dim,
+            Split.HEAD_VALUES: whole.num_heads,
             Split.INTERMEDIATE: whole.intermediate_size,
             Split.VOCABULARY: whole.vocab_size,
         }[split]

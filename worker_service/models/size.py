@@ -27,7 +27,7 @@ def model_size(shard: Shard) -> ModelSize:
     return ModelSize(
         embeddings=(config.vocab_size + positions * config.has_position_embedding) * config.hidden_size,
         head=vocabulary_share(config.vocab_size, shard.size) * config.hidden_size,
-        layers=config.num_layers * _layer_size(config) + _norm_size(config),
+        layers=config.num_layers * _layer_size(config) + (1 + config.embedding_norm) * _norm_size(config),
         rope=2 * positions * config.head_dim * len({rope for rope in config.ropes if rope is not None}),
     )
 
@@ -44,7 +44,7 @@ def _layer_size(config: ModelConfig) -> int:
     kv_size = config.num_kv_heads * config.head_dim
     head_norms = {"none": 0, "head": 2 * config.head_dim, "projection": queries + kv_size}[config.qk_norm]
     norms = 2 * (config.pre_norm + config.post_norm) * _norm_size(config) + head_norms
-    return products + biases + norms
+    return products + biases + norms + config.num_heads * config.has_sinks
 
 
 def _norm_size(config: ModelConfig) -> int:
