@@ -22,6 +22,8 @@ FAMILIES = (
     "gemma3_text",
     "starcoder2",
     "gpt_neox",
+    "bloom",
+    "mpt",
 )
 
 DECODER = {
@@ -68,6 +70,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**DECODER, "num_hidden_layers": 6, "sliding_window": 20, "query_pre_attn_scalar": 24},
     "starcoder2": {**DECODER, "sliding_window": 20},
     "gpt_neox": {key: value for key, value in DECODER.items() if key not in ("num_key_value_heads", "head_dim")},
+    "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "mpt": {
+        **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
+        "attn_config": {"clip_qkv": 1.0},
+    },
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -105,7 +112,7 @@ def _scaled(name: str, noise: torch.Tensor, around: int) -> torch.Tensor:
     if noise.dim() == 1:
         is_scale = name.endswith("weight")  # of a norm
         return around + 0.1 * noise if is_scale else 0.2 * noise
-    if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out")):
+    if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out", "word_emb")):
         return 0.4 * noise
     fan_in = noise.shape[0] if "c_" in name else noise.shape[1]  # GPT-2's layers are [in, out]
     return 1.5 * fan_in**-0.5 * noise

@@ -34,6 +34,8 @@ HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads
 SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
     "gpt2": {"n_embd": 64, "n_head": 2},
     "gpt_neox": {"num_attention_heads": 2},
+    "bloom": {"n_head": 2},
+    "mpt": {"n_heads": 2},
     "gemma3_text": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {**HEADS_OF_32, "num_hidden_layers": 2, "no_rope_layer_interval": 2},
     "olmo3": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},

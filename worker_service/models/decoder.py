@@ -37,6 +37,7 @@ class Decoder(nn.Module):
         positions = config.max_position_embeddings
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding = Embedding(positions, config.hidden_size) if config.has_position_embedding else None
+        self.embedding_norm = Norm(config, operations) if config.embedding_norm else None
         ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
         self.ropes = nn.ModuleList(RotaryEmbedding(rope, config.head_dim, positions) for rope in ropes)
         # Of each layer, the place of its angles among those of the step; None: it has no positions.
@@ -56,6 +57,8 @@ class Decoder(nn.Module):
             x = x * config.embedding_multiplier
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x, None)
         angles = [rope(positions) for rope in self.ropes]
         growth = None if config.query_growth is None else query_scales(config.query_growth, positions)
         update = None
@@ -118,6 +121,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.num_heads = config.num_heads
+        self.qkv_limit = config.qkv_limit
         self.norm_eps = config.norm_eps
         self.operations = operations
         self.communicator = communicator
@@ -138,6 +142,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles | None, growth: Tensor | None, attend: Attend) -> Tensor:
         qkv = self.qkv(x)
+        if self.qkv_limit:
+            qkv = qkv.clamp(-self.qkv_limit, self.qkv_limit)
         if self.norms_projections:
             qkv = self._normalize_projections(qkv)
         heads = qkv.unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
