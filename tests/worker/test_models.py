@@ -448,7 +448,7 @@ def test_positions_served(tmp_path):
         ("gpt_neox", {"hidden_act": "quick_gelu"}, r'hidden_act is "quick_gelu", but must be one of gelu, gelu_new'),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, r"_post_layernorm is true, but must be false"),
         ("bloom", {"n_head": 3}, r"hidden_size is 64, but must be a multiple of 3 attention heads"),
-        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, r'"multiquery_attention", but must be one of m'),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, r'"multiquery_attention", but must be one of'),
         ("mpt", {"attn_config": {"alibi": False}}, r"alibi is false, but must be true"),
         ("mpt", {"attn_config": {"qk_ln": True}}, r"qk_ln is true, but must be false"),
         ("mpt", {"attn_config": {"prefix_lm": True}}, r"prefix_lm is true, but must be false"),
