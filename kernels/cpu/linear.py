@@ -129,3 +129,13 @@ class PackedLinear:
         layer.has_zeros = self.quantized.has_zeros
         layer.table[: len(self.quantized.table)] = self.quantized.table
         return layer
+
+
+def shared_form(linears: Sequence[PackedLinear]) -> PackedLinear:
+    """The first of weights of the same sizes, over inputs that are rounded to one dtype, as experts have them. Raises
+    ValueError if another differs from it, or there is none."""
+    forms = dict.fromkeys((linear.in_size, linear.out_size, linear.activation) for linear in linears)
+    if len(forms) != 1:
+        found = " and ".join(f"[{outs}, {ins}] over {activation}" for ins, outs, activation in forms)
+        raise ValueError(f"experts have weights {found or 'of no kind'}; all must be of one")
+    return linears[0]
