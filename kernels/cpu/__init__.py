@@ -23,7 +23,7 @@ from pagewire.kernels.cpu.decoder import (
     Turn,
 )
 from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, BuildError, load_library
-from pagewire.kernels.cpu.linear import PackedLinear, QuantizedPanels
+from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, QuantizedPanels
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import MAX_HEAD_DIM, PagedRows
 
@@ -48,6 +48,7 @@ __all__ = [
     "Normalize",
     "NormalizeParts",
     "Operation",
+    "PackedExperts",
     "PackedLinear",
     "PagedRows",
     "Predict",

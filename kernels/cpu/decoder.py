@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import head_dim_of
-from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedLinear, shared_form
+from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedExperts, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import CACHE_ELEMENTS, NO_ROWS, PagedRows, PagedStep, cache_step, check, put_rows
 from pagewire.kernels.experts import ExpertChoice
@@ -193,14 +193,29 @@ Operation: TypeAlias = (
 )
 
 # The orders of source/decoder.h.
-_KINDS = (Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Turn, AttendTo, Predict, AllReduce)
+_KINDS = (
+    *(Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Choose, MultiplyChosen, SumSlots, Gate),
+    *(Turn, AttendTo, Predict, AllReduce),
+)
 _FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_SCORINGS = ("softmax", "sigmoid")
 _NO_BUFFER, _MAX_BUFFERS = -1, 32
 MAX_EXPERTS = 1024
 _NO_MEMORY, _LOST_RANKS = 1, 2  # what a step may end with
 _AllReduce = ctypes.CFUNCTYPE(ctypes.c_int)
 PARTS = ("norms", "products", "rotary", "attention", "head")
 _NUM_TIMES = len(PARTS) + 1  # and what ranks take to sum up
+
+
+class _ExpertChoice(ctypes.Structure):
+    """Mirrors `expert_choice` of source/experts.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_experts", "num_chosen", "scoring", "renormalizes")),
+        *((name, ctypes.c_int64) for name in ("num_groups", "num_chosen_groups")),
+        ("factor", ctypes.c_float),
+        ("correction", ctypes.c_void_p),
+    )
 
 
 class _Operation(ctypes.Structure):
@@ -213,7 +228,9 @@ class _Operation(ctypes.Structure):
         ("is_centered", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("eps", "factor", "softcap")),
         ("layer", LinearLayer),
-        *((name, ctypes.c_int64) for name in ("is_gated", "function")),
+        *((name, ctypes.c_int64) for name in ("is_gated", "function", "num_parts", "choices")),
+        ("choice", _ExpertChoice),
+        ("experts", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("table", "positions")),
         *((name, ctypes.c_int64) for name in ("table_element", "positions_element")),
         *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm", "cos", "sin", "query_scales")),
@@ -268,6 +285,7 @@ class DecoderKernel:
         """
         self._library = kernels.library
         self._joined: list[Tensor] = []  # weights, which operations point to
+        self._experts: list[PackedExperts] = []  # the same
         self._model = tuple(operations)
         self._num_heads = num_heads
         self._widths = _Widths(self._model, num_heads).of
@@ -294,7 +312,7 @@ class DecoderKernel:
     def _mirror(self, operation: Operation) -> _Operation:
         mirror = _Operation(
             kind=_KINDS.index(type(operation)),
-            **{name: self._number(getattr(operation, name, None)) for name in ("input", "output", "update")},
+            **{name: self._number(getattr(operation, name, None)) for name in ("input", "output", "update", "choices")},
             factor=getattr(operation, "factor", 1.0),
         )
         match operation:
@@ -316,6 +334,19 @@ class DecoderKernel:
                 mirror.layer, mirror.is_gated = operation.linear.layer(), operation.is_gated
             case Activate():
                 mirror.function, mirror.is_gated = _FUNCTIONS.index(operation.function), operation.is_gated
+                mirror.num_parts = operation.num_parts
+            case Choose():
+                mirror.output = self._number(operation.choices)
+                mirror.choice = _choice(operation, self._widths[operation.input])
+            case MultiplyChosen(linears=linears):
+                self._experts.append(PackedExperts(linears))
+                mirror.experts, mirror.is_gated = self._experts[-1].address(), operation.is_gated
+                mirror.choice.num_experts = len(linears)
+                mirror.choice.num_chosen = self._widths[operation.choices] // 2
+            case SumSlots():
+                mirror.choice.num_chosen = self._widths[operation.choices] // 2
+            case Gate():
+                mirror.choices = self._number(operation.gate)
             case Turn():
                 for name in ("query_norm", "key_norm", "cos", "sin", "query_scales"):
                     setattr(mirror, name, _pointer(getattr(operation, name)))
@@ -472,6 +503,20 @@ class _Exchange:
         return 0
 
 
+def _choice(operation: Choose, num_experts: int) -> _ExpertChoice:
+    choice = operation.choice
+    return _ExpertChoice(
+        num_experts=num_experts,
+        num_chosen=choice.num_chosen,
+        scoring=_SCORINGS.index(choice.scoring),
+        renormalizes=choice.renormalizes,
+        num_groups=choice.num_groups,
+        num_chosen_groups=choice.num_chosen_groups,
+        factor=choice.factor,
+        correction=_pointer(operation.correction),
+    )
+
+
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -570,10 +615,12 @@ class _Widths:
             return width // num_chosen
         if len(operation.linears) != num_experts:
             raise ValueError(f"there are {len(operation.linears)} weights of {num_experts} experts")
-        first = shared_form(operation.linears)
-        if width not in (first.in_size, num_chosen * first.in_size):
-            raise ValueError(f"buffer {operation.input} is {width} wide; {first.in_size} inputs are read for each slot")
-        return num_chosen * (first.out_size // (2 if operation.is_gated else 1))
+        experts = PackedExperts(operation.linears)
+        if width not in (experts.in_size, num_chosen * experts.in_size):
+            raise ValueError(
+                f"buffer {operation.input} is {width} wide; {experts.in_size} inputs are read of each slot"
+            )
+        return num_chosen * (experts.out_size // (2 if operation.is_gated else 1))
 
 
 def _table_width(name: str, table: Tensor | PackedLinear) -> int:
