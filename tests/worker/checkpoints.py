@@ -24,6 +24,10 @@ FAMILIES = (
     "gpt_neox",
     "bloom",
     "mpt",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
 )
 
 DECODER = {
@@ -36,6 +40,7 @@ DECODER = {
     "head_dim": 16,
     "max_position_embeddings": 1024,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 # Under transformers' own names; no end token, so that greedy continuations have the length asked for.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": DECODER,
@@ -75,8 +80,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
         "attn_config": {"clip_qkv": 1.0},
     },
+    "qwen3_moe": {**DECODER, **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {**DECODER, "num_experts": 8, "num_experts_per_tok": 3},
+    "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 96},
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
+NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8}
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -114,5 +124,5 @@ def _scaled(name: str, noise: torch.Tensor, around: int) -> torch.Tensor:
         return around + 0.1 * noise if is_scale else 0.2 * noise
     if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out", "word_emb")):
         return 0.4 * noise
-    fan_in = noise.shape[0] if "c_" in name else noise.shape[1]  # GPT-2's layers are [in, out]
+    fan_in = noise.shape[0] if "c_" in name else noise.shape[-1]  # GPT-2's layers are [in, out]
     return 1.5 * fan_in**-0.5 * noise
