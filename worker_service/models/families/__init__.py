@@ -49,6 +49,7 @@ _FAMILIES = (
     mistral.MIXTRAL,
     olmo.OLMOE,
     qwen.QWEN2_MOE,
+    glm.GLM4_MOE,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
