@@ -14,6 +14,7 @@ from worker_service.models.quantization import Quantization
 
 # Far above any model there is: what lies beyond is a mistake, and would be built before memory says so.
 MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 10
 MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positions of a sequence
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]

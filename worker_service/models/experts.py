@@ -70,11 +70,10 @@ class Router(Linear):
         assert experts is not None
         sizes = [experts.num_experts]
         super().__init__(config.hidden_size, sizes, operations, bias=experts.has_router_bias, is_float32=True)
-        self.e_score_correction_bias: nn.Parameter | None = None  # as checkpoints call it
-        if experts.has_correction:
-            self.e_score_correction_bias = nn.Parameter(torch.empty(experts.num_experts), requires_grad=False)
+        correction = nn.Parameter(torch.empty(experts.num_experts), requires_grad=False)
+        self.e_score_correction_bias = correction if experts.has_correction else None  # as checkpoints call it
 
     @property
     def correction(self) -> Tensor | None:
         """[num_experts] float32 that is added to scores for the choice."""
-        return self.e_score_correction_bias
+        return None if self.e_score_correction_bias is None else self.e_score_correction_bias.data

@@ -132,6 +132,22 @@ class ExpertLinear(nn.ModuleList):
         self.product: ExpertProduct | None = None
         self._operations = operations
 
+    def num_bytes(self) -> int:
+        """Return what the weights take that are not quantised."""
+        linears = [linear for linear in self.linears if linear.quantized_format is None]
+        return sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
+
+    def allocate(self, device: torch.device) -> dict[int, Tensor]:
+        """Return memory for parameters by their ids: that of all experts is one, so that `stack` need not copy."""
+        memory: dict[int, Tensor] = {}
+        linears = [linear for linear in self.linears if linear.quantized_format is None]
+        for parameters in ([linear.weight for linear in linears], [linear.bias for linear in self.linears]):
+            found = [parameter for parameter in parameters if parameter is not None]
+            if found:
+                whole = torch.empty(len(found), *found[0].shape, dtype=found[0].dtype, device=device)
+                memory |= {id(parameter): part for parameter, part in zip(found, whole, strict=True)}
+        return memory
+
     @property
     def linears(self) -> list[Linear]:
         return [linear for linear in self if isinstance(linear, Linear)]
@@ -155,8 +171,7 @@ class ExpertLinear(nn.ModuleList):
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """As `torch.stack`, but without a copy where they lie one behind the other in one memory, as `stacked_like` has
-    them."""
+    """As `torch.stack`, but without a copy where they lie one behind the other in one memory."""
     first, size = tensors[0], tensors[0].nbytes
     are_neighbours = all(
         tensor.is_contiguous()

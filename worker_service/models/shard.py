@@ -35,7 +35,9 @@ class Shard:
     @staticmethod
     def of(whole: ModelConfig, rank: int, size: int) -> "Shard":
         """Raises ValueError if the model cannot be shared out among so many ranks."""
-        columns = {"attention heads": whole.num_heads, "columns of the MLP": whole.intermediate_size}
+        columns = {"attention heads": whole.num_heads}
+        if not all(map(whole.has_experts, range(whole.num_layers))):
+            columns["columns of the MLP"] = whole.intermediate_size
         if whole.experts is not None:
             columns["columns of an expert"] = whole.experts.intermediate_size
             columns["columns of the shared expert"] = whole.experts.shared_intermediate_size

@@ -47,6 +47,10 @@ _FAMILIES = (
     gemma.GEMMA3,
     starcoder2.FAMILY,
     gpt_neox.FAMILY,
+    qwen.QWEN3_MOE,
+    mistral.MIXTRAL,
+    olmo.OLMOE,
+    qwen.QWEN2_MOE,
     bloom.FAMILY,
     mpt.FAMILY,
 )
