@@ -1,10 +1,11 @@
 """Quantised weights and checkpoints of every format, made of random codes, with the weights that they mean.
 
 compressed-tensors packs its own formats, and says what they mean. AWQ and GPTQ are packed here, number by number, from
-the codes, and FP8 by torch's conversion.
+the codes, FP8 by torch's conversion, and what MXFP4 means is said by transformers.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.worker.checkpoints import make_checkpoint
 
@@ -236,6 +238,21 @@ def compressed_in_order(name: str, zero_dtype: torch.dtype) -> Case:
     return Case(name, section, draw)
 
 
+def mxfp4(name: str) -> Case:
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        blocks = torch.randint(0, 256, (out_size, in_size // 32, 16), generator=generator, dtype=torch.uint8)
+        common = 127 + round(math.log2(0.35 * in_size**-0.5))  # with which weights are as large as others'
+        exponents = common + torch.randint(-1, 2, blocks.shape[:2], generator=generator)
+        blocks[0, 0], exponents[0, 0] = 0, 0  # what is written of groups of zeros
+        scales = exponents.to(torch.uint8)
+        meant = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].t().contiguous()
+        return {"blocks": blocks, "scales": scales}, meant
+
+    return Case(name, section, draw)
+
+
 PACKED = {"type": "int", "strategy": "group", "group_size": 16}
 CASES = [
     compressed("W4A16", "pack-quantized", torch.bfloat16, num_bits=4, **PACKED),
@@ -275,6 +292,7 @@ CASES = [
     gptq("GPTQ of 8 bits in act-order", 8, 32, version="gptq_v2", sym=False, g_idx="shuffled", desc_act=True),
     awq("AWQ", 16),
     awq("AWQ by channel", -1),
+    mxfp4("MXFP4"),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 
