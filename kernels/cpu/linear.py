@@ -130,3 +130,21 @@ class PackedLinear:
         layer.has_zeros = self.quantized.has_zeros
         layer.table[: len(self.quantized.table)] = self.quantized.table
         return layer
+
+
+class PackedExperts:
+    """The weights of experts, all of the same sizes, over inputs that are rounded to one dtype."""
+
+    def __init__(self, linears: Sequence[PackedLinear]) -> None:
+        """Raises ValueError if one differs from the others, or there is none."""
+        forms = dict.fromkeys((linear.in_size, linear.out_size, linear.activation) for linear in linears)
+        if len(forms) != 1:
+            found = " and ".join(f"[{outs}, {ins}] over {activation}" for ins, outs, activation in forms)
+            raise ValueError(f"experts have weights {found or 'of no kind'}; all must be of one")
+        self.linears = tuple(linears)
+        ((self.in_size, self.out_size, _),) = forms
+        self._layers = (LinearLayer * len(linears))(*(linear.layer() for linear in linears))
+
+    def address(self) -> int:
+        """Return where their structures lie, one behind the other, for as long as this is there."""
+        return ctypes.addressof(self._layers)

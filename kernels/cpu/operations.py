@@ -21,6 +21,7 @@ from pagewire.kernels.cache_rows import EIGHT_BITS
 from pagewire.kernels.cpu.linear import (
     ACTIVATIONS,
     Float8Source,
+    PackedExperts,
     PackedLinear,
     QuantizedPanels,
     SourceWeight,
@@ -81,6 +82,7 @@ class CpuKernels:
         library.take_rows.argtypes = [pointer] * 3 + [integer]
         library.take_rows.restype = None
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
+        library.multiply_experts.argtypes = [pointer, integer] + [pointer] * 2 + [integer, pointer] + [integer] * 3
         library.decode.argtypes = [pointer] * 4
         library.is_gateable.argtypes = [pointer]
 
@@ -301,6 +303,33 @@ class CpuKernels:
         arguments = (ctypes.addressof(layer), x.data_ptr(), output.data_ptr(), len(x), torch.get_num_threads())
         if self._library.linear(*arguments):
             raise MemoryError(f"no memory for linear of {tuple(x.shape)}")
+        return output
+
+    def multiply_chosen(self, x: Tensor, experts: PackedExperts, ids: Tensor) -> Tensor:
+        """`multiply_chosen` of `pagewire.kernels.experts`, in float32. What a slot gives depends on no other slot: it
+        is what `linear` gives.
+
+        Args:
+            x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots.
+            ids: [T, num_chosen] int64, rising; trusted.
+
+        Returns:
+            Slots, [T * num_chosen, out_size].
+
+        Raises:
+            ValueError: shapes, strides or dtypes do not fit.
+            MemoryError: there is none to compute in.
+        """
+        num_tokens, num_chosen = ids.shape
+        check("ids", ids, torch.int64, (num_tokens, num_chosen))
+        num_rows = num_tokens if len(x) == num_tokens else ids.numel()
+        check("x", x, torch.float32, (num_rows, experts.in_size))
+        output = torch.empty(ids.numel(), experts.out_size)
+        arguments = (experts.address(), len(experts.linears), ids.data_ptr(), x.data_ptr())
+        rows_of_token = num_rows // max(num_tokens, 1)
+        sizes = (rows_of_token, output.data_ptr(), num_tokens, num_chosen, torch.get_num_threads())
+        if self._library.multiply_experts(*arguments, *sizes):
+            raise MemoryError(f"no memory for products of {ids.numel()} slots")
         return output
 
     def take_rows(self, packed: PackedLinear, indexes: Tensor) -> Tensor:

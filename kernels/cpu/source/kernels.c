@@ -163,6 +163,7 @@ enum { HELD_FLOAT, HELD_BFLOAT16, HELD_FLOAT16, HELD_FLOAT8, HELD_INT8 };
 #include "float8.h"
 
 #include "product.h"
+#include "experts.h"
 #include "quantize.h"
 
 #include "decoder.h"
