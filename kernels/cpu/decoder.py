@@ -154,6 +154,16 @@ class AttendTo:
     input: str
     output: str
     layer: int
+    sinks: Tensor | None = None  # [num_heads] float32; see `Scoring`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clip:
+    """output = input, bounded to -limit and limit; NaN stays."""
+
+    input: str
+    output: str
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,12 +200,13 @@ Operation: TypeAlias = (
     | AttendTo
     | Predict
     | AllReduce
+    | Clip
 )
 
 # The orders of source/decoder.h.
 _KINDS = (
     *(Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Choose, MultiplyChosen, SumSlots, Gate),
-    *(Turn, AttendTo, Predict, AllReduce),
+    *(Turn, AttendTo, Predict, AllReduce, Clip),
 )
 _FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _SCORINGS = ("softmax", "sigmoid")
@@ -226,7 +237,7 @@ class _Operation(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         ("part_sizes", ctypes.c_int64 * 2),
         ("is_centered", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in ("eps", "factor", "softcap")),
+        *((name, ctypes.c_float) for name in ("eps", "factor", "softcap", "limit")),
         ("layer", LinearLayer),
         *((name, ctypes.c_int64) for name in ("is_gated", "function", "num_parts", "choices")),
         ("choice", _ExpertChoice),
@@ -237,6 +248,7 @@ class _Operation(ctypes.Structure):
         ("rotary_size", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("key_cache", "value_cache")),
         ("window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -306,6 +318,7 @@ class DecoderKernel:
         if self._exchange is not None:
             self._decoder.all_reduce = self._exchange.callback
         self._kv_cache: Sequence[LayerCache] | None = None
+        self._scorings: Sequence[Scoring] = ()
         self._step: PagedStep | None = None  # over that cache
         self._times = (ctypes.c_int64 * _NUM_TIMES)()
 
@@ -352,6 +365,10 @@ class DecoderKernel:
                     setattr(mirror, name, _pointer(getattr(operation, name)))
                 mirror.eps = operation.eps
                 mirror.rotary_size = 0 if operation.cos is None else operation.cos.shape[1]
+            case AttendTo():
+                mirror.sinks = _pointer(operation.sinks)
+            case Clip():
+                mirror.limit = operation.limit
             case Predict():
                 mirror.layer, mirror.softcap = operation.head.layer(), operation.softcap
         return mirror
@@ -374,7 +391,7 @@ class DecoderKernel:
             token_ids, positions: [T] int64; trusted.
             logit_rows: [R] int64, the tokens that have logits, R at most T; trusted.
             rows: the step's; they hold T tokens.
-            scorings: of each layer; all but the window is the first one's.
+            scorings: of each layer; all but the window is the first one's, and sinks are the operations'.
             kv_cache: of each layer, all of the same dtype, shape and strides.
 
         Returns:
@@ -447,12 +464,14 @@ class DecoderKernel:
         self._decoder.cache_element = CACHE_ELEMENTS[first_key.dtype]
         # The stride of queries is the operation's, and rows are put in at each step.
         self._step = cache_step(NO_ROWS, scorings[0], 0, self._num_heads, 0, first_key, first_value)
-        self._kv_cache = kv_cache
+        self._kv_cache, self._scorings = kv_cache, scorings
 
     def _check_heads(self, num_kv_heads: int, head_dim: int) -> None:
         """Raises ValueError unless heads have this number and size."""
         num_all = self._num_heads + 2 * num_kv_heads
         for operation in self._model:
+            if isinstance(operation, AttendTo) and operation.sinks is not None:
+                check("sinks", operation.sinks, torch.float32, (self._num_heads,))
             if not isinstance(operation, Turn):
                 continue
             sizes = (self._widths[operation.input], self._widths[operation.output])
@@ -551,7 +570,8 @@ class _Widths:
             raise ValueError(f"buffer {buffer} is {self.of[buffer]} wide and {width} elsewhere")
 
     def _width(
-        self, operation: Embed | Normalize | NormalizeParts | Multiply | Activate | Gate | Turn | AttendTo | AllReduce
+        self,
+        operation: Embed | Normalize | NormalizeParts | Multiply | Activate | Gate | Turn | AttendTo | AllReduce | Clip,
     ) -> int:
         """The width of an operation's output."""
         match operation:
@@ -585,7 +605,7 @@ class _Widths:
             case Turn(input):
                 self._read(input)
                 width = self._num_heads * operation.head_dim
-            case AttendTo(input) | AllReduce(input):
+            case AttendTo(input) | AllReduce(input) | Clip(input):
                 width = self._read(input)
         return width
 

@@ -26,6 +26,8 @@ FAMILIES = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "bloom",
+    "mpt",
 )
 
 DECODER = {
@@ -77,6 +79,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**DECODER, "num_experts": 8, "num_experts_per_tok": 3},
     "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 56},
+    "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "mpt": {
+        **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
+        "attn_config": {"clip_qkv": 1.0},
+    },
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
 NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8}
@@ -115,7 +122,7 @@ def _scaled(name: str, noise: torch.Tensor, around: int) -> torch.Tensor:
     if noise.dim() == 1:
         is_scale = name.endswith("weight")  # of a norm
         return around + 0.1 * noise if is_scale else 0.2 * noise
-    if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out")):
+    if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out", "word_emb")):
         return 0.4 * noise
     fan_in = noise.shape[0] if "c_" in name else noise.shape[-1]  # GPT-2's layers are [in, out]
     return 1.5 * fan_in**-0.5 * noise

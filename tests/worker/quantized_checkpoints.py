@@ -295,6 +295,8 @@ CASES = [
     mxfp4("MXFP4"),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
+# How the families name the modules whose weights are quantised.
+LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv")
 
 
 def make_quantized(
@@ -310,7 +312,7 @@ def make_quantized(
     meant = dict(stored)
     for name in sorted(stored):
         module = name.removesuffix(".weight")
-        if not module.endswith(("_proj", "lm_head")) or name == module or module in skips:
+        if not module.endswith(LINEAR) or name == module or module in skips:
             continue
         tensors, meant[name] = case.draw(generator, *stored.pop(name).shape)
         stored |= {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}

@@ -29,7 +29,7 @@ def make_rows(seed, lengths, **options):
 
 def check(rows, windows=(0,) * NUM_LAYERS, tolerance=2e-6, batch=None, backend=None):
     """Attends in every layer; compares output and cache with the reference, and with the torch backend if that can."""
-    backend = backend or TritonAttention(rows.shape(windows), NUM_PROCESSORS)
+    backend = backend or TritonAttention(rows.shape(windows), NUM_PROCESSORS, DEVICE)
     expected_cache, torch_cache = copy_cache(rows.kv_cache), copy_cache(rows.kv_cache)
     lengths, starts = rows.batch.seq_lens, rows.batch.query_start_loc
     attend = backend.prepare(batch or rows.batch, rows.kv_cache)
@@ -144,7 +144,7 @@ def test_bounds_of_many_rows_count_as_what_the_cache_holds(launched):
 
 
 def test_memory_of_splits_serves_steps_of_fewer_and_of_more_rows():
-    backend = TritonAttention(make_rows(7, [(1, 1)]).shape((0, 0)), NUM_PROCESSORS)
+    backend = TritonAttention(make_rows(7, [(1, 1)]).shape((0, 0)), NUM_PROCESSORS, DEVICE)
     for num_rows in (2, 1, 3, 2):
         check(make_rows(num_rows, [(600 + row, 1) for row in range(num_rows)]), backend=backend)
 
@@ -168,7 +168,7 @@ def test_row_reads_blocks_that_another_row_of_the_step_writes():
 
 def test_heads_as_a_merged_projection_leaves_them():
     rows = make_rows(11, [(20, 1), (3, 9)])
-    attend = TritonAttention(rows.shape(), NUM_PROCESSORS).prepare(rows.batch, rows.kv_cache)
+    attend = TritonAttention(rows.shape(), NUM_PROCESSORS, DEVICE).prepare(rows.batch, rows.kv_cache)
     query, key, value = rows.random_qkv(10)
     merged = torch.cat([query, key, value], dim=1)  # [T, all heads, head_dim]
     assert torch.equal(attend(0, *merged.split([4, 2, 2], dim=1)), attend(0, query, key, value))

@@ -38,10 +38,12 @@ class TritonOperations:
             return f"normalize rows of at most {fused.MAX_NORM_SIZE}, and the model's are {config.hidden_size}"
         return None
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
+    def attend_heads(
+        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
+    ) -> Tensor:
         """Attend with rotated queries and keys. Where attention lets it, one launch turns the heads and writes keys and
         values to the cache."""
         if not isinstance(attend, CachedAttend):
-            return attend(layer, *fused.norm_rope(heads, preparation))
+            return attend(layer, *fused.norm_rope(heads, preparation), sinks)
         query = fused.norm_rope_and_cache(heads, preparation, *attend.kv_cache[layer], attend.slot_mapping)
-        return attend.attend_cached(layer, query)
+        return attend.attend_cached(layer, query, sinks)

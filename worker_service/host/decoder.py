@@ -10,6 +10,7 @@ from pagewire.kernels.cpu import (
     Add,
     AllReduce,
     AttendTo,
+    Clip,
     CpuKernels,
     DecoderKernel,
     Embed,
@@ -84,7 +85,10 @@ class _Listing:
         model, config = self._model, self._config
         embedded = model.position_embedding
         positions = None if embedded is None or embedded.weight is None else embedded.weight.data
-        yield Embed("x", _table(model.embedding, model.head), positions, config.embedding_multiplier)
+        output = "x" if model.embedding_norm is None else "embedded"
+        yield Embed(output, _table(model.embedding, model.head), positions, config.embedding_multiplier)
+        if model.embedding_norm is not None:
+            yield self._normalize(model.embedding_norm, output, "x", None)
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, DecoderLayer)
             yield from self._layer(number, layer)
@@ -108,17 +112,21 @@ class _Listing:
     def _attention(self, number: int, attention: Attention, source: str) -> Iterator[Operation]:
         eps = self._config.norm_eps
         yield Multiply(source, "heads", _packed(attention.qkv))
-        heads, norms = "heads", [_head_norm(norm) for norm in (attention.query_norm, attention.key_norm)]
+        heads = "heads"
+        if self._config.qkv_limit:
+            heads = "clipped_heads"
+            yield Clip("heads", heads, self._config.qkv_limit)
+        norms = [_head_norm(norm) for norm in (attention.query_norm, attention.key_norm)]
         query_norm, key_norm = norms
         if attention.norms_projections and query_norm is not None and key_norm is not None:
-            yield NormalizeParts("heads", "normed_heads", (query_norm, key_norm), eps)
+            yield NormalizeParts(heads, "normed_heads", (query_norm, key_norm), eps)
             heads, query_norm, key_norm = "normed_heads", None, None
         place = self._model.rope_numbers[number]
         cos, sin = (None, None) if place is None else self._angles[place]
         yield Turn(
             heads, "queries", number, attention.head_dim, query_norm, key_norm, eps, cos, sin, self._query_scales
         )
-        yield AttendTo("queries", "attended", number)
+        yield AttendTo("queries", "attended", number, attention.sinks)
         yield from self._shared("attended", "update", _packed(attention.output))
 
     def _mlp(self, layer: DecoderLayer, source: str, target: str) -> Iterator[Operation]:

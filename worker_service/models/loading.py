@@ -15,7 +15,7 @@ from pagewire.kernels.rounding import BITS, GROUP_SIZE
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, StackedExperts, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
-from worker_service.models.decoder import Decoder, HeadNorm, Norm
+from worker_service.models.decoder import Attention, Decoder, HeadNorm, Norm
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.families.family import Family, Weight
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
@@ -135,6 +135,8 @@ def prepare_model(
         )
         if is_exact:
             module.float()
+        elif isinstance(module, Attention) and module.sinks is not None:
+            module.sinks.data = module.sinks.data.float()
     if device.type == "cpu":
         _keep_tables(model)
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))

@@ -9,6 +9,7 @@ from typing import Any
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
 from worker_service.models.config import ModelConfig
 from worker_service.models.families import (
+    bloom,
     gemma,
     glm,
     gpt2,
@@ -16,6 +17,7 @@ from worker_service.models.families import (
     granite,
     llama,
     mistral,
+    mpt,
     olmo,
     phi3,
     qwen,
@@ -49,6 +51,8 @@ _FAMILIES = (
     mistral.MIXTRAL,
     olmo.OLMOE,
     qwen.QWEN2_MOE,
+    bloom.FAMILY,
+    mpt.FAMILY,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
