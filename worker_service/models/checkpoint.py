@@ -166,7 +166,10 @@ class Checkpoint:
             raise CheckpointError(
                 f"tensor {stored} cannot be read from {self._headers[stored].file}: {error}"
             ) from error
-        return read if part is None else part.cut(read)
+        if part is None:
+            return read
+        of_expert = read[0].t() if part.is_transposed else read[0]
+        return of_expert[part.turn :: part.num_turns]
 
     @staticmethod
     def _open(file: Path) -> Any:

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from worker_service.models.checkpoint_files import CheckpointError, TensorHeader
 
 # The projections of an expert whose outputs take turns in a stack, by the name of that.
@@ -55,17 +53,12 @@ class StackedPart:
         return TensorHeader(of_stack.file, of_stack.dtype, tuple(shape))
 
     def index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return which part of the stack `cut` needs for this part of the expert's tensor."""
+        """Return where the stack has a part of this tensor, in which all projections take turns."""
         rows, *columns = index or (slice(None),)
         start = (rows.start or 0) * self.num_turns
         turns = slice(start, None if rows.stop is None else rows.stop * self.num_turns)
         expert = slice(self.expert, self.expert + 1)
         return (expert, *(columns or [slice(None)]), turns) if self.is_transposed else (expert, turns, *columns)
-
-    def cut(self, read: Tensor) -> Tensor:
-        """Return this projection of what `index` has of the stack."""
-        of_expert = read[0].t() if self.is_transposed else read[0]
-        return of_expert[self.turn :: self.num_turns]
 
 
 def find_part(stacks: Stacks, name: str) -> StackedPart | None:
