@@ -325,3 +325,29 @@ def make_quantized(
 
 def with_section(case: Case, **changes: Any) -> Case:
     return replace(case, section={**case.section, **changes})
+
+
+def make_mxfp4(directory: Path, *, seed: int, dtype: str = "float32", **overrides: Any) -> tuple[Path, Path]:
+    """Writes a random gpt-oss whose experts are in MXFP4, as it is published, and the same model with the weights that
+    these mean, in `dtype`; returns both directories."""
+    plain = make_checkpoint(directory / "plain", "gpt_oss", seed=seed, dtype=dtype, **overrides)
+    quantized = directory / "quantized"
+    quantized.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    stored = load_file(plain / "model.safetensors")
+    meant = dict(stored)
+    for name in sorted(stored):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        num_experts, in_size, out_size = stored.pop(name).shape
+        drawn = [BY_NAME["MXFP4"].draw(generator, out_size, in_size) for _ in range(num_experts)]
+        meant[name] = torch.stack([weight.t() for _, weight in drawn]).to(getattr(torch, dtype))
+        for kind in ("blocks", "scales"):
+            stored[f"{name}_{kind}"] = torch.stack([tensors[kind] for tensors, _ in drawn])
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    return quantized, plain
