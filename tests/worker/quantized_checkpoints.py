@@ -296,7 +296,7 @@ CASES = [
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
 # How the families name the modules whose weights are quantised.
-LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv")
+LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv", ".w1", ".w2", ".w3")
 
 
 def make_quantized(
