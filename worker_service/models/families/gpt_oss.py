@@ -66,7 +66,7 @@ def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         qkv_bias=has_bias,
         output_bias=has_bias,
         has_sinks=True,
-        experts=read_experts(config, "intermediate_size", has_router_bias=True, bias=True),
+        experts=read_experts(config, "num_local_experts", "intermediate_size", has_router_bias=True, bias=True),
         expert_layers=(True,) * num_layers,
         swiglu_alpha=number(config, "swiglu_alpha", 1.702),
         swiglu_limit=number(config, "swiglu_limit", 7.0),
