@@ -22,6 +22,10 @@ FAMILIES = (
     "gemma3_text",
     "starcoder2",
     "gpt_neox",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
 )
 
 DECODER = {
@@ -34,6 +38,7 @@ DECODER = {
     "head_dim": 16,
     "max_position_embeddings": 1024,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 # Under transformers' own names; no end token, so that greedy continuations have the length asked for.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": DECODER,
@@ -68,8 +73,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**DECODER, "num_hidden_layers": 6, "sliding_window": 20, "query_pre_attn_scalar": 24},
     "starcoder2": {**DECODER, "sliding_window": 20},
     "gpt_neox": {key: value for key, value in DECODER.items() if key not in ("num_key_value_heads", "head_dim")},
+    "qwen3_moe": {**DECODER, **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {**DECODER, "num_experts": 8, "num_experts_per_tok": 3},
+    "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 56},
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
+NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8}
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -107,5 +117,5 @@ def _scaled(name: str, noise: torch.Tensor, around: int) -> torch.Tensor:
         return around + 0.1 * noise if is_scale else 0.2 * noise
     if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out")):
         return 0.4 * noise
-    fan_in = noise.shape[0] if "c_" in name else noise.shape[1]  # GPT-2's layers are [in, out]
+    fan_in = noise.shape[0] if "c_" in name else noise.shape[-1]  # GPT-2's layers are [in, out]
     return 1.5 * fan_in**-0.5 * noise

@@ -21,6 +21,8 @@ class TritonOperations:
         self.can_hold, self.packs, self.prepare_product = products.can_hold, products.packs, products.prepare_product
         self.multiplies_quantized, self.prepare_quantized = products.multiplies_quantized, products.prepare_quantized
         self.quantize = products.quantize
+        self.prepare_experts, self.join_experts = products.prepare_experts, products.join_experts
+        self.choose_experts, self.sum_slots = products.choose_experts, products.sum_slots
         self.takes_rows, self.embedding_of = products.takes_rows, products.embedding_of
 
     @staticmethod

@@ -26,6 +26,7 @@ from worker_service.host.model import HostModel, LayeredModel, Outputs
 from worker_service.host.operations import CpuProduct
 from worker_service.models.decoder import Attention, Decoder, DecoderLayer, HeadNorm, Norm
 from worker_service.models.linear import Embedding, Linear
+from worker_service.models.mlp import MLP
 from worker_service.models.model import Attend, Model
 from worker_service.models.rope import RotaryEmbedding, query_scales
 
@@ -121,12 +122,14 @@ class _Listing:
         yield from self._shared("attended", "update", _packed(attention.output))
 
     def _mlp(self, layer: DecoderLayer, source: str, target: str) -> Iterator[Operation]:
-        mlp, up = layer.mlp, _packed(layer.mlp.up)
-        if mlp.is_gated and mlp.activation == "silu" and self._kernels.can_gate(up):
+        mlp = layer.mlp
+        assert isinstance(mlp, MLP)
+        activate, up = mlp.activate, _packed(mlp.up)
+        if activate.is_gated and activate.function == "silu" and self._kernels.can_gate(up):
             yield Multiply(source, "activated", up, is_gated=True)
         else:
             yield Multiply(source, "up", up)
-            yield Activate("up", "activated", mlp.activation, mlp.is_gated)
+            yield Activate("up", "activated", activate.function, activate.is_gated)
         yield from self._shared("activated", target, _packed(mlp.down))
 
     def _shared(self, source: str, output: str, linear: PackedLinear) -> Iterator[Operation]:

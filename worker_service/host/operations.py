@@ -1,16 +1,17 @@
 """The operations of a decoder on a CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
 from pagewire.kernels.cpu import CpuKernels, PackedLinear
+from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from worker_service.models.model import Attend
-from worker_service.models.operations import Operations, Product, TorchOperations
+from worker_service.models.operations import ExpertProduct, Operations, Product, TorchOperations, multiply_each
 
 # What models compute in with the kernels' products.
 _COMPUTED = (torch.float32, torch.bfloat16)
@@ -60,6 +61,20 @@ class CpuOperations:
             return CpuProduct(self.kernels, self.kernels.pack_float8(weight, floats(bias)), computed)
         return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, floats(bias)), computed)
 
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
+        of_each = [None] * len(weights) if biases is None else list(biases)
+        products = [self.prepare_product(*each, computed) for each in zip(weights, of_each, strict=True)]
+        return self.join_experts(products)
+
+    def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
+        return CpuExpertProduct(products)
+
+    def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        return TorchOperations().choose_experts(logits, choice, correction)
+
+    def sum_slots(self, slots: Tensor, weights: Tensor) -> Tensor:
+        return TorchOperations().sum_slots(slots, weights)
+
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return computed in self._computed or TorchOperations().packs(computed, device)
 
@@ -89,6 +104,16 @@ class CpuProduct:
 
     def take_rows(self, indexes: Tensor) -> Tensor:
         return self.kernels.take_rows(self.packed, indexes).to(self._computed)
+
+
+class CpuExpertProduct:
+    """The products of each expert, which a fused decoder computes as one."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self.products = products
+
+    def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
+        return multiply_each(self.products, x, ids)
 
 
 def floats(bias: Tensor | None) -> Tensor | None:

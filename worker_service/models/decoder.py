@@ -1,8 +1,5 @@
 """One decoder for all families: they differ by the flags of `ModelConfig`."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,18 +7,14 @@ from torch import Tensor, nn
 from pagewire.kernels.arguments import HeadPreparation
 from worker_service.models.communicator import Communicator
 from worker_service.models.config import ModelConfig
+from worker_service.models.experts import ExpertMLP
 from worker_service.models.linear import Embedding, Linear
+from worker_service.models.mlp import MLP
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations
 from worker_service.models.rope import RotaryEmbedding, head_order, query_scales
 from worker_service.models.shard import vocabulary_share
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 # Cosines and sines of a step's positions, [T, head_dim] each.
 Angles = tuple[Tensor, Tensor]
 
@@ -83,7 +76,11 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config, layer, operations, communicator)
         self.attention_post_norm = Norm(config, operations) if config.post_norm else None
         self.mlp_norm = Norm(config, operations) if config.pre_norm else None
-        self.mlp = MLP(config, operations, communicator)
+        self.mlp: MLP | ExpertMLP
+        if config.has_experts(layer):
+            self.mlp = ExpertMLP(config, operations, communicator)
+        else:
+            self.mlp = MLP(config, config.intermediate_size, operations, communicator)
         self.mlp_post_norm = Norm(config, operations) if config.post_norm else None
 
     def forward(
@@ -224,40 +221,6 @@ def _row_order(config: ModelConfig, layer: int) -> list[int] | None:
 def _repeated(order: list[int], num_heads: int) -> list[int]:
     """The order of the values of several heads."""
     return [head * len(order) + value for head in range(num_heads) for value in order]
-
-
-class MLP(nn.Module):
-    """An activation between two products; or gated, as GLU variants are (Shazeer, 2020,
-    https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: ModelConfig, operations: Operations, communicator: Communicator) -> None:
-        super().__init__()
-        self.is_gated = config.is_gated
-        self.activation = config.activation
-        self.operations = operations
-        self.communicator = communicator
-        # Gates come first.
-        up_sizes = [config.intermediate_size] * (2 if config.is_gated else 1)
-        self.up = Linear(config.hidden_size, up_sizes, operations, bias=config.mlp_bias)
-        self.down = Linear(
-            config.intermediate_size,
-            [config.hidden_size],
-            operations,
-            bias=config.mlp_bias,
-            adds_bias=communicator.rank == 0,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.communicator.all_reduce(self.down(self._activate(self.up(x))))
-
-    def _activate(self, up: Tensor) -> Tensor:
-        if self.is_gated and self.activation == "silu":
-            return self.operations.silu_mul(up)
-        function = _ACTIVATIONS[self.activation]
-        if not self.is_gated:
-            return function(up)
-        gate, up = up.chunk(2, dim=-1)
-        return function(gate) * up
 
 
 class Norm(nn.Module):

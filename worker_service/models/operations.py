@@ -1,6 +1,7 @@
 """The operations of a model, behind an interface that faster code can implement."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.experts import choose_experts, multiply_chosen, sum_slots
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.rounding import quantize
@@ -20,6 +23,9 @@ PACKED_NUM_ROWS = 16
 
 # A weight [out_size, in_size] and its bias, ready to be multiplied with: x W^T + b, [T, in_size] -> [T, out_size].
 Product = Callable[[Tensor], Tensor]
+# Such weights of experts, ready to be multiplied with by slots: x, [T, in_size] of tokens or [T * num_chosen, in_size]
+# of slots, and the ids [T, num_chosen] of their experts, to slots [T * num_chosen, out_size].
+ExpertProduct = Callable[[Tensor, Tensor], Tensor]
 
 
 class Operations(Protocol):
@@ -41,6 +47,19 @@ class Operations(Protocol):
         self, weight: QuantizedWeight | Float8Weight, bias: Tensor | None, computed: torch.dtype
     ) -> Product:
         """Lays a quantised weight out for its product, where `multiplies_quantized`."""
+
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
+        """Lays weights [num_experts, out_size, in_size], and biases [num_experts, out_size], out as `prepare_product`
+        does. See `multiply_chosen` of `pagewire.kernels.experts`."""
+
+    def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
+        """The product of experts of which each has one, of `prepare_quantized`."""
+
+    def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `choose_experts` of `pagewire.kernels.experts`."""
+
+    def sum_slots(self, slots: Tensor, weights: Tensor) -> Tensor:
+        """See `sum_slots` of `pagewire.kernels.experts`."""
 
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         """Whether `prepare_product` makes a copy of a weight on this device, in a layout of its own."""
@@ -99,6 +118,18 @@ class TorchOperations:
     ) -> Product:
         return self.prepare_product(weight.dequantized().to(computed), bias, computed)
 
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
+        return lambda x, ids: multiply_chosen(x, weights, ids, biases)
+
+    def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
+        return partial(multiply_each, products)
+
+    def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, choice, correction)
+
+    def sum_slots(self, slots: Tensor, weights: Tensor) -> Tensor:
+        return sum_slots(slots, weights)
+
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         """Return whether weights are packed: they are where oneDNN computes this dtype natively on this CPU."""
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -136,3 +167,14 @@ class TorchOperations:
         if key_weight is not None:
             key = self.rms_norm(key, key_weight, eps)
         return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
+
+
+def multiply_each(products: Sequence[Product], x: Tensor, ids: Tensor) -> Tensor:
+    """As `multiply_chosen`, by products of each expert."""
+    experts = ids.flatten()
+    slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
+    order = experts.argsort(stable=True)
+    counts = experts.bincount(minlength=len(products)).tolist()
+    chosen = zip(products, slots[order].split(counts), strict=True)
+    sorted_outputs = torch.cat([product(part) for product, part in chosen if len(part)])
+    return torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)

@@ -45,6 +45,10 @@ _FAMILIES = (
     gemma.GEMMA3,
     starcoder2.FAMILY,
     gpt_neox.FAMILY,
+    qwen.QWEN3_MOE,
+    mistral.MIXTRAL,
+    olmo.OLMOE,
+    qwen.QWEN2_MOE,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
