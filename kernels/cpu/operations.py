@@ -82,7 +82,7 @@ class CpuKernels:
         library.take_rows.argtypes = [pointer] * 3 + [integer]
         library.take_rows.restype = None
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
-        library.multiply_experts.argtypes = [pointer, integer] + [pointer] * 2 + [integer, pointer] + [integer] * 3
+        library.multiply_experts.argtypes = [pointer, integer, *[pointer] * 2, integer, pointer, *[integer] * 3]
         library.decode.argtypes = [pointer] * 4
         library.is_gateable.argtypes = [pointer]
 
