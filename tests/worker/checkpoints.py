@@ -28,6 +28,7 @@ FAMILIES = (
     "qwen2_moe",
     "bloom",
     "mpt",
+    "gpt_oss",
 )
 
 DECODER = {
@@ -79,18 +80,39 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**DECODER, "num_experts": 8, "num_experts_per_tok": 3},
 <<<<<<< HEAD
+<<<<<<< HEAD
     "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 56},
+=======
+    "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 96},
+    "gpt_oss": {
+        **DECODER,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+        "swiglu_limit": 1.5,  # as large as gates are
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "truncate": False,
+        },
+    },
+>>>>>>> gptoss
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
         "attn_config": {"clip_qkv": 1.0},
     },
+<<<<<<< HEAD
 =======
     "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 96},
 >>>>>>> experts
+=======
+>>>>>>> gptoss
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
-NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8}
+NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_oss": 4}
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 

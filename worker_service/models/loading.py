@@ -303,7 +303,7 @@ class UnloadedModel:
 def _open(path: Path, config: ModelConfig) -> Tensors:
     if is_gguf(path):
         return GgufCheckpoint(path)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
     if config.experts is None or config.quantization is not None:
         return checkpoint
     return StackedExperts(checkpoint, config.experts.num_experts)
