@@ -79,10 +79,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**DECODER, **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
     "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**DECODER, "num_experts": 8, "num_experts_per_tok": 3},
-<<<<<<< HEAD
-<<<<<<< HEAD
-    "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 56},
-=======
     "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 96},
     "gpt_oss": {
         **DECODER,
@@ -98,18 +94,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
->>>>>>> gptoss
     "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
     "mpt": {
         **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
         "attn_config": {"clip_qkv": 1.0},
     },
-<<<<<<< HEAD
-=======
-    "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 96},
->>>>>>> experts
-=======
->>>>>>> gptoss
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
 NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_oss": 4}
