@@ -106,7 +106,7 @@ def launches_are_recorded(monkeypatch):
     monkeypatch.setattr(GridExecutor, "__call__", launch)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.usefixtures("launches_are_recorded")
 def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
