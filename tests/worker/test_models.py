@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, NUM_EXPERTS, make_checkpoint
@@ -107,6 +109,9 @@ VARIANTS = [
     ("qwen2_moe", {**WINDOWED, "max_window_layers": 1, "qkv_bias": False, "norm_topk_prob": True}),
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1, **SPREAD}),
     ("glm4_moe", {"first_k_dense_replace": 0, "norm_topk_prob": False, **TIED}),
+    ("bloom", {"n_head": 7, "hidden_size": 56, "tie_word_embeddings": False}),
+    ("mpt", {"n_heads": 5, "d_model": 80, "attn_config": {}, "tie_word_embeddings": False}),
+    ("mpt", {"n_heads": 1, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4}}),
     *[("llama", kw) for kw in ({}, TIED, BIASES, SEVEN, EQUAL, WIDE, ODD, LINEAR, LLAMA3, YARN, YARN_SCALES)],
     *[("mistral", {"sliding_window": window}) for window in (None, 1, 7, 8, 33, 63, 64, 4096)],
     ("mistral", {"sliding_window": 10, **SEVEN, **TIED}),
@@ -253,6 +258,49 @@ def test_old_gpt2_names(load_model, tmp_path):
     save_file(tensors, path / "model.safetensors")
     actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_names_without_their_prefix(load_model, tmp_path, family):
+    """bigscience/bloom-560m as published."""
+    path = make_checkpoint(tmp_path, family, seed=14)
+    expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors")
+    assert torch.equal(compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens()), expected)
+
+
+def test_mpt_with_biases_as_its_own_code_has_them(load_model, tmp_path):
+    """transformers leaves them out whatever `no_bias` says; torch's modules add them where they have them."""
+    path = make_checkpoint(tmp_path, "mpt", seed=15)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    biases = {}
+    for name, module in model.transformer.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.LayerNorm):
+            module.bias = torch.nn.Parameter(torch.randn(len(module.weight)), requires_grad=False)
+            biases[f"transformer.{name}.bias"] = module.bias.data
+    save_file({**load_file(path / "model.safetensors"), **biases}, path / "model.safetensors")
+    edit_config(path, no_bias=False)
+    with torch.inference_mode():
+        expected = model(random_tokens()[None]).logits[0]
+    actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 5, 8, 12, 40, 112])
+@pytest.mark.parametrize("bias_max", [8, 16])
+def test_slopes_are_those_of_transformers(tmp_path, num_heads, bias_max):
+    """Published MPTs have other `alibi_bias_max` than 8, which transformers' own model does not read."""
+    mpt = {"n_heads": num_heads, "d_model": 8 * num_heads, "attn_config": {"alibi_bias_max": bias_max}}
+    bloom = {"n_head": num_heads, "hidden_size": 8 * num_heads}
+    slopes = {}
+    for family, overrides in (("mpt", mpt), ("bloom", bloom)):
+        edit_config(make_checkpoint(tmp_path / family, family, seed=16), **overrides)
+        slopes[family] = torch.tensor(ModelConfig.load(tmp_path / family).alibi_slopes)
+    distance_of_1 = -build_mpt_alibi_tensor(num_heads, 2, bias_max)[:, 0, 0]
+    torch.testing.assert_close(slopes["mpt"], distance_of_1, rtol=1e-6, atol=0)
+    torch.testing.assert_close(slopes["bloom"], build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1])
 
 
 @pytest.mark.parametrize("family", NUM_EXPERTS)
@@ -433,6 +481,16 @@ def test_positions_served(tmp_path):
         ("gemma2", {"hidden_activation": "relu"}, r'hidden_activation is "relu", but must be one of gelu_pytorch_tanh'),
         ("olmo3", {"layer_types": ["chunked_attention"] * 4}, r'layer_types is "chunked_attention", but must be full'),
         ("gpt_neox", {"hidden_act": "quick_gelu"}, r'hidden_act is "quick_gelu", but must be one of gelu, gelu_new'),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, r"_post_layernorm is true, but must be false"),
+        ("bloom", {"n_head": 3}, r"hidden_size is 64, but must be a multiple of 3 attention heads"),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, r'"multiquery_attention", but must be one of'),
+        ("mpt", {"attn_config": {"alibi": False}}, r"alibi is false, but must be true"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, r"qk_ln is true, but must be false"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, r"prefix_lm is true, but must be false"),
+        ("mpt", {"attn_config": {"clip_qkv": -1}}, r"clip_qkv is -1, but must be a number"),
+        ("mpt", {"attn_config": {"sliding_window_size": 64}}, r"sliding_window_size is 64, but must be -1"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, r'logit_scale is "inv_sqrt_d_model", but must be null'),
+        ("mpt", {"norm_type": "rmsnorm"}, r'norm_type is "rmsnorm", but must be one of low_precision_layernorm, lay'),
         ("qwen3_moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok is 9, but must be at most num_local_exp.*, 8"),
         ("mixtral", {"num_local_experts": 1}, r"num_experts_per_tok is 2, but must be at most num_local_experts, 1"),
         ("qwen2_moe", {"num_experts": 0}, r"num_experts is 0, but must be a whole number from 1 to 1024"),

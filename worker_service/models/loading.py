@@ -15,7 +15,7 @@ from pagewire.kernels.rounding import BITS, GROUP_SIZE
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, StackedExperts, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
-from worker_service.models.decoder import Decoder, HeadNorm, Norm
+from worker_service.models.decoder import Attention, Decoder, HeadNorm, Norm
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.families.family import Family, Weight
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
@@ -157,12 +157,15 @@ def _quantizing(
 
 
 def _keep_float32(model: nn.Module, device: torch.device) -> None:
-    """Leaves in float32 what is computed in it: routers, and weights of norms to which one is added. On a CPU cosines
-    and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
+    """Leaves in float32 what is computed in it: routers, sinks, and weights of norms to which one is added. On a CPU
+    cosines and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
             if device.type == "cpu":
                 module.keep_float32()
+        elif isinstance(module, Attention):
+            if module.sinks is not None:
+                module.sinks.data = module.sinks.data.float()
         elif module.is_float32 if isinstance(module, Linear) else _adds_one(module):
             module.float()
 
@@ -302,7 +305,7 @@ class UnloadedModel:
 def _open(path: Path, config: ModelConfig) -> Tensors:
     if is_gguf(path):
         return GgufCheckpoint(path)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
     if config.experts is None or config.quantization is not None:
         return checkpoint
     return StackedExperts(checkpoint, config.experts.num_experts)
