@@ -81,13 +81,19 @@ class Multiply:
 @dataclass(frozen=True, slots=True, eq=False)
 class Activate:
     """output = f(input); gated, that of the first half of the input times the second. The input may have several parts
-    as wide as one another, each with such halves: the slots of a token."""
+    as wide as one another, each with such halves: the slots of a token.
+
+    `clamped_swiglu` is gated: (up + 1) * gate * sigmoid(alpha * gate), of gates up to a limit, and ups up to it on both
+    sides.
+    """
 
     input: str
     output: str
-    function: Literal["silu", "gelu", "gelu_tanh", "relu"]
+    function: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
     is_gated: bool = False
     num_parts: int = 1
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +214,7 @@ _KINDS = (
     *(Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Choose, MultiplyChosen, SumSlots, Gate),
     *(Turn, AttendTo, Predict, AllReduce, Clip),
 )
-_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 _SCORINGS = ("softmax", "sigmoid")
 _NO_BUFFER, _MAX_BUFFERS = -1, 32
 MAX_EXPERTS = 1024
@@ -348,6 +354,7 @@ class DecoderKernel:
             case Activate():
                 mirror.function, mirror.is_gated = _FUNCTIONS.index(operation.function), operation.is_gated
                 mirror.num_parts = operation.num_parts
+                mirror.factor, mirror.limit = operation.alpha, operation.limit
             case Choose():
                 mirror.output = self._number(operation.choices)
                 mirror.choice = _choice(operation, self._widths[operation.input])

@@ -206,7 +206,7 @@ def on_two_ranks(directory: Path, compute) -> list:
         return list(pool.map(compute, ranks))
 
 
-@pytest.mark.parametrize("family", [*FIRST_FAMILIES, "gemma3_text", "gpt_neox", "bloom", "mpt", "qwen2_moe"])
+@pytest.mark.parametrize("family", [*FIRST_FAMILIES, "gemma3_text", "gpt_neox", "bloom", "mpt", "qwen2_moe", "gpt_oss"])
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [DTYPES[0], DTYPES[3]])
 def test_ranks_give_the_same_bits(family, dtype, cache_dtype, tmp_path):
     overrides = {"sliding_window": 50} if family == "mistral" else {}

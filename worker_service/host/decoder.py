@@ -32,7 +32,7 @@ from worker_service.host.operations import CpuExpertProduct, CpuProduct
 from worker_service.models.decoder import Attention, Decoder, DecoderLayer, HeadNorm, Norm
 from worker_service.models.experts import ExpertMLP
 from worker_service.models.linear import Embedding, ExpertLinear, Linear
-from worker_service.models.mlp import MLP
+from worker_service.models.mlp import MLP, ActivationFunction
 from worker_service.models.model import Attend, Model
 from worker_service.models.rope import RotaryEmbedding, query_scales
 
@@ -152,7 +152,7 @@ class _Listing:
             yield Multiply(source, activated, up, is_gated=True)
         else:
             yield Multiply(source, f"{prefix}up", up)
-            yield Activate(f"{prefix}up", activated, activate.function, activate.is_gated)
+            yield _activate(f"{prefix}up", activated, activate)
         yield Multiply(activated, target, _packed(mlp.down))
 
     def _experts(self, mlp: ExpertMLP, source: str, target: str) -> Iterator[Operation]:
@@ -163,7 +163,7 @@ class _Listing:
             yield MultiplyChosen(source, "activated_slots", "choices", ups, is_gated=True)
         else:
             yield MultiplyChosen(source, "up_slots", "choices", ups)
-            yield Activate("up_slots", "activated_slots", activate.function, activate.is_gated, mlp.choice.num_chosen)
+            yield _activate("up_slots", "activated_slots", activate, mlp.choice.num_chosen)
         yield MultiplyChosen("activated_slots", "down_slots", "choices", _packed_experts(mlp.down))
         yield SumSlots("down_slots", target, "choices")
         if mlp.shared is None:
@@ -191,6 +191,11 @@ class _Listing:
         bias = None if norm.bias is None else norm.bias.data.float()
         weight = norm.weight.data.float()
         return Normalize(source, output, weight, norm.eps, update, bias, norm.is_centered, self._factor)
+
+
+def _activate(source: str, output: str, activate: ActivationFunction, num_parts: int = 1) -> Activate:
+    parameters = (activate.alpha, activate.limit)
+    return Activate(source, output, activate.function, activate.is_gated, num_parts, *parameters)
 
 
 def _head_norm(norm: HeadNorm) -> Tensor | None:

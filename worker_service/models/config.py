@@ -17,7 +17,7 @@ MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 10
 MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positions of a sequence
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,8 @@ class ModelConfig:
     query_growth: QueryGrowth | None = None
     is_gated: bool = True  # the MLP's activation multiplies a second product
     activation: Activation = "silu"
+    swiglu_alpha: float = 1.0  # see `clamped_swiglu`
+    swiglu_limit: float = 0.0  # the same
     mlp_bias: bool = False
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()  # [num_layers] whether experts stand in place of the MLP, where there are any

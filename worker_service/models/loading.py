@@ -128,9 +128,8 @@ def prepare_model(
         is_tied = False
     elif is_tied:
         model.head.weight = None
-    _convert(model, dtype)
-    if device.type == "cpu":
-        _keep_tables(model)
+    model.to(dtype)
+    _keep_float32(model, device)
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     if stays_quantized:
         keep_quantized(model, checkpoint, table)
@@ -157,22 +156,22 @@ def _quantizing(
     return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
 
 
-def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """To a dtype, but for what is exact in any: routers, 1 + the weights of norms, and sinks."""
-    model.to(dtype)
-    for module in model.modules():
-        match module:
-            case Linear(is_float32=True) | Norm(adds_one=True) | HeadNorm(adds_one=True):
-                module.float()
-            case Attention(sinks=nn.Parameter() as sinks):
-                sinks.data = sinks.data.float()
-
-
-def _keep_tables(model: nn.Module) -> None:
-    """Cosines and sines stay float32, which a fused decoder reads: it would make tables of its own of others."""
+def _keep_float32(model: nn.Module, device: torch.device) -> None:
+    """Leaves in float32 what is computed in it: routers, sinks, and weights of norms to which one is added. On a CPU
+    cosines and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
-            module.keep_float32()
+            if device.type == "cpu":
+                module.keep_float32()
+        elif isinstance(module, Attention):
+            if module.sinks is not None:
+                module.sinks.data = module.sinks.data.float()
+        elif module.is_float32 if isinstance(module, Linear) else _adds_one(module):
+            module.float()
+
+
+def _adds_one(module: nn.Module) -> bool:
+    return isinstance(module, Norm | HeadNorm) and module.adds_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +305,7 @@ class UnloadedModel:
 def _open(path: Path, config: ModelConfig) -> Tensors:
     if is_gguf(path):
         return GgufCheckpoint(path)
-    checkpoint = Checkpoint(path)
+    checkpoint = Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
     if config.experts is None or config.quantization is not None:
         return checkpoint
     return StackedExperts(checkpoint, config.experts.num_experts)

@@ -15,7 +15,7 @@ enum {
   PREDICT, ALL_REDUCE, CLIP
 };
 
-enum { SILU, GELU, GELU_TANH, RELU };  // functions of ACTIVATE
+enum { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };  // functions of ACTIVATE
 
 enum { NO_BUFFER = -1, MAX_BUFFERS = 32 };
 
@@ -34,7 +34,9 @@ typedef struct {
   // Of the update; of the table's rows of EMBED; of the logits of PREDICT, which are then bounded to softcap * tanh(logit /
   // softcap), unless that is 0.
   float factor, softcap;
-  float limit;  // CLIP: output = input, bounded to it on both sides
+  // CLIP: output = input, bounded to it on both sides. ACTIVATE by CLAMPED_SWIGLU: of gates, above, and of ups, on both
+  // sides; the sigmoid is of gates times `factor`.
+  float limit;
   // MULTIPLY: output = input W^T + b, or, gated, silu of its first half times its second. PREDICT: the head.
   linear_layer layer;
   int64_t is_gated;
@@ -264,6 +266,14 @@ INLINE floats activated(floats x, int64_t function) {
   }
 }
 
+INLINE floats gated(const operation* o, floats gate, floats up) {
+  if (o->function != CLAMPED_SWIGLU) return activated(gate, o->function) * up;
+  const floats limit = splat(o->limit);
+  gate = choose(gate > limit, limit, gate);
+  up = choose(up > limit, limit, choose(up < -limit, -limit, up));
+  return (up + splat(1.0f)) * (gate / (splat(1.0f) + exponential(-gate * splat(o->factor))));
+}
+
 // input: [size] of the output, or twice that where it is gates and ups.
 static NOINLINE void activate_token(const operation* o, const float* input, float* output, int64_t size) {
   if (o->is_gated && o->function == SILU) {
@@ -274,12 +284,9 @@ static NOINLINE void activate_token(const operation* o, const float* input, floa
     float part[LANES] = {0}, up[LANES] = {0};
     const int64_t num = size - i < LANES ? size - i : LANES;
     memcpy(part, input + i, sizeof(float) * (size_t)num);
-    floats values = activated(load_float(part), o->function);
-    if (o->is_gated) {
-      memcpy(up, input + size + i, sizeof(float) * (size_t)num);
-      values = values * load_float(up);
-    }
-    store_float(part, values);
+    if (o->is_gated) memcpy(up, input + size + i, sizeof(float) * (size_t)num);
+    const floats values = load_float(part);
+    store_float(part, o->is_gated ? gated(o, values, load_float(up)) : activated(values, o->function));
     memcpy(output + i, part, sizeof(float) * (size_t)num);
   }
 }

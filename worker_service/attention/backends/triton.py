@@ -29,7 +29,6 @@ _CAPABILITY = Capability(
     head_dims=HEAD_DIMS,
     max_groups=MAX_GROUPS,
     block_sizes=BLOCK_SIZES,
-    takes_sinks=False,
 )
 
 

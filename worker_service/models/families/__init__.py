@@ -14,6 +14,7 @@ from worker_service.models.families import (
     glm,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -53,6 +54,8 @@ _FAMILIES = (
     qwen.QWEN2_MOE,
     bloom.FAMILY,
     mpt.FAMILY,
+    gpt_oss.FAMILY,
+    glm.GLM4_MOE,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures
