@@ -1,6 +1,7 @@
 """Every family against transformers, run on the spot on random checkpoints, in uneven chunks over the paged cache."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -269,6 +270,15 @@ def test_names_without_their_prefix(load_model, tmp_path, family):
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     save_file(tensors, path / "model.safetensors")
     assert torch.equal(compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens()), expected)
+
+
+def test_bloom_and_mpt_as_their_publishers_spell_them(tmp_path):
+    config = read_config(make_checkpoint(tmp_path / "bloom", "bloom", seed=14))
+    published = {{"hidden_size": "n_embed", "n_head": "num_attention_heads"}.get(k, k): v for k, v in config.items()}
+    assert parse_config(published) == parse_config(config)
+    config = read_config(make_checkpoint(tmp_path / "mpt", "mpt", seed=14))
+    published = {**config, "architectures": ["MPTForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling.MPT"}}
+    assert parse_config(published) == replace(parse_config(config), architecture="MPTForCausalLM")
 
 
 def test_mpt_with_biases_as_its_own_code_has_them(load_model, tmp_path):
