@@ -155,8 +155,8 @@ class Attention(nn.Module):
             query_weight = key_weight = None
         if angles is None and query_weight is None and key_weight is None:
             num_kv_heads = (heads.shape[1] - self.num_heads) // 2
-            parts = heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1)
-            return attend(self.layer, *parts, self.sinks)
+            query, key, value = heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1)
+            return attend(self.layer, query, key, value, self.sinks)
         if angles is None:
             ones = heads.new_ones(len(heads), self.head_dim)
             angles = ones, torch.zeros_like(ones)
