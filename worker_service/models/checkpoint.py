@@ -1,6 +1,5 @@
 """Checkpoint directories as Hugging Face publishes them: config.json and safetensors. Nothing is ever unpickled."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +13,8 @@ from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, TensorHeader, read_headers
 from worker_service.models.stacks import StackedPart, Stacks, find_part, unstacked_names
 
+_NO_STACKS: Stacks = {}
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-_OF_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<product>\w+)\.(?P<kind>weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +71,19 @@ class Tensors(Protocol):
 class Checkpoint:
     """The tensors of a checkpoint directory by name. Opening it reads headers only; a tensor is read when asked for."""
 
-    def __init__(self, path: Path, stacks: Stacks | None = None) -> None:
+    def __init__(self, path: Path, stacks: Stacks = _NO_STACKS, num_experts: int = 0) -> None:
         """
         Args:
-            stacks: of tensors of all experts, each of which has names of its own here.
+            stacks, num_experts: tensors of so many experts, each of which has names of its own here.
 
         Raises:
-            CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
+            CheckpointError: no safetensors files, an index naming a missing file, a file that is not safetensors, or
+                a tensor of other experts than these.
         """
         self._path = path
         self._headers = read_headers(path)
-        self._stacks = stacks or {}
-        self._names = frozenset(
-            own for name, header in self._headers.items() for own in unstacked_names(self._stacks, name, header)
-        )
+        self._names = frozenset(unstacked_names(stacks, num_experts, self._headers))
+        self._stacks = stacks if self._names != self._headers.keys() else _NO_STACKS
 
     @property
     def path(self) -> Path:
@@ -178,51 +175,6 @@ class Checkpoint:
             return safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
-
-
-class StackedExperts:
-    """The weights of a checkpoint where those of all experts may be one tensor, as transformers computes with them:
-    "experts.gate_up_proj" and "experts.gate_up_proj_bias" for each "experts.0.gate_up_proj.weight" and ".bias". See
-    `Tensors`."""
-
-    def __init__(self, checkpoint: Checkpoint, num_experts: int) -> None:
-        self._checkpoint = checkpoint
-        self._num_experts = num_experts
-        self.names = checkpoint.names
-        self.formats = checkpoint.formats
-        self.quantized_format, self.quantized = checkpoint.quantized_format, checkpoint.quantized
-        self.working_bytes = checkpoint.working_bytes
-
-    def stored_names(self, name: str) -> frozenset[str]:
-        """See `Tensors.stored_names`."""
-        return frozenset((self._stacked(name)[0],))
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """See `Tensors.dtype`."""
-        return self._checkpoint.dtype(self._stacked(name)[0])
-
-    def check(self, name: str, piece: Piece) -> None:
-        """See `Tensors.check`."""
-        self._checkpoint.check(*self._place(name, piece))
-
-    def copy(self, name: str, piece: Piece) -> None:
-        """See `Tensors.copy`."""
-        self._checkpoint.copy(*self._place(name, piece))
-
-    def _place(self, name: str, piece: Piece) -> tuple[str, Piece]:
-        stored, expert = self._stacked(name)
-        if expert is None:
-            return name, piece
-        shape = (self._num_experts, *(piece.shape or piece.target.shape))
-        return stored, Piece(piece.target[None], shape, (slice(expert, expert + 1), *piece.index))
-
-    def _stacked(self, name: str) -> tuple[str, int | None]:
-        """The tensor that has a weight, and of which expert it is there; None: it is all there is."""
-        found = None if name in self.names else _OF_EXPERT.fullmatch(name)
-        if found is None:
-            return name, None
-        stored = f"{found['experts']}.{found['product']}{'_bias' if found['kind'] == 'bias' else ''}"
-        return (stored, int(found["expert"])) if stored in self.names else (name, None)
 
 
 class DummyTensors:
