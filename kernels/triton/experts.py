@@ -19,6 +19,7 @@ from pagewire.kernels.experts import MIN_SUM
 from pagewire.kernels.triton.attention_arguments import FLOATS, operand
 from pagewire.kernels.triton.strided import Strided
 
+_CHOICE_TILE = 512  # experts and padding, of all tokens that a program chooses for
 _SUM_TILE = 1024  # elements of a row that a program sums up
 _ASSIGN_TILE = 1024  # slots that a program looks at at a time
 _MIN_SUM = tl.constexpr(MIN_SUM)
@@ -82,26 +83,28 @@ def choose_experts(logits: Tensor, choice: ExpertChoice, correction: Tensor | No
     ids = torch.empty((num_tokens, choice.num_chosen), dtype=torch.int64, device=logits.device)
     weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
     group_size = num_experts // choice.num_groups
+    padded_groups, padded_size = triton.next_power_of_2(choice.num_groups), triton.next_power_of_2(group_size)
+    tile_tokens = tokens_of_choice(padded_groups * padded_size)
     if num_tokens:
-        _choose_kernel[(num_tokens,)](
-            *(Strided.of(logits), correction, ids, weights, choice.factor),
+        _choose_kernel[(triton.cdiv(num_tokens, tile_tokens),)](
+            *(Strided.of(logits), correction, ids, weights, num_tokens, choice.factor),
+            TILE_TOKENS=tile_tokens,
             NUM_CHOSEN=choice.num_chosen,
             IS_SOFTMAX=choice.scoring == "softmax",
             RENORMALIZES=choice.renormalizes,
             NUM_GROUPS=choice.num_groups,
             NUM_CHOSEN_GROUPS=choice.num_chosen_groups,
             GROUP_SIZE=group_size,
-            PADDED_GROUPS=triton.next_power_of_2(choice.num_groups),
-            PADDED_SIZE=triton.next_power_of_2(group_size),
-            num_warps=choice_warps(num_experts),
+            PADDED_GROUPS=padded_groups,
+            PADDED_SIZE=padded_size,
             enable_fp_fusion=False,
         )
     return ids, weights
 
 
-def choice_warps(num_experts: int) -> int:
-    """Warps of a program that chooses: one has room for the numbers of so many experts."""
-    return 1 if num_experts <= 256 else 4
+def tokens_of_choice(padded_experts: int) -> int:
+    """Tokens that a program chooses for, of so many experts and padding: a thread has room for a few of their keys."""
+    return max(1, _CHOICE_TILE // padded_experts)
 
 
 def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
@@ -248,21 +251,25 @@ def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: T
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _choose_kernel(
-    logits, correction, ids, weights, factor,
-    NUM_CHOSEN: tl.constexpr, IS_SOFTMAX: tl.constexpr, RENORMALIZES: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    NUM_CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    logits, correction, ids, weights, num_tokens, factor,
+    TILE_TOKENS: tl.constexpr, NUM_CHOSEN: tl.constexpr, IS_SOFTMAX: tl.constexpr, RENORMALIZES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, PADDED_GROUPS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A program chooses for one token. Experts are [padded groups, padded size of a group], which keeps their order."""
-    token = tl.program_id(0).to(tl.int64)
-    groups, members = tl.arange(0, PADDED_GROUPS)[:, None], tl.arange(0, PADDED_SIZE)[None, :]
-    experts = groups * GROUP_SIZE + members
-    is_expert = (groups < NUM_GROUPS) & (members < GROUP_SIZE)
-    logit = tl.load(logits.data + token * logits.strides[0] + experts, mask=is_expert, other=float("-inf"))
+    """A program chooses for TILE_TOKENS tokens. Experts lie in order among padding: each group's, and whole groups."""
+    PADDED_EXPERTS: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
+    tokens = (tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)).to(tl.int64)[:, None]
+    lines = tl.arange(0, PADDED_EXPERTS)[None, :]
+    experts = lines // PADDED_SIZE * GROUP_SIZE + lines % PADDED_SIZE
+    is_expert = (lines // PADDED_SIZE < NUM_GROUPS) & (lines % PADDED_SIZE < GROUP_SIZE)
+    mask = is_expert & (tokens < num_tokens)
+    logit = tl.load(logits.data + tokens * logits.strides[0] + experts, mask=mask, other=0.0)
     if IS_SOFTMAX:
-        powers = tl.exp(logit - tl.max(tl.max(logit, axis=1), axis=0))
-        scores = tl.div_rn(powers, tl.zeros_like(powers) + tl.sum(tl.sum(powers, axis=1), axis=0))
+        logit = tl.where(is_expert, logit, float("-inf"))
+        powers = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+        scores = tl.div_rn(powers, tl.zeros_like(powers) + tl.sum(powers, axis=1)[:, None])
     else:
         scores = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
     ranked = scores
@@ -272,36 +279,36 @@ def _choose_kernel(
         ranked += tl.load(correction + experts, mask=is_expert, other=0.0)
     ranked = tl.where(ranked != ranked, float("inf"), ranked)
     if NUM_GROUPS > 1:
-        best = _sum_of_two_best(tl.where(is_expert, ranked, float("-inf")), GROUP_SIZE)
-        is_group = tl.arange(0, PADDED_GROUPS) < NUM_GROUPS
-        is_chosen_group = _choose(best, tl.arange(0, PADDED_GROUPS), is_group, NUM_CHOSEN_GROUPS)
-        ranked = tl.where(is_chosen_group[:, None], ranked, float("-inf"))
+        ranked = tl.where(is_expert, ranked, float("-inf"))
+        of_groups = tl.reshape(ranked, [TILE_TOKENS, PADDED_GROUPS, PADDED_SIZE])
+        groups = tl.arange(0, PADDED_GROUPS)[None, :]
+        is_chosen = _choose(_sum_of_two_best(of_groups, GROUP_SIZE), groups, groups < NUM_GROUPS, NUM_CHOSEN_GROUPS)
+        ranked = tl.reshape(tl.where(is_chosen[:, :, None], of_groups, float("-inf")), [TILE_TOKENS, PADDED_EXPERTS])
 
-    SIZE: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
-    flat_experts, flat_scores = tl.reshape(experts, [SIZE]), tl.reshape(scores, [SIZE])
-    is_chosen = _choose(tl.reshape(ranked, [SIZE]), flat_experts, tl.reshape(is_expert, [SIZE]), NUM_CHOSEN)
+    is_chosen = _choose(ranked, experts, is_expert, NUM_CHOSEN)
     if RENORMALIZES:
-        total = tl.sum(tl.where(is_chosen, flat_scores, 0.0), axis=0) + _MIN_SUM
-        flat_scores = tl.div_rn(flat_scores, tl.zeros_like(flat_scores) + total)
-    places = token * NUM_CHOSEN + tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
-    tl.store(ids + places, flat_experts.to(tl.int64), mask=is_chosen)
-    tl.store(weights + places, flat_scores * factor, mask=is_chosen)
+        totals = tl.sum(tl.where(is_chosen, scores, 0.0), axis=1) + _MIN_SUM
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + totals[:, None])
+    places = tokens * NUM_CHOSEN + tl.cumsum(is_chosen.to(tl.int32), axis=1) - 1
+    mask = is_chosen & (tokens < num_tokens)
+    tl.store(ids + places, (experts + tl.zeros_like(places)).to(tl.int64), mask=mask)
+    tl.store(weights + places, scores * factor, mask=mask)
 
 
 @triton.jit
 def _sum_of_two_best(ranked, GROUP_SIZE: tl.constexpr):
-    """Of each group, [padded groups, padded size]."""
-    best, place = tl.max(ranked, axis=1, return_indices=True)
+    """Of each group: [tokens, groups, padded size] to [tokens, groups]."""
+    best, place = tl.max(ranked, axis=2, return_indices=True)
     if GROUP_SIZE > 1:
-        is_best = tl.arange(0, ranked.shape[1])[None, :] == place[:, None]
-        best += tl.max(tl.where(is_best, float("-inf"), ranked), axis=1)
+        is_best = tl.arange(0, ranked.shape[2])[None, None, :] == place[:, :, None]
+        best += tl.max(tl.where(is_best, float("-inf"), ranked), axis=2)
     return best
 
 
 @triton.jit
 def _choose(ranked, indexes, is_there, NUM_CHOSEN: tl.constexpr):
-    """Whether each is one of the highest; of equal ones the lower index is. As many as are wanted are chosen, each
-    once, whatever the numbers: ids of what was not chosen would be no ids."""
+    """Whether each of a row is one of its highest; of equal ones the lower index is. As many as are wanted are chosen,
+    each once, whatever the numbers: ids of what was not chosen would be no ids."""
     # All keys differ: they stand in the order of the numbers as integers, and in that of falling indexes.
     LOWEST_KEY: tl.constexpr = -(2**63)
     ranked = tl.where(ranked != ranked, float("inf"), tl.where(ranked == 0.0, 0.0, ranked))
@@ -309,9 +316,9 @@ def _choose(ranked, indexes, is_there, NUM_CHOSEN: tl.constexpr):
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - indexes).to(tl.int64)
     keys = tl.where(is_there, keys, LOWEST_KEY)
-    is_chosen = tl.zeros_like(is_there)
+    is_chosen = keys != keys
     for _ in range(NUM_CHOSEN):
-        is_highest = keys == tl.max(keys, axis=0)
+        is_highest = keys == tl.max(keys, axis=1)[:, None]
         is_chosen = is_chosen | is_highest
         keys = tl.where(is_highest, LOWEST_KEY, keys)
     return is_chosen

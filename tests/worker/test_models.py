@@ -107,6 +107,8 @@ VARIANTS = [
     ("mixtral", {"sliding_window": 20, "num_experts_per_tok": 1, **TIED}),
     ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
     ("qwen2_moe", {**WINDOWED, "max_window_layers": 1, "qkv_bias": False, "norm_topk_prob": True}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1, **SPREAD}),
+    ("glm4_moe", {"first_k_dense_replace": 0, "norm_topk_prob": False, **TIED}),
     ("bloom", {"n_head": 7, "hidden_size": 56, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 5, "d_model": 80, "attn_config": {}, "tie_word_embeddings": False}),
     ("mpt", {"n_heads": 1, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4}}),
@@ -219,6 +221,8 @@ def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, f
     """Both round at every step; their distance must be that of two bfloat16 runs, not more. Which experts are chosen
     may turn with any rounding, so all of them are."""
     chosen = {"num_experts_per_tok": NUM_EXPERTS[family]} if family in NUM_EXPERTS else {}
+    if family == "glm4_moe":
+        chosen["topk_group"] = 4
     path = make_checkpoint(tmp_path, family, seed=12, dtype="bfloat16", **chosen)
     token_ids = random_tokens()
     exact = transformers_logits(path, token_ids)
@@ -306,7 +310,7 @@ def test_experts_that_are_one_tensor(load_model, tmp_path, family):
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     stored = load_file(tmp_path / "stacked" / "model.safetensors")
-    assert "model.layers.0.mlp.experts.gate_up_proj" in stored
+    assert any(name.endswith(".mlp.experts.gate_up_proj") for name in stored)
     paths = (path, tmp_path / "stacked")
     logits = [compute_logits(load_model(each, dtype=torch.float32, device=CPU), random_tokens()) for each in paths]
     assert torch.equal(*logits)
@@ -491,6 +495,9 @@ def test_positions_served(tmp_path):
         ("mixtral", {"num_local_experts": 1}, r"num_experts_per_tok is 2, but must be at most num_local_experts, 1"),
         ("qwen2_moe", {"num_experts": 0}, r"num_experts is 0, but must be a whole number from 1 to 1024"),
         ("qwen3_moe", {"mlp_only_layers": ["last"]}, r'mlp_only_layers is \["last"\], but must be a list of numbers'),
+        ("glm4_moe", {"topk_group": 1}, r"topk_group is 1, but must be at most n_group, 4, with 3 experts at least"),
+        ("glm4_moe", {"n_group": 3}, r"n_routed_experts is 8, but must be a multiple of n_group, 3"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, r"first_k_dense_replace is -1, but must be a whole number from 0"),
         ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv is 8.0, but must be null: queries, keys and values are not clipped"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is true, but must be f"),
         ("gpt2", {"activation_function": "relu"}, r'activation_function is "relu", but must be one of gelu'),

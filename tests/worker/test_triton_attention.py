@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pagewire.kernels import reference
-from pagewire.kernels.arguments import Scoring
 from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
@@ -27,26 +26,39 @@ def make_rows(seed, lengths, **options):
     return Rows(random.Random(seed), lengths, **{**SHAPE, **options}, device=DEVICE)
 
 
-def check(rows, windows=(0,) * NUM_LAYERS, tolerance=2e-6, batch=None, backend=None):
-    """Attends in every layer; compares output and cache with the reference, and with the torch backend if that can."""
-    backend = backend or TritonAttention(rows.shape(windows), NUM_PROCESSORS, DEVICE)
+def check(
+    rows,
+    windows=(0,) * NUM_LAYERS,
+    tolerance=2e-6,
+    batch=None,
+    backend=None,
+    sinks=(None,) * NUM_LAYERS,
+    **scoring,
+):
+    """Attends in every layer; compares output and cache with the reference, and with the torch backend if that can.
+
+    `scoring`: fields of `AttentionShape` that layers share."""
+    shape = replace(rows.shape(windows), **scoring)
+    backend = backend or TritonAttention(shape, NUM_PROCESSORS, DEVICE)
     expected_cache, torch_cache = copy_cache(rows.kv_cache), copy_cache(rows.kv_cache)
     lengths, starts = rows.batch.seq_lens, rows.batch.query_start_loc
     attend = backend.prepare(batch or rows.batch, rows.kv_cache)
     torch_attend = None
     if rows.shape().cache_dtype == rows.dtype and 0 not in lengths:
-        torch_attend = create_backend("torch", DEVICE, rows.shape(windows)).prepare(rows.batch, torch_cache)
+        torch_attend = create_backend("torch", DEVICE, shape).prepare(rows.batch, torch_cache)
     for layer, (key_cache, value_cache) in enumerate(expected_cache):
         query, key, value = rows.random_qkv(starts[-1])
-        actual = attend(layer, query, key, value)
+        actual = attend(layer, query, key, value, sinks[layer])
         reference.reshape_and_cache(key, value, key_cache, value_cache, rows.batch.slot_mapping)
         expected = reference.paged_attention(
             query, key_cache, value_cache, rows.batch.block_tables, lengths, starts,
-            Scoring(query.shape[-1] ** -0.5, windows[layer]),
+            replace(shape.scoring(windows[layer], DEVICE), sinks=sinks[layer]),
         )  # fmt: skip
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
         if torch_attend is not None:
-            torch.testing.assert_close(actual, torch_attend(layer, query, key, value), rtol=0, atol=tolerance)
+            torch.testing.assert_close(
+                actual, torch_attend(layer, query, key, value, sinks[layer]), rtol=0, atol=tolerance
+            )
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
         for held, expected in zip(actual_layer, expected_layer, strict=True):
             torch.testing.assert_close(held.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
@@ -133,6 +145,14 @@ def test_few_long_rows_are_cut_into_splits(launched):
     assert launched == ["paged_attention_v2", "paged_attention_v1"]
     launched.clear()
     check(make_rows(6, [(512, 1), (40, 3)]), windows=(0, 512))
+    assert launched == ["paged_attention_v2", "paged_prefill", "paged_attention_v1", "paged_prefill"]
+
+
+def test_slopes_and_sinks_of_heads_in_rows_of_every_kind(launched):
+    rows = make_rows(13, [(700, 1), (5, 1), (37, 20), (0, 9)])
+    sinks = 2 * torch.randn(NUM_LAYERS, 4, generator=torch.Generator().manual_seed(13))
+    slopes = (0.5, 0.1, 0.02, 1.0)
+    check(rows, (0, 30), 4e-6, sinks=sinks.to(DEVICE), alibi_slopes=slopes, softcap=3.0, has_sinks=True)
     assert launched == ["paged_attention_v2", "paged_prefill", "paged_attention_v1", "paged_prefill"]
 
 

@@ -31,6 +31,7 @@ from worker_service.startup.loader import attention_shape  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 4
 HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+ONE_LAYER = {**HEADS_OF_32, "num_hidden_layers": 1}
 SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
     "gpt2": {"n_embd": 64, "n_head": 2},
     "gpt_neox": {"num_attention_heads": 2},
@@ -39,6 +40,8 @@ SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
     "gemma3_text": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {**HEADS_OF_32, "num_hidden_layers": 2, "no_rope_layer_interval": 2},
     "olmo3": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {**HEADS_OF_32, "num_hidden_layers": 2, "mlp_only_layers": [0]},
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe"), ONE_LAYER),
 }
 
 
@@ -103,7 +106,7 @@ def launches_are_recorded(monkeypatch):
     monkeypatch.setattr(GridExecutor, "__call__", launch)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.usefixtures("launches_are_recorded")
 def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])

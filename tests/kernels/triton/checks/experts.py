@@ -225,11 +225,12 @@ def compile_cases() -> Iterator[CompileCase]:
         *((ExpertChoice(4, "sigmoid"), 60, "*fp32"), (DEEPSEEK_V3, 256, "*fp32")),
     ):
         group_size = num_experts // choice.num_groups
+        padded_size = 1 << (group_size - 1).bit_length()
         yield CompileCase(
             f"choice of experts, {choice} of {num_experts}",
             experts._choose_kernel,
             {"logits": strided("fp32", 2), "correction": correction, "ids": "*i64", "weights": "*fp32"}
-            | {"factor": "fp32"},
+            | {"num_tokens": "i32", "factor": "fp32"},
             {
                 "NUM_CHOSEN": choice.num_chosen,
                 "IS_SOFTMAX": choice.scoring == "softmax",
@@ -238,9 +239,9 @@ def compile_cases() -> Iterator[CompileCase]:
                 "NUM_CHOSEN_GROUPS": choice.num_chosen_groups,
                 "GROUP_SIZE": group_size,
                 "PADDED_GROUPS": choice.num_groups,
-                "PADDED_SIZE": 1 << (group_size - 1).bit_length(),
+                "PADDED_SIZE": padded_size,
+                "TILE_TOKENS": experts.tokens_of_choice(choice.num_groups * padded_size),
             },
-            num_warps=experts.choice_warps(num_experts),
         )
     table = experts.SlotTable("*i32", "*i32", "*i32", "*i32")
     counted = {"ids": "*i64", "counts": "*i32", "num_slots": "i32"}
