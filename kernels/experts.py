@@ -10,6 +10,8 @@ from torch import Tensor
 
 from pagewire.kernels.expert_choice import ExpertChoice
 
+__all__ = ["MIN_SUM", "ExpertChoice", "choose_experts", "multiply_chosen", "sum_slots"]
+
 MIN_SUM = 1e-20  # is added to the sum that weights are divided by, as DeepSeek-V3 does
 
 

@@ -97,6 +97,14 @@ CASES = {
         "qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}
     ),
     "gpt2, odd head size, chunks of 48": ParityCase("gpt2", {"n_embd": 76}, 8, {"max_num_batched_tokens": 48}),
+    "qwen3_moe, some layers with experts, small pool, chunks of 100": ParityCase(
+        "qwen3_moe", {}, 8, {"num_device_blocks": 140, "max_num_batched_tokens": 100}
+    ),
+    "mixtral, window of 50, chunks of 64": ParityCase(
+        "mixtral", {"sliding_window": 50}, 16, {"max_num_batched_tokens": 64}
+    ),
+    "olmoe, norm over projections": ParityCase("olmoe", {}, 32),
+    "qwen2_moe, shared expert, small pool": ParityCase("qwen2_moe", {}, 16, {"num_device_blocks": 70}),
 }
 
 

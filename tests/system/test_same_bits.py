@@ -55,6 +55,7 @@ CASES = {
     "bfloat16": Case(floats("qwen2", "bfloat16"), ("--dtype", "bfloat16")),
     "bfloat16, gpt2": Case(floats("gpt2", "bfloat16"), ("--dtype", "bfloat16")),
     "bfloat16, cache fp8": Case(floats("qwen3", "bfloat16"), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),
+    "bfloat16, experts": Case(floats("qwen2_moe", "bfloat16"), ("--dtype", "bfloat16")),
     "Q8_0": Case(from_gguf("Q8_0"), ("--dtype", "bfloat16")),
     "Q4_0, cache int8": Case(from_gguf("Q4_0"), ("--dtype", "float32", "--kv-cache-dtype", "int8")),
     "Q4_K_M": Case(from_gguf("Q4_K", **MIXTURE), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),

@@ -38,7 +38,7 @@ DECODER = {
     "head_dim": 16,
     "max_position_embeddings": 1024,
 }
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 # Under transformers' own names; no end token, so that greedy continuations have the length asked for.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": DECODER,
@@ -76,7 +76,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**DECODER, **EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
     "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**DECODER, "num_experts": 8, "num_experts_per_tok": 3},
-    "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 56},
+    "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 96},
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
 NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8}

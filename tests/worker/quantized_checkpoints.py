@@ -292,7 +292,7 @@ def make_quantized(
     meant = dict(stored)
     for name in sorted(stored):
         module = name.removesuffix(".weight")
-        if not module.endswith(("_proj", "lm_head")) or name == module or module in skips:
+        if not module.endswith(("_proj", "lm_head", ".w1", ".w2", ".w3")) or name == module or module in skips:
             continue
         tensors, meant[name] = case.draw(generator, *stored.pop(name).shape)
         stored |= {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}

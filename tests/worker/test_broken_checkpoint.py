@@ -31,6 +31,7 @@ TOGETHER = {
     "type": {"rope_type"},
     "sliding_window": {"layer_types"},
     "use_sliding_window": {"layer_types", "sliding_window"},
+    "num_local_experts": {"num_experts"},
 }
 # What belongs to a type of scaling that the family does not have.
 TOGETHER |= {

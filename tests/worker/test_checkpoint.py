@@ -81,6 +81,35 @@ def test_wrong_shape(path):
         load(path)
 
 
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{EXPERTS}.3.up_proj.weight": None}, r"tensor .*experts\.3\.up_proj\.weight is missing .* \[32, 64\]"),
+        ({f"{EXPERTS}.8.up_proj.weight": torch.zeros(32, 64)}, r"tensor .*\.8\.up_proj\.weight in .* has no place in"),
+        ({"model.layers.0.mlp.gate.weight": torch.zeros(9, 64)}, r"gate\.weight .* \[9, 64\], expected \[8, 64\]"),
+        ({f"{EXPERTS}.down_proj": torch.zeros(8, 64, 32)}, r"tensor .*experts\.down_proj in .* has no place in"),
+    ],
+)
+def test_tensors_of_experts(tmp_path, changes, message):
+    path = make_checkpoint(tmp_path, "qwen3_moe", seed=1)
+    edit_tensors(path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize("num_experts", [7, 9])
+def test_a_tensor_of_all_experts_has_as_many_as_there_are(tmp_path, num_experts):
+    path = make_checkpoint(tmp_path, "qwen3_moe", seed=1)
+    each = {f"{EXPERTS}.{expert}.down_proj.weight": None for expert in range(8)}
+    edit_tensors(path, **each, **{f"{EXPERTS}.down_proj": torch.zeros(num_experts, 64, 32)})
+    message = rf"experts\.down_proj in .* has shape \[{num_experts}, 64, 32\], expected \[8, 64, 32\]"
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
 @pytest.mark.parametrize(("num_layers", "more"), [(1, ""), (2, " and 1 more")])
 def test_tensors_without_a_place(path, num_layers, more):
     extra = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.zeros(64) for layer in range(num_layers)}

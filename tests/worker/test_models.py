@@ -17,7 +17,7 @@ from worker_service.host.operations import create_host_operations
 from worker_service.models import loading
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import ModelConfig, parse_config
-from worker_service.models.linear import Linear
+from worker_service.models.linear import ExpertLinear, Linear
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import attention_shape
 
@@ -174,6 +174,17 @@ def compute_logits(model, token_ids, chunks=CHUNKS, block_size=8, dtype=torch.fl
     return torch.cat(logits)
 
 
+def packed_products(model):
+    """The packed weight of each product, also of each expert, by name."""
+    packed = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.product is not None:
+            packed[name] = module.product.packed
+        elif isinstance(module, ExpertLinear):
+            packed |= {f"{name}.{expert}": each for expert, each in enumerate(module.product.packed.linears)}
+    return packed
+
+
 def random_tokens(seed=0):
     return torch.randint(0, 151, (sum(CHUNKS),), generator=torch.Generator().manual_seed(seed))
 
@@ -238,6 +249,19 @@ def test_old_gpt2_names(load_model, tmp_path):
     save_file(tensors, path / "model.safetensors")
     actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("family", NUM_EXPERTS)
+def test_experts_that_are_one_tensor(load_model, tmp_path, family):
+    """As transformers 5 can write them; files have been published with those of each expert."""
+    path = make_checkpoint(tmp_path / "each", family, seed=17)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    stored = load_file(tmp_path / "stacked" / "model.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in stored
+    paths = (path, tmp_path / "stacked")
+    logits = [compute_logits(load_model(each, dtype=torch.float32, device=CPU), random_tokens()) for each in paths]
+    assert torch.equal(*logits)
 
 
 def test_head_in_the_checkpoint_counts_even_if_config_ties_it(load_model, tmp_path):
@@ -370,7 +394,7 @@ def test_positions_served(tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
-        ("llama", {"architectures": ["MixtralForCausalLM"]}, r"architecture MixtralForCausalLM is not supported; .*Ll"),
+        ("llama", {"architectures": ["PhimoeForCausalLM"]}, r"architecture PhimoeForCausalLM is not supported; .*Llam"),
         ("llama", {"architectures": None}, r'architecture none \(model_type "llama"\) is not supported'),
         ("llama", {"architectures": ["X"], "auto_map": {"AutoModel": "x.X"}}, r"own code \(auto_map\).*supported: GP"),
         ("gpt2", {"quantization_config": {"quant_method": "gptq"}}, r'quantization_config is .*, but must be unset fo'),
@@ -405,6 +429,11 @@ def test_positions_served(tmp_path):
         ("gemma2", {"hidden_activation": "relu"}, r'hidden_activation is "relu", but must be one of gelu_pytorch_tanh'),
         ("olmo3", {"layer_types": ["chunked_attention"] * 4}, r'layer_types is "chunked_attention", but must be full'),
         ("gpt_neox", {"hidden_act": "quick_gelu"}, r'hidden_act is "quick_gelu", but must be one of gelu, gelu_new'),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok is 9, but must be at most num_local_exp.*, 8"),
+        ("mixtral", {"num_local_experts": 1}, r"num_experts_per_tok is 2, but must be at most num_local_experts, 1"),
+        ("qwen2_moe", {"num_experts": 0}, r"num_experts is 0, but must be a whole number from 1 to 1024"),
+        ("qwen3_moe", {"mlp_only_layers": ["last"]}, r'mlp_only_layers is \["last"\], but must be a list of numbers'),
+        ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv is 8.0, but must be null: queries, keys and values are not clipped"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is true, but must be f"),
         ("gpt2", {"activation_function": "relu"}, r'activation_function is "relu", but must be one of gelu'),
         ("gpt2", {"n_embd": 65}, r"n_embd is 65, but must be a multiple of 4"),

@@ -139,11 +139,32 @@ def test_gpt2s_weights_are_turned_first(tmp_path: Path, quantization: str, is_ti
     assert torch.equal(logits_of(model), logits_of(load(source, quantization)))
 
 
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 4)])
+def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, quantization: str, bits: int) -> None:
+    source = make_checkpoint(tmp_path / "model", "qwen2_moe", seed=25, dtype="bfloat16")
+    model, stored = load(source, quantization), load_file(source / "model.safetensors")
+    found = products(model)
+    for name, router in (("mlp.router", "mlp.gate"), ("mlp.shared_gate", "mlp.shared_expert_gate")):
+        packed = found[f"layers.1.{name}"].packed
+        assert (packed.quantized, packed.activation) == (None, torch.float32)
+        rows = found[f"layers.1.{name}"].take_rows(torch.arange(packed.out_size))
+        assert torch.equal(rows, stored[f"model.layers.1.{router}.weight"].float())
+    for expert in range(8):
+        down = stored[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].float()
+        meant = load_cpu_kernels().quantize(down, bits).dequantized()
+        assert torch.equal(found[f"layers.1.mlp.down.{expert}"].take_rows(torch.arange(len(down))), meant)
+    exact = logits_of(load(source))
+    similarity = torch.nn.functional.cosine_similarity(logits_of(model), exact)
+    assert similarity.median() > (0.999 if bits == 8 else 0.9)
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_footprint_is_what_the_model_takes(tmp_path: Path, quantization: str, family: str, is_tied: bool) -> None:
     sizes = {"vocab_size": 160, "tie_word_embeddings": is_tied}
+    if family == "qwen3_moe":
+        sizes["num_experts"] = 32
     path = make_checkpoint(tmp_path / "model", family, seed=25, dtype="bfloat16", **sizes)
     operations = create_host_operations(load_cpu_kernels())
     settings: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "operations": operations}
@@ -438,6 +459,7 @@ def test_a_gpu_that_was_not_asked_for_is_refused() -> None:
     [
         ("llama", {"intermediate_size": 100}, "model.layers.0.mlp.down_proj.weight", 100),
         ("qwen3", {"head_dim": 20}, "model.layers.0.self_attn.o_proj.weight", 80),
+        ("mixtral", {"intermediate_size": 80}, "model.layers.0.block_sparse_moe.experts.0.w2.weight", 80),
         ("gpt2", {"n_inner": 80}, "transformer.h.0.mlp.c_proj.weight", 80),
     ],
 )

@@ -3,29 +3,34 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pagewire.kernels.cpu import (
     Activate,
     Add,
     AllReduce,
     AttendTo,
+    Choose,
     CpuKernels,
     DecoderKernel,
     Embed,
+    Gate,
     Multiply,
+    MultiplyChosen,
     Normalize,
     NormalizeParts,
     Operation,
     PackedLinear,
     Predict,
+    SumSlots,
     Turn,
 )
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.model import HostModel, LayeredModel, Outputs
-from worker_service.host.operations import CpuProduct
+from worker_service.host.operations import CpuExpertProduct, CpuProduct
 from worker_service.models.decoder import Attention, Decoder, DecoderLayer, HeadNorm, Norm
-from worker_service.models.linear import Embedding, Linear
+from worker_service.models.experts import ExpertMLP
+from worker_service.models.linear import Embedding, ExpertLinear, Linear
 from worker_service.models.mlp import MLP
 from worker_service.models.model import Attend, Model
 from worker_service.models.rope import RotaryEmbedding, query_scales
@@ -102,7 +107,7 @@ class _Listing:
             yield from self._read(layer.mlp_norm, "normed")
             yield from self._finish("update", layer.attention_post_norm)
         target = "mlp_update" if layer.is_parallel else "update"
-        yield from self._mlp(layer, source, target)
+        yield from self._mlp(layer.mlp, source, target)
         yield from self._finish(target, layer.mlp_post_norm)
 
     def _attention(self, number: int, attention: Attention, source: str) -> Iterator[Operation]:
@@ -119,24 +124,47 @@ class _Listing:
             heads, "queries", number, attention.head_dim, query_norm, key_norm, eps, cos, sin, self._query_scales
         )
         yield AttendTo("queries", "attended", number)
-        yield from self._shared("attended", "update", _packed(attention.output))
+        yield Multiply("attended", "update", _packed(attention.output))
+        if self._model.communicator.size > 1:  # each has a part of the inputs
+            yield AllReduce("update", "update")
 
-    def _mlp(self, layer: DecoderLayer, source: str, target: str) -> Iterator[Operation]:
-        mlp = layer.mlp
-        assert isinstance(mlp, MLP)
-        activate, up = mlp.activate, _packed(mlp.up)
-        if activate.is_gated and activate.function == "silu" and self._kernels.can_gate(up):
-            yield Multiply(source, "activated", up, is_gated=True)
+    def _mlp(self, mlp: nn.Module, source: str, target: str) -> Iterator[Operation]:
+        if isinstance(mlp, ExpertMLP):
+            yield from self._experts(mlp, source, target)
         else:
-            yield Multiply(source, "up", up)
-            yield Activate("up", "activated", activate.function, activate.is_gated)
-        yield from self._shared("activated", target, _packed(mlp.down))
-
-    def _shared(self, source: str, output: str, linear: PackedLinear) -> Iterator[Operation]:
-        """A product of whose inputs each rank has a part."""
-        yield Multiply(source, output, linear)
+            assert isinstance(mlp, MLP)
+            yield from self._partial(mlp, source, target, "")
         if self._model.communicator.size > 1:
-            yield AllReduce(output, output)
+            yield AllReduce(target, target)
+
+    def _partial(self, mlp: MLP, source: str, target: str, prefix: str) -> Iterator[Operation]:
+        """`prefix`: of the buffers in between, whose widths are those of this MLP."""
+        activate, up, activated = mlp.activate, _packed(mlp.up), f"{prefix}activated"
+        if activate.is_gated and activate.function == "silu" and self._kernels.can_gate(up):
+            yield Multiply(source, activated, up, is_gated=True)
+        else:
+            yield Multiply(source, f"{prefix}up", up)
+            yield Activate(f"{prefix}up", activated, activate.function, activate.is_gated)
+        yield Multiply(activated, target, _packed(mlp.down))
+
+    def _experts(self, mlp: ExpertMLP, source: str, target: str) -> Iterator[Operation]:
+        yield Multiply(source, "logits", _packed(mlp.router))
+        yield Choose("logits", "choices", mlp.choice, mlp.router.correction)
+        activate, ups = mlp.activate, _packed_experts(mlp.up)
+        if activate.is_gated and activate.function == "silu" and all(map(self._kernels.can_gate, ups)):
+            yield MultiplyChosen(source, "activated_slots", "choices", ups, is_gated=True)
+        else:
+            yield MultiplyChosen(source, "up_slots", "choices", ups)
+            yield Activate("up_slots", "activated_slots", activate.function, activate.is_gated, mlp.choice.num_chosen)
+        yield MultiplyChosen("activated_slots", "down_slots", "choices", _packed_experts(mlp.down))
+        yield SumSlots("down_slots", target, "choices")
+        if mlp.shared is None:
+            return
+        yield from self._partial(mlp.shared, source, "shared", "shared_")
+        if mlp.shared_gate is not None:
+            yield Multiply(source, "shared_gate", _packed(mlp.shared_gate))
+            yield Gate("shared", "shared_gate", "shared")
+        yield Add(target, "shared")
 
     def _read(self, norm: Norm | None, output: str) -> Iterator[Operation]:
         """Adds to x what is still to be added, and normalizes it where there is a norm."""
@@ -168,3 +196,8 @@ def _table(embedding: Embedding, head: Linear) -> Tensor | PackedLinear:
 def _packed(linear: Linear) -> PackedLinear:
     assert isinstance(linear.product, CpuProduct)
     return linear.product.packed
+
+
+def _packed_experts(linear: ExpertLinear) -> tuple[PackedLinear, ...]:
+    assert isinstance(linear.product, CpuExpertProduct)
+    return linear.product.packed.linears

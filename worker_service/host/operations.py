@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
-from pagewire.kernels.cpu import CpuKernels, PackedLinear
+from pagewire.kernels.cpu import CpuKernels, PackedExperts, PackedLinear
 from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from worker_service.models.model import Attend
-from worker_service.models.operations import ExpertProduct, Operations, Product, TorchOperations, multiply_each
+from worker_service.models.operations import ExpertProduct, Operations, Product, TorchOperations
 
 # What models compute in with the kernels' products.
 _COMPUTED = (torch.float32, torch.bfloat16)
@@ -62,12 +62,15 @@ class CpuOperations:
         return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, floats(bias)), computed)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
+        if computed not in self._computed:
+            return TorchOperations().prepare_experts(weights, biases, computed)
         of_each = [None] * len(weights) if biases is None else list(biases)
-        products = [self.prepare_product(*each, computed) for each in zip(weights, of_each, strict=True)]
-        return self.join_experts(products)
+        return self.join_experts([self.prepare_product(*each, computed) for each in zip(weights, of_each, strict=True)])
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
-        return CpuExpertProduct(products)
+        packed = [product.packed for product in products if isinstance(product, CpuProduct)]
+        assert len(packed) == len(products)
+        return CpuExpertProduct(self.kernels, packed)
 
     def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         return TorchOperations().choose_experts(logits, choice, correction)
@@ -107,13 +110,15 @@ class CpuProduct:
 
 
 class CpuExpertProduct:
-    """The products of each expert, which a fused decoder computes as one."""
+    """Such weights of all experts."""
 
-    def __init__(self, products: Sequence[Product]) -> None:
-        self.products = products
+    def __init__(self, kernels: CpuKernels, packed: Sequence[PackedLinear]) -> None:
+        """Raises ValueError if they are not alike: see `PackedExperts`."""
+        self.kernels = kernels
+        self.packed = PackedExperts(packed)
 
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
-        return multiply_each(self.products, x, ids)
+        return self.kernels.multiply_chosen(x.float().contiguous(), self.packed, ids).to(x.dtype)
 
 
 def floats(bias: Tensor | None) -> Tensor | None:

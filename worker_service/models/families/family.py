@@ -108,8 +108,8 @@ def in_dense_layers(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
     return tuple(replace(weight, layers="dense") for weight in weights)
 
 
-# What config.json has the number of experts in: some families' names, and those that transformers 5 writes for them.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# What config.json may have the number of experts in: transformers 5 writes other names than published files have.
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
 
 
 def num_layers_of(config: Mapping[str, Any]) -> int:
@@ -123,14 +123,19 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
     return split_evenly("hidden_size", positive(config, "hidden_size"), positive(config, "num_attention_heads"))
 
 
-def read_experts(config: Mapping[str, Any], intermediate_key: str = "moe_intermediate_size", **fields: Any) -> Experts:
+def read_experts(
+    config: Mapping[str, Any],
+    num_key: str = "num_experts",
+    intermediate_key: str = "moe_intermediate_size",
+    **fields: Any,
+) -> Experts:
     """Read experts of which num_experts_per_tok are chosen.
 
     Args:
-        intermediate_key: where config.json says of what size experts are.
+        num_key, intermediate_key: where config.json says how many experts there are, and of what size.
         fields: of `Experts`, and of its choice.
     """
-    num_key = next((key for key in _NUM_EXPERTS if config.get(key) is not None), _NUM_EXPERTS[0])
+    num_key = next((key for key in (num_key, *_NUM_EXPERTS) if config.get(key) is not None), num_key)
     num_experts = positive(config, num_key, limit=MAX_EXPERTS)
     num_chosen = positive(config, "num_experts_per_tok", limit=MAX_EXPERTS)
     if num_chosen > num_experts:

@@ -67,7 +67,7 @@ def _read_mixtral(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         ropes=((rope,) * num_layers, num_positions),
         windows=read_equal_windows(config, num_layers, default_window=None),
         default_eps=1e-5,
-        experts=read_experts(config, "intermediate_size"),
+        experts=read_experts(config, "num_local_experts", "intermediate_size"),
         expert_layers=(True,) * num_layers,
     )
 

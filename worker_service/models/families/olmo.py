@@ -79,7 +79,9 @@ def _read_olmoe(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     if config.get("clip_qkv") is not None:
         raise unserved("clip_qkv", config["clip_qkv"], "null: queries, keys and values are not clipped")
     num_layers = num_layers_of(config)
-    experts = read_experts(config, "intermediate_size", renormalizes=flag(config, "norm_topk_prob", False))
+    experts = read_experts(
+        config, intermediate_key="intermediate_size", renormalizes=flag(config, "norm_topk_prob", False)
+    )
     flags = {**_flags(config), "pre_norm": True, "post_norm": False}
     return read_decoder(config, architecture, experts=experts, expert_layers=(True,) * num_layers, **flags)
 
