@@ -303,7 +303,7 @@ def test_slopes_are_those_of_transformers(tmp_path, num_heads, bias_max):
     torch.testing.assert_close(slopes["bloom"], build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1])
 
 
-@pytest.mark.parametrize("family", NUM_EXPERTS)
+@pytest.mark.parametrize("family", sorted(NUM_EXPERTS.keys() - {"gpt_oss"}))
 def test_experts_that_are_one_tensor(load_model, tmp_path, family):
     """As transformers 5 can write them; files have been published with those of each expert."""
     path = make_checkpoint(tmp_path / "each", family, seed=17)
