@@ -13,7 +13,6 @@ from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, TensorHeader, read_headers
 from worker_service.models.stacks import StackedPart, Stacks, find_part, unstacked_names
 
-_NO_STACKS: Stacks = {}
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -71,19 +70,23 @@ class Tensors(Protocol):
 class Checkpoint:
     """The tensors of a checkpoint directory by name. Opening it reads headers only; a tensor is read when asked for."""
 
-    def __init__(self, path: Path, stacks: Stacks = _NO_STACKS, num_experts: int = 0) -> None:
+    def __init__(self, path: Path, stacks: Stacks | None = None) -> None:
         """
         Args:
-            stacks, num_experts: tensors of so many experts, each of which has names of its own here.
+            stacks: of tensors that may be there of all experts, each of which has names of its own here.
 
         Raises:
-            CheckpointError: no safetensors files, an index naming a missing file, a file that is not safetensors, or
-                a tensor of other experts than these.
+            CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
         """
         self._path = path
         self._headers = read_headers(path)
-        self._names = frozenset(unstacked_names(stacks, num_experts, self._headers))
-        self._stacks = stacks if self._names != self._headers.keys() else _NO_STACKS
+        unstacked = {
+            name: frozenset(unstacked_names(stacks or {}, name, header)) for name, header in self._headers.items()
+        }
+        # A stack of what is also there by itself has no place in a model.
+        own_names = [frozenset((name,)) if names & self._headers.keys() else names for name, names in unstacked.items()]
+        self._names = frozenset().union(*own_names)
+        self._stacks = {} if self._names == self._headers.keys() else stacks or {}
 
     @property
     def path(self) -> Path:
@@ -155,7 +158,8 @@ class Checkpoint:
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """Return a tensor that is there, or a part of it. Raises CheckpointError if the file cannot be read."""
         part = self._part(name)
-        stored, stored_index = (name, index) if part is None else (part.stack, part.index(index))
+        stored = name if part is None else part.stack
+        stored_index = index if part is None else part.index(self._headers[stored], index)
         try:
             file = self._open(self._path / self._headers[stored].file)
             read = file.get_slice(stored)[stored_index] if stored_index else file.get_tensor(stored)
@@ -166,7 +170,7 @@ class Checkpoint:
         if part is None:
             return read
         of_expert = read[0].t() if part.is_transposed else read[0]
-        return of_expert[part.turn :: part.num_turns]
+        return of_expert[part.turns]
 
     @staticmethod
     def _open(file: Path) -> Any:

@@ -305,9 +305,7 @@ class UnloadedModel:
 def _open(path: Path, config: ModelConfig) -> Tensors:
     if is_gguf(path):
         return GgufCheckpoint(path)
-    if config.experts is None:
-        return Checkpoint(path)
-    return Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks, config.experts.num_experts)
+    return Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
 
 
 def _tied_head(model: Decoder, shard: Shard) -> nn.Parameter:

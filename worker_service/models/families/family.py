@@ -40,7 +40,8 @@ class Family:
     weights: tuple[Weight, ...]
     ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of checkpoint names that hold no weights
     optional_prefix: str = ""  # of checkpoint names; some published files lack it
-    stacks: Stacks = field(default_factory=lambda: STACKS)  # tensors of all experts
+    # Tensors that may be there of all experts, whose parts have the names of `weights`.
+    stacks: Stacks = field(default_factory=lambda: STACKS)
     alternatives: tuple[tuple[Weight, ...], ...] = ()  # to `weights`, of which the one that names most is taken
 
 
@@ -71,7 +72,7 @@ HEAD = (Weight("model.norm", "norm"), Weight("lm_head", "head", split=Split.VOCA
 LLAMA_WEIGHTS = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *GATED_MLP, MLP_OUTPUT, *HEAD)
 
 
-# Experts, in the names of most families. Where the files hold those of a layer as one, `Stacks` tell them apart.
+# Experts, in the names of most families.
 _EXPERTS = f"{_LAYER}.mlp.experts.{{expert}}"
 ROUTER = Weight(f"{_LAYER}.mlp.gate", f"{_OURS}.mlp.router", layers="experts")
 EXPERTS = (
@@ -84,10 +85,6 @@ EXPERTS = (
         axis=1,
         layers="experts",
     ),
-)
-STACKED_EXPERTS = (
-    Weight(f"{_EXPERTS}.gate_up_proj", f"{_OURS}.mlp.up.{{expert}}", split=Split.EXPERT_INTERMEDIATE, layers="experts"),
-    EXPERTS[-1],
 )
 
 

@@ -22,7 +22,7 @@ from worker_service.models.families.family import (
 from worker_service.models.families.positions import FULL, SLIDING, read_rope, read_windows
 from worker_service.models.families.reading import flag, number, positive
 from worker_service.models.shard import Split
-from worker_service.models.stacks import Stack
+from worker_service.models.stacks import STACKS
 
 _LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
 _WEIGHTS = (
@@ -79,8 +79,5 @@ FAMILY = Family(
     ("GptOssForCausalLM",),
     _read,
     _WEIGHTS,
-    stacks={
-        "gate_up_proj": Stack(("gate_proj", "up_proj"), is_transposed=True),
-        "down_proj": Stack(("down_proj",), is_transposed=True),
-    },
+    stacks={name: replace(stack, takes_turns=True, is_transposed=True) for name, stack in STACKS.items()},
 )

@@ -20,7 +20,6 @@ from worker_service.models.families.family import (
     PRE_NORMS,
     QKV,
     ROUTER,
-    STACKED_EXPERTS,
     Family,
     Weight,
     num_layers_of,
@@ -91,5 +90,4 @@ OLMOE = Family(
     ("OlmoeForCausalLM",),
     _read_olmoe,
     (*_ATTENTION, *PRE_NORMS, ROUTER, *EXPERTS),
-    alternatives=((*_ATTENTION, *PRE_NORMS, ROUTER, *STACKED_EXPERTS),),
 )
