@@ -111,12 +111,12 @@ def find_part(stacks: Stacks, name: str) -> StackedPart | None:
 
 
 def unstacked_names(stacks: Stacks, name: str, header: TensorHeader) -> Iterator[str]:
-    """Yield the names of what a tensor has of each expert; its own, if it is no stack."""
+    """Yield the names of what a tensor has of each expert; its own, if it is no stack, or empty."""
     experts, _, own = name.rpartition(".")
     for stack, form in stacks.items():
         for kind, (end, _) in _KINDS.items():
-            if own == stack + end:
-                num_experts = header.shape[0] if header.shape else 0
-                yield from (f"{experts}.{i}.{each}.{kind}" for i in range(num_experts) for each in form.projections)
+            if own == stack + end and header.shape and all(header.shape):
+                numbers = range(header.shape[0])
+                yield from (f"{experts}.{i}.{each}.{kind}" for i in numbers for each in form.projections)
                 return
     yield name
