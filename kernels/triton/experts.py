@@ -122,14 +122,12 @@ def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
     tile = choose_tile(num_slots, num_experts, dtype)
     # Each expert that has slots has one tile that may not be full.
     max_tiles = min(num_slots, num_slots // tile.block_m + num_experts)
-    sizes = (num_experts, num_slots, num_experts, max_tiles, max_tiles)
-    counts, *parts = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes)
-    table = SlotTable(*parts)
+    sizes = (num_slots, num_experts, max_tiles, max_tiles)
+    table = SlotTable(*(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes))
     if num_slots:
-        _count_kernel[(num_experts,)](ids, counts, num_slots, TILE=_ASSIGN_TILE)
         _assign_kernel[(num_experts,)](
-            *(ids, counts, table, num_slots, num_experts, max_tiles),
-            PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+            *(ids, table, num_slots, num_experts, max_tiles),
+            PADDED_EXPERTS=max(2, triton.next_power_of_2(num_experts)),
             BLOCK_M=tile.block_m,
             TILE=_ASSIGN_TILE,
         )
@@ -324,25 +322,17 @@ def _choose(ranked, indexes, is_there, NUM_CHOSEN: tl.constexpr):
     return is_chosen
 
 
-@triton.jit(do_not_specialize=["num_slots"])
-def _count_kernel(ids, counts, num_slots, TILE: tl.constexpr):
-    """A program counts the slots of one expert."""
-    expert = tl.program_id(0)
-    found = tl.zeros([TILE], tl.int32)
-    for start in tl.range(0, num_slots, TILE):
-        slots = start + tl.arange(0, TILE)
-        found += (tl.load(ids + slots, mask=slots < num_slots, other=-1) == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, axis=0))
-
-
 @triton.jit(do_not_specialize=["num_slots", "max_tiles"])
 def _assign_kernel(
-    ids, counts, table, num_slots, num_experts, max_tiles,
+    ids, table, num_slots, num_experts, max_tiles,
     PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A program lists the slots and tiles of one expert; the last one fills up the list of tiles."""
     expert, experts, lines = tl.program_id(0), tl.arange(0, PADDED_EXPERTS), tl.arange(0, TILE)
-    counted = tl.load(counts + experts, mask=experts < num_experts, other=0)
+    counted = tl.zeros([PADDED_EXPERTS], tl.int32)
+    for begin in tl.range(0, num_slots, TILE):
+        mask = begin + lines < num_slots
+        counted += tl.histogram(tl.load(ids + begin + lines, mask=mask, other=0).to(tl.int32), PADDED_EXPERTS, mask)
     start = tl.sum(tl.where(experts < expert, counted, 0), axis=0)
     end = start + tl.sum(tl.where(experts == expert, counted, 0), axis=0)
     tl.store(table.ends + expert, end)

@@ -110,6 +110,9 @@ CASES = {
     ),
     "olmoe, norm over projections": ParityCase("olmoe", {}, 32),
     "qwen2_moe, shared expert, small pool": ParityCase("qwen2_moe", {}, 16, {"num_device_blocks": 70}),
+    "gpt_oss, two kinds of layers, small pool, chunks of 100": ParityCase(
+        "gpt_oss", {}, 8, {"num_device_blocks": 140, "max_num_batched_tokens": 100}
+    ),
     "glm4_moe, groups of experts, chunks of 64": ParityCase("glm4_moe", {}, 8, {"max_num_batched_tokens": 64}),
 }
 

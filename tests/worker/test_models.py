@@ -106,7 +106,7 @@ VARIANTS = [
     ("qwen3_moe", {**WINDOWED, "decoder_sparse_step": 2, "mlp_only_layers": None, "attention_bias": True}),
     ("qwen3_moe", {"num_experts_per_tok": 8, "norm_topk_prob": False, **SPREAD}),
     ("mixtral", {"sliding_window": 20, "num_experts_per_tok": 1, **TIED}),
-    ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "clip_qkv": 0.8}),
     ("qwen2_moe", {**WINDOWED, "max_window_layers": 1, "qkv_bias": False, "norm_topk_prob": True}),
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1, **SPREAD}),
     ("glm4_moe", {"first_k_dense_replace": 0, "norm_topk_prob": False, **TIED}),
@@ -313,7 +313,7 @@ def test_slopes_are_those_of_transformers(tmp_path, num_heads, bias_max):
     torch.testing.assert_close(slopes["bloom"], build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1])
 
 
-@pytest.mark.parametrize("family", NUM_EXPERTS)
+@pytest.mark.parametrize("family", sorted(NUM_EXPERTS.keys() - {"gpt_oss"}))
 def test_experts_that_are_one_tensor(load_model, tmp_path, family):
     """As transformers 5 can write them; files have been published with those of each expert."""
     path = make_checkpoint(tmp_path / "each", family, seed=17)
@@ -508,7 +508,7 @@ def test_positions_served(tmp_path):
         ("glm4_moe", {"topk_group": 1}, r"topk_group is 1, but must be at most n_group, 4, with 3 experts at least"),
         ("glm4_moe", {"n_group": 3}, r"n_routed_experts is 8, but must be a multiple of n_group, 3"),
         ("glm4_moe", {"first_k_dense_replace": -1}, r"first_k_dense_replace is -1, but must be a whole number from 0"),
-        ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv is 8.0, but must be null: queries, keys and values are not clipped"),
+        ("olmoe", {"clip_qkv": -8.0}, r"clip_qkv is -8.0, but must be a number from 1e-30 to 1e\+30"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is true, but must be f"),
         ("gpt2", {"activation_function": "relu"}, r'activation_function is "relu", but must be one of gelu'),
         ("gpt2", {"n_embd": 65}, r"n_embd is 65, but must be a multiple of 4"),

@@ -255,9 +255,10 @@ def test_a_second_start_reads_what_the_first_has_packed(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path) -> None:
-    """Biases and norms are the checkpoint's each time."""
-    path = make_checkpoint(tmp_path / "model", "qwen2", seed=27)
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path, family: str) -> None:
+    """Biases, norms and routers are the checkpoint's each time."""
+    path = make_checkpoint(tmp_path / "model", family, seed=27)
     operations = create_host_operations(load_cpu_kernels())
     logits = []
     for is_kept in (False, True):
@@ -265,6 +266,7 @@ def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path) -> None:
         cache = PackedCache(tmp_path / "folder", operations.kernels, torch.float32, {"checkpoint": "x"})
         assert cache.is_empty != is_kept
         logits.append(logits_of(unloaded.load(find_kept=cache.find)))
+        assert cache.num_read == (len(unloaded._quantized()) if is_kept else 0)
         cache.keep(unloaded.model)
     assert torch.equal(*logits)
 

@@ -115,6 +115,10 @@ BROKEN = {
         f"{DOWN}_bias", torch.zeros(5, 64), r"tensor model.layers.1.mlp.experts.4.down_proj.bias in the .* no place in"
     ),
     "an expert too few": (f"{DOWN}_bias", torch.zeros(3, 64), rf"{DOWN}_bias\[3, :\] is missing in .* shape \[64\]"),
+    "biases of another size": (f"{DOWN}_bias", torch.zeros(4, 65), rf"{DOWN}_bias\[0, :\] .* \[65\], expected \[64\]"),
+    "one expert by itself": (
+        "model.layers.1.mlp.experts.2.down_proj.bias", torch.zeros(64), rf"tensor {DOWN}_bias in the .* has no place in"
+    ),
     "no bias": (f"{GATE_UP}_bias", None, rf"tensor {GATE_UP}_bias\[0, 0::2\] is missing in .*; expected shape \[96\]"),
     "no sinks": ("model.layers.1.self_attn.sinks", None, r"tensor model.layers.1.self_attn.sinks is missing in"),
     "no router": ("model.layers.0.mlp.router.bias", None, r"tensor model.layers.0.mlp.router.bias is missing in"),

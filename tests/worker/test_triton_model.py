@@ -12,6 +12,8 @@ DEVICE = choose_device()
 
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
+from pagewire.kernels.expert_choice import ExpertChoice  # noqa: E402
+from pagewire.kernels.triton import experts  # noqa: E402
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
 from tests.worker.fake_device import FakeDevice, as_kernel  # noqa: E402
@@ -161,6 +163,28 @@ def test_operations_round_where_those_of_torch_do(dtype):
         torch.testing.assert_close(actual, expected)
         if dtype != torch.float32:
             assert (actual == expected).float().mean() > 0.99
+
+
+def test_products_of_the_same_slots_sort_them_once(monkeypatch):
+    assigned = []
+
+    def assign(ids, *arguments):
+        assigned.append(ids)
+        return assign_slots(ids, *arguments)
+
+    assign_slots = experts.assign
+    monkeypatch.setattr(experts, "assign", assign)
+    operations, plain = TritonOperations(), TorchOperations()
+    generator = torch.Generator().manual_seed(1)
+    x, up, down = (torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((3, 16), (4, 8, 16), (4, 16, 8)))
+    logits = torch.randn(2, 3, 4, generator=generator).to(DEVICE)
+    products = [operations.prepare_experts(weights, None, x.dtype) for weights in (up, down)]
+    for of_layer in logits:
+        ids, _ = operations.choose_experts(of_layer, ExpertChoice(2), None)
+        slots = products[1](products[0](x, ids), ids)
+        expected = plain.prepare_experts(down, None, x.dtype)(plain.prepare_experts(up, None, x.dtype)(x, ids), ids)
+        torch.testing.assert_close(slots, expected)
+    assert len(assigned) == len(logits)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

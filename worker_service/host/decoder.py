@@ -118,14 +118,14 @@ class _Listing:
         eps = self._config.norm_eps
         yield Multiply(source, "heads", _packed(attention.qkv))
         heads = "heads"
-        if self._config.qkv_limit:
-            heads = "clipped_heads"
-            yield Clip("heads", heads, self._config.qkv_limit)
         norms = [_head_norm(norm) for norm in (attention.query_norm, attention.key_norm)]
         query_norm, key_norm = norms
         if attention.norms_projections and query_norm is not None and key_norm is not None:
             yield NormalizeParts(heads, "normed_heads", (query_norm, key_norm), eps)
             heads, query_norm, key_norm = "normed_heads", None, None
+        if self._config.qkv_limit:
+            yield Clip(heads, "clipped_heads", self._config.qkv_limit)
+            heads = "clipped_heads"
         place = self._model.rope_numbers[number]
         cos, sin = (None, None) if place is None else self._angles[place]
         yield Turn(

@@ -109,7 +109,7 @@ class ModelConfig:
     is_parallel: bool = False  # the MLP reads what attention reads
     qkv_bias: bool = False
     qkv_by_head: bool = False  # the checkpoint has the rows of each head's query, key and value together
-    qkv_limit: float = 0.0  # queries, keys and values are bounded to it on both sides; 0: they are not
+    qkv_limit: float = 0.0  # of queries, keys and values, behind norms of projections, on both sides; 0: there is none
     has_sinks: bool = False  # see `Scoring.sinks`
     output_bias: bool = False  # of attention's output projection
     attention_softcap: float = 0.0  # scores are bounded to softcap * tanh(score / softcap); 0: they are not

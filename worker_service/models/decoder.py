@@ -139,10 +139,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles | None, growth: Tensor | None, attend: Attend) -> Tensor:
         qkv = self.qkv(x)
-        if self.qkv_limit:
-            qkv = qkv.clamp(-self.qkv_limit, self.qkv_limit)
         if self.norms_projections:
             qkv = self._normalize_projections(qkv)
+        if self.qkv_limit:
+            qkv = qkv.clamp(-self.qkv_limit, self.qkv_limit)
         heads = qkv.unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
         if growth is not None:
             heads[:, : self.num_heads] *= growth[:, None, None].to(heads.dtype)

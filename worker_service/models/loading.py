@@ -12,7 +12,7 @@ from pagewire.gguf import is_gguf
 from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat
 from pagewire.kernels.rounding import BITS, GROUP_SIZE
-from worker_service.models.checkpoint import Checkpoint, DummyTensors, StackedExperts, Tensors
+from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
 from worker_service.models.decoder import Attention, Decoder, HeadNorm, Norm
@@ -305,10 +305,7 @@ class UnloadedModel:
 def _open(path: Path, config: ModelConfig) -> Tensors:
     if is_gguf(path):
         return GgufCheckpoint(path)
-    checkpoint = Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
-    if config.experts is None or config.quantization is not None:
-        return checkpoint
-    return StackedExperts(checkpoint, config.experts.num_experts)
+    return Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
 
 
 def _tied_head(model: Decoder, shard: Shard) -> nn.Parameter:

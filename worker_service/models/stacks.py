@@ -10,8 +10,19 @@ from dataclasses import dataclass
 
 from worker_service.models.checkpoint_files import CheckpointError, TensorHeader
 
-# The projections of an expert whose outputs take turns in a stack, by the name of that.
-Stacks = Mapping[str, tuple[str, ...]]
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a tensor stacks up of each expert."""
+
+    projections: tuple[str, ...]
+    takes_turns: bool = False  # outputs of the projections do; else those of one lie behind those of the other
+    is_transposed: bool = False  # floats are [experts, inputs, outputs]
+
+
+# By their names. Those of transformers, which computes with experts that are stacked up:
+Stacks = Mapping[str, Stack]
+STACKS = {"gate_up_proj": Stack(("gate_proj", "up_proj")), "down_proj": Stack(("down_proj",))}
 # How the names of stacks end, by the kind of tensor of an expert, and the dimensions that the expert's has.
 _KINDS = {"weight": ("", 2), "bias": ("_bias", 1), "blocks": ("_blocks", 3), "scales": ("_scales", 2)}
 _PART = re.compile(rf"(.*)\.(\d+)\.(\w+)\.({'|'.join(_KINDS)})")
@@ -24,17 +35,30 @@ class StackedPart:
     stack: str
     expert: int
     kind: str
-    turn: int  # of the projection, among those whose outputs take turns
-    num_turns: int
+    form: Stack
+    number: int  # of the projection
 
     @property
     def is_transposed(self) -> bool:
         """Whether the stack is [experts, inputs, outputs]."""
-        return self.kind == "weight"
+        return self.form.is_transposed and self.kind == "weight"
+
+    @property
+    def turns(self) -> slice:
+        """Which outputs of those that `index` finds are the projection's."""
+        return slice(self.number, None, self.num_turns) if self.form.takes_turns else slice(None)
+
+    @property
+    def num_turns(self) -> int:
+        """How many projections take turns."""
+        return len(self.form.projections) if self.form.takes_turns else 1
 
     def describe(self) -> str:
         """The part as it would be written in Python."""
-        outputs = f"{self.turn}::{self.num_turns}" if self.num_turns > 1 else ":"
+        num_projections = len(self.form.projections)
+        if num_projections > 1 and not self.form.takes_turns:
+            return f"{self.stack}[{self.expert}].chunk({num_projections})[{self.number}]"
+        outputs = f"{self.number}::{num_projections}" if num_projections > 1 else ":"
         return f"{self.stack}[{self.expert}, {':, ' if self.is_transposed else ''}{outputs}]"
 
     def header(self, of_stack: TensorHeader) -> TensorHeader:
@@ -49,16 +73,28 @@ class StackedPart:
                 "dimensions, of which the first counts experts"
             )
         shape = list(of_stack.shape[:0:-1] if self.is_transposed else of_stack.shape[1:])
-        shape[0] = len(range(self.turn, shape[0], self.num_turns))
+        shape[0] = len(self._outputs(of_stack))
         return TensorHeader(of_stack.file, of_stack.dtype, tuple(shape))
 
-    def index(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Return where the stack has a part of this tensor, in which all projections take turns."""
+    def index(self, of_stack: TensorHeader, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Return where the stack has a part of this tensor; all projections that take turns are in it."""
         rows, *columns = index or (slice(None),)
-        start = (rows.start or 0) * self.num_turns
-        turns = slice(start, None if rows.stop is None else rows.stop * self.num_turns)
+        own = self._outputs(of_stack)
+        start, stop, _ = rows.indices(len(own))
+        if self.form.takes_turns:
+            outputs = slice(start * self.num_turns, stop * self.num_turns)
+        else:
+            outputs = slice(own.start + start, own.start + stop)
         expert = slice(self.expert, self.expert + 1)
-        return (expert, *(columns or [slice(None)]), turns) if self.is_transposed else (expert, turns, *columns)
+        return (expert, *(columns or [slice(None)]), outputs) if self.is_transposed else (expert, outputs, *columns)
+
+    def _outputs(self, of_stack: TensorHeader) -> range:
+        """The outputs of an expert in the stack that are the projection's."""
+        num_outputs, num_projections = of_stack.shape[-1 if self.is_transposed else 1], len(self.form.projections)
+        if self.form.takes_turns:
+            return range(self.number, num_outputs, num_projections)
+        start, stop = (num_outputs * number // num_projections for number in (self.number, self.number + 1))
+        return range(start, stop)
 
 
 def find_part(stacks: Stacks, name: str) -> StackedPart | None:
@@ -67,20 +103,20 @@ def find_part(stacks: Stacks, name: str) -> StackedPart | None:
     if match is None:
         return None
     experts, expert, projection, kind = match.groups()
-    for stack, projections in stacks.items():
-        if projection in projections:
+    for stack, form in stacks.items():
+        if projection in form.projections:
             source = f"{experts}.{stack}{_KINDS[kind][0]}"
-            return StackedPart(source, int(expert), kind, projections.index(projection), len(projections))
+            return StackedPart(source, int(expert), kind, form, form.projections.index(projection))
     return None
 
 
 def unstacked_names(stacks: Stacks, name: str, header: TensorHeader) -> Iterator[str]:
-    """Yield the names of what a tensor has of each expert; its own, if it is no stack."""
+    """Yield the names of what a tensor has of each expert; its own, if it is no stack, or empty."""
     experts, _, own = name.rpartition(".")
-    for stack, projections in stacks.items():
+    for stack, form in stacks.items():
         for kind, (end, _) in _KINDS.items():
-            if own == stack + end:
-                num_experts = header.shape[0] if header.shape else 0
-                yield from (f"{experts}.{i}.{each}.{kind}" for i in range(num_experts) for each in projections)
+            if own == stack + end and header.shape and all(header.shape):
+                numbers = range(header.shape[0])
+                yield from (f"{experts}.{i}.{each}.{kind}" for i in numbers for each in form.projections)
                 return
     yield name

@@ -44,16 +44,18 @@ INLINE const char* nth_panel(const product* p, int64_t panel) {
   return (const char*)p->layer->panels + panel * num_units(p) * p->by.weight_bytes;
 }
 
-// One row and four panels from `panel` on: as fast as memory by itself.
-static void multiply_row(const product* p, int64_t panel) {
-  const int64_t num = num_units(p), run = p->by.run;
+// One row and four panels from `panel` on: as fast as memory by itself, but over codes of 4 bits, which take as long to
+// multiply. So as many panels of `later` are fetched meanwhile there, unless it is NULL.
+static void multiply_row(const product* p, int64_t panel, const product* later, int64_t later_panel) {
+  const int64_t num = num_units(p), run = p->by.run, stride = later ? 4 * p->by.turn * p->by.weight_bytes : 0;
   float totals[2][4 * PANEL] __attribute__((aligned(64))) = {{0}};
   for (int half = 0; half <= p->is_gated; half++) {
     const char* weights = nth_panel(p, panel + half * p->num_panels);
+    const char* ahead = later ? nth_panel(later, later_panel + half * later->num_panels) : NULL;
     for (int64_t start = 0; start < num; start += run)
       p->by.runs[0](p->layer, weights + start * p->by.weight_bytes, num * p->by.weight_bytes,
-                (const char*)p->x + start * p->by.row_bytes, num - start < run ? num - start : run, NULL, 0,
-                totals[half]);
+                (const char*)p->x + start * p->by.row_bytes, num - start < run ? num - start : run,
+                later ? ahead + 4 * start * p->by.weight_bytes : NULL, stride, totals[half]);
   }
   store_products(p, 0, 1, panel * PANEL, 4 * PANEL, totals[0], totals[1]);
 }
@@ -102,7 +104,11 @@ static void multiply_panels(const product* p, int64_t task, const product* then,
   int64_t panel = task * PANELS_PER_TASK;
   const int64_t end = panel + PANELS_PER_TASK < p->num_panels ? panel + PANELS_PER_TASK : p->num_panels;
   if (p->groups->num_rows == 1)
-    for (; panel + 4 <= end; panel += 4) multiply_row(p, panel);
+    for (; panel + 4 <= end; panel += 4) {
+      const int64_t later = next * PANELS_PER_TASK;
+      const int fetches = p->layer->element == ELEMENT_INT4 && then && later + 4 <= then->num_panels;
+      multiply_row(p, panel, fetches ? then : NULL, later);
+    }
   for (; panel < end; panel++) {
     const int is_of_task = panel + AHEAD < end;
     const int64_t later = is_of_task ? panel + AHEAD : next * PANELS_PER_TASK + panel + AHEAD - end;

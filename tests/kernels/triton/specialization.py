@@ -37,7 +37,6 @@ KERNELS = {
         "max_splits": ("max_splits", NUMBERS),
     },
     experts._choose_kernel: {"num_tokens": ("num_tokens", NUMBERS)},
-    experts._count_kernel: {"num_slots": ("num_slots", NUMBERS)},
     experts._assign_kernel: {name: (name, NUMBERS) for name in ("num_slots", "max_tiles")},
     experts._multiply_kernel: {"slots_of_row": ("slots_of_row", NUMBERS)},
     # What is aligned in every step, to see that a difference would be noticed.

@@ -42,7 +42,6 @@ def test_kernels_are_compiled_once_wherever_rows_lie():
         "_paged_attention_v2_kernel",
         "_plan_kernel",
         "_choose_kernel",
-        "_count_kernel",
         "_assign_kernel",
         "_multiply_kernel",
         "_reduction_kernel output output_stride",

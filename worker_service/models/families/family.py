@@ -11,7 +11,7 @@ from worker_service.models.families.positions import read_no_windows, read_rope
 from worker_service.models.families.reading import activation, dtype, flag, number, positive, split_evenly, unserved
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.shard import Split
-from worker_service.models.stacks import Stacks
+from worker_service.models.stacks import STACKS, Stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class Family:
     weights: tuple[Weight, ...]
     ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of checkpoint names that hold no weights
     optional_prefix: str = ""  # of checkpoint names; some published files lack it
-    stacks: Stacks = field(default_factory=dict)  # tensors of all experts, whose parts have the names of `weights`
+    # Tensors that may be there of all experts, whose parts have the names of `weights`.
+    stacks: Stacks = field(default_factory=lambda: STACKS)
     alternatives: tuple[tuple[Weight, ...], ...] = ()  # to `weights`, of which the one that names most is taken
 
 
@@ -71,8 +72,7 @@ HEAD = (Weight("model.norm", "norm"), Weight("lm_head", "head", split=Split.VOCA
 LLAMA_WEIGHTS = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *GATED_MLP, MLP_OUTPUT, *HEAD)
 
 
-# Experts, in the names of most families. Where the files hold those of a layer as one, `StackedExperts` tells them
-# apart.
+# Experts, in the names of most families.
 _EXPERTS = f"{_LAYER}.mlp.experts.{{expert}}"
 ROUTER = Weight(f"{_LAYER}.mlp.gate", f"{_OURS}.mlp.router", layers="experts")
 EXPERTS = (
@@ -85,10 +85,6 @@ EXPERTS = (
         axis=1,
         layers="experts",
     ),
-)
-STACKED_EXPERTS = (
-    Weight(f"{_EXPERTS}.gate_up_proj", f"{_OURS}.mlp.up.{{expert}}", split=Split.EXPERT_INTERMEDIATE, layers="experts"),
-    EXPERTS[-1],
 )
 
 

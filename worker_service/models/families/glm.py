@@ -23,7 +23,6 @@ from worker_service.models.families.family import (
     PRE_NORMS,
     QKV,
     ROUTER,
-    STACKED_EXPERTS,
     Family,
     Weight,
     in_dense_layers,
@@ -111,5 +110,4 @@ GLM4_MOE = Family(
     (*_MOE_WEIGHTS, *EXPERTS),
     # Layers behind the last one of the two published sizes.
     ignored=r"\.rotary_emb\.inv_freq$|^model\.layers\.(46|92)\.",
-    alternatives=((*_MOE_WEIGHTS, *STACKED_EXPERTS),),
 )

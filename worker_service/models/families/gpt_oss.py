@@ -22,6 +22,7 @@ from worker_service.models.families.family import (
 from worker_service.models.families.positions import FULL, SLIDING, read_rope, read_windows
 from worker_service.models.families.reading import flag, number, positive
 from worker_service.models.shard import Split
+from worker_service.models.stacks import STACKS
 
 _LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
 _WEIGHTS = (
@@ -78,5 +79,5 @@ FAMILY = Family(
     ("GptOssForCausalLM",),
     _read,
     _WEIGHTS,
-    stacks={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    stacks={name: replace(stack, takes_turns=True, is_transposed=True) for name, stack in STACKS.items()},
 )

@@ -244,11 +244,10 @@ def compile_cases() -> Iterator[CompileCase]:
             },
         )
     table = experts.SlotTable("*i32", "*i32", "*i32", "*i32")
-    counted = {"ids": "*i64", "counts": "*i32", "num_slots": "i32"}
-    yield CompileCase("slots of experts counted", experts._count_kernel, counted, {"TILE": 1024})
-    assigned = counted | {"table": table, "num_experts": "i32", "max_tiles": "i32"}
-    constants = {"PADDED_EXPERTS": 256, "BLOCK_M": 16, "TILE": 1024}
-    yield CompileCase("slots of experts assigned", experts._assign_kernel, assigned, constants)
+    assigned = {"ids": "*i64", "table": table, **dict.fromkeys(("num_slots", "num_experts", "max_tiles"), "i32")}
+    for padded_experts in (2, 8, 512):
+        constants = {"PADDED_EXPERTS": padded_experts, "BLOCK_M": 16, "TILE": 1024}
+        yield CompileCase(f"slots of {padded_experts} experts", experts._assign_kernel, assigned, constants)
     for dtype, num_slots, biases in (
         *((torch.bfloat16, 1, None), (torch.bfloat16, 10**6, "*bf16"), (torch.bfloat16, 10**6, None)),
         *((torch.float32, 1, "*fp32"), (torch.float32, 10**6, None)),
