@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pagewire.client import Client
-    from pagewire.completion import Completion, CompletionOutput, Output, Result, TokenLogprobs, Usage
+    from pagewire.completion import Completion, CompletionOutput, Embedding, Output, Result, TokenLogprobs, Usage
     from pagewire.errors import (
         AlreadyExists,
         Cancelled,
@@ -36,6 +36,7 @@ __all__ = [
     "Completion",
     "CompletionOutput",
     "DeadlineExceeded",
+    "Embedding",
     "FieldViolation",
     "InternalError",
     "InvalidRequest",
