@@ -47,7 +47,8 @@ class SamplingParams:
     num_prompt_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
     # A row of a beam: it reports its most likely tokens instead of choosing one, and appends nothing by itself.
     num_candidates: int | None = _legal(None, lambda value: value is None or value >= 1)
-    pooling: Pooling = Pooling.NONE  # any other: the row reports an embedding instead
+    # Any other: the row reports an embedding instead of choosing a token.
+    pooling: Pooling = field(default=Pooling.NONE, metadata={"is_legal": lambda value: isinstance(value, Pooling)})
 
 
 @dataclass(frozen=True, slots=True)
