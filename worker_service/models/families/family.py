@@ -35,7 +35,7 @@ class Family:
     read: Callable[[Mapping[str, Any], str], ModelConfig]  # of config.json and the architecture
     weights: tuple[Weight, ...]
     ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of checkpoint names that hold no weights
-    optional_prefix: str = ""  # of checkpoint names; some published files lack it
+    optional_prefix: str = "model."  # of checkpoint names; published files lack it where they hold no head
 
 
 # The names of Llama's weights, which most families have.
