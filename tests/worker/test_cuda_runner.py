@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -266,9 +267,6 @@ def random_request(rng: random.Random, index: int) -> Request:
     prompt = [shared.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 9, 20]))]
     prompt += [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 7, 30]))]
     num_beams = rng.choice([2, 3])
-    if index % 4 == 3:
-        pooling = rng.choice([core_plan.Pooling.LAST, core_plan.Pooling.MEAN])
-        return Request(f"r{index}", "", tuple(prompt), core_plan.SamplingParams(pooling=pooling), max_tokens=0)
     if is_beam:
         num_candidates = min(VOCAB_SIZE, (1 + len(sampling.stop_token_ids)) * num_beams)
         sampling = replace(sampling, num_candidates=max(2, num_candidates))
@@ -284,6 +282,11 @@ def random_request(rng: random.Random, index: int) -> Request:
     )
 
 
+def random_embedding(rng: random.Random, pooling: core_plan.Pooling) -> Request:
+    prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 20, 60])))
+    return Request(pooling.name, "", prompt, core_plan.SamplingParams(pooling=pooling), max_tokens=0)
+
+
 def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode | None = None, **options: Any) -> Pair:
     """Random requests that arrive as others run, in a cache so small that some are preempted."""
     print("seed", seed)
@@ -291,7 +294,10 @@ def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode
     pair = Pair(path, seed, **{"num_blocks": 40, **options})
     history = History(pair, depth, preemption=preemption or rng.choice(list(PreemptionMode)))
     arrivals = sorted((rng.choice([0.0, 0.2, 0.4]), index) for index in range(8))
-    history.run([(at, random_request(rng, index)) for at, index in arrivals])
+    requests = [(at, random_request(rng, index)) for at, index in arrivals]
+    poolings = (core_plan.Pooling.LAST, core_plan.Pooling.MEAN)
+    requests += [(rng.choice([0.0, 0.2]), random_embedding(rng, pooling)) for pooling in poolings]
+    history.run(sorted(requests, key=itemgetter(0)))
     assert history.num_tokens > len(arrivals)
     assert history.num_embeddings == 2
     return pair
