@@ -15,7 +15,7 @@ from pagewire import blocking_call, conversation, wire
 from pagewire.attachment import Attachment
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
-from pagewire.completion import Completion, CompletionBuilder, Embedding, Output, Result
+from pagewire.completion import Completion, CompletionBuilder, Output, PromptEmbedding, Result
 from pagewire.conversation import Message
 from pagewire.errors import AlreadyExists, PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -266,7 +266,7 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
-    ) -> Embedding: ...
+    ) -> PromptEmbedding: ...
 
     @overload
     def embed(
@@ -277,7 +277,7 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
-    ) -> list[Embedding]: ...
+    ) -> list[PromptEmbedding]: ...
 
     def embed(
         self,
@@ -289,14 +289,14 @@ class Client:
         timeout: float | None = None,
         cache_salt: str = "",
         tenant: str = "",
-    ) -> Embedding | list[Embedding]:
+    ) -> PromptEmbedding | list[PromptEmbedding]:
         """Returns the embedding of a prompt, or of each prompt of a list, with the arguments of `complete`.
 
         It is made of the hidden states of the prompt's tokens, pooled as the checkpoint says, and has the length 1.
         """
         requests = self._requests(prompt, None, {}, prompt_token_ids, request_id, priority, cache_salt, tenant)
         batch = self._embedding_batch(requests, Attempts(self._retry_s, timeout))
-        embeddings = [Embedding.of(completion) for completion in batch.run()]
+        embeddings = [PromptEmbedding.of(completion) for completion in batch.run()]
         return embeddings if isinstance(requests, list) else embeddings[0]
 
     @overload
@@ -310,7 +310,7 @@ class Client:
         timeout: float | None = None,  # noqa: ASYNC109
         cache_salt: str = "",
         tenant: str = "",
-    ) -> Embedding: ...
+    ) -> PromptEmbedding: ...
 
     @overload
     async def aembed(
@@ -321,7 +321,7 @@ class Client:
         timeout: float | None = None,  # noqa: ASYNC109
         cache_salt: str = "",
         tenant: str = "",
-    ) -> list[Embedding]: ...
+    ) -> list[PromptEmbedding]: ...
 
     async def aembed(
         self,
@@ -333,11 +333,11 @@ class Client:
         timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
         cache_salt: str = "",
         tenant: str = "",
-    ) -> Embedding | list[Embedding]:
+    ) -> PromptEmbedding | list[PromptEmbedding]:
         """The asynchronous twin of `embed`."""
         requests = self._requests(prompt, None, {}, prompt_token_ids, request_id, priority, cache_salt, tenant)
         batch = self._embedding_batch(requests, Attempts(self._retry_s, timeout))
-        embeddings = [Embedding.of(completion) for completion in await self._run_in_thread(batch)]
+        embeddings = [PromptEmbedding.of(completion) for completion in await self._run_in_thread(batch)]
         return embeddings if isinstance(requests, list) else embeddings[0]
 
     @overload

@@ -86,7 +86,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding:
+class PromptEmbedding:
     """The embedding of a prompt: a vector of length 1, with as many numbers as the model's hidden states have."""
 
     request_id: str
@@ -94,7 +94,7 @@ class Embedding:
     usage: Usage
 
     @classmethod
-    def of(cls, completion: Completion) -> "Embedding":
+    def of(cls, completion: Completion) -> "PromptEmbedding":
         """Takes it from a request that asked for one. Raises Cancelled if that was aborted."""
         (output,) = completion.outputs
         if not output.embedding:
