@@ -17,8 +17,7 @@ _MODULES_FILE = "modules.json"
 _MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
 _NAMED_MODES = {"lasttoken": Pooling.LAST, "mean": Pooling.MEAN}
 _SERVED = "the last token's and the mean of all tokens' hidden states are served"
-# Of llama.cpp's `pooling_type`; 0 is none.
-_GGUF_TYPES = {0: Pooling.LAST, 1: Pooling.MEAN, 3: Pooling.LAST}
+_GGUF_MEAN = 1  # of llama.cpp's `pooling_type`
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +48,10 @@ def read_pooling(directory: Path, read_json: Callable[[Path], dict[str, Any]]) -
 
 
 def read_gguf_pooling(file: GgufFile) -> PoolingChoice:
-    """Read the metadata of a GGUF file."""
-    key = f"{file.metadata.get('general.architecture')}.pooling_type"
-    found = file.metadata.get(key, 0)
-    if found in _GGUF_TYPES:
-        return PoolingChoice(_GGUF_TYPES[found])
-    return _refused(f"{file.path}: {key} is {found}, which is not computed; {_SERVED}")
+    """Read the metadata of a GGUF file. One with another pooling is refused as a whole (`pagewire.gguf`)."""
+    architecture = file.metadata.get("general.architecture")
+    is_mean = file.metadata.get(f"{architecture}.pooling_type") == _GGUF_MEAN
+    return PoolingChoice(Pooling.MEAN if is_mean else Pooling.LAST)
 
 
 def _read_modules(path: Path) -> list[dict[str, str]]:

@@ -244,9 +244,9 @@ class SimulatedWorker:
         assert 1 <= opening.num_prompt_tokens <= len(opening.token_ids)
         assert 0 <= opening.num_computed_tokens < len(opening.token_ids)
         assert all(0 <= block <= self.num_blocks for block in opening.block_ids)
-        self.rows[opening.slot] = Row(
-            opening, list(opening.token_ids), list(opening.block_ids), opening.num_computed_tokens
-        )
+        row = Row(opening, list(opening.token_ids), list(opening.block_ids), opening.num_computed_tokens)
+        assert row.pooling is not Pooling.MEAN or not row.num_computed, "a mean does not begin anew"
+        self.rows[opening.slot] = row
 
     def _compute(self, working: list[Row]) -> None:
         """A real worker writes a layer's K and V of all rows before any attends; here rows go in an order that reads

@@ -9,11 +9,17 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
+from pagewire.gguf import GgufFile
+from scheduler_service.core import plan as core_plan
+from scheduler_service.serving.pooling_config import read_gguf_pooling
+from tests.gguf_files import write_gguf
 from tests.worker.checkpoints import make_checkpoint
 from tests.worker.plans import Row, plan_steps
 from tests.worker.test_model_runner import load
 from worker_service.engine import LoadedWorker
+from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.rows.pooling import PooledChunk, Pooler
 from worker_service.step import Pooling, ProtocolError, RowOpening, RowStatus, SamplingParams, StepPlan
 
@@ -185,3 +191,39 @@ def test_a_mean_adds_tokens_one_after_the_other() -> None:
     pooler.keep([last], sums)
     assert torch.equal(cut[0], whole[0])
     assert not pooler._sums
+
+
+def test_a_checkpoint_without_the_prefix_of_its_names_is_read_as_it_is(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """As those of embedding models often are, which hold no head: it is the embedding, where config.json ties them."""
+    tied = make_checkpoint(tmp_path / "tied", "qwen3", seed=9, tie_word_embeddings=True)
+    rows = [(prompt, pooling) for prompt in random_prompts(4) for pooling in POOLINGS]
+    expected = embed(load(tied), rows, 64)
+    tensors = load_file(tied / "model.safetensors")
+    assert all(name.startswith("model.") for name in tensors)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tied / "model.safetensors")
+    assert embed(load(tied), rows, 64) == expected
+    untied = make_checkpoint(tmp_path / "untied", "qwen3", seed=9, tie_word_embeddings=False)
+    tensors = load_file(untied / "model.safetensors")
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(tensors, untied / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight is missing"):
+        load(untied)
+
+
+@pytest.mark.parametrize(
+    ("pooling_type", "pooling"),
+    [(None, core_plan.Pooling.LAST), (0, core_plan.Pooling.LAST), (1, core_plan.Pooling.MEAN)],
+)
+def test_a_gguf_file_says_how_it_is_pooled(
+    checkpoints: dict[str, Path], tmp_path: Path, pooling_type: int | None, pooling: core_plan.Pooling
+) -> None:
+    settings = {} if pooling_type is None else {"qwen3.pooling_type": pooling_type}
+    path = write_gguf(tmp_path / "model.gguf", checkpoints["qwen3"], "F32", settings=settings)
+    assert read_gguf_pooling(GgufFile.open(path)).pooling is pooling
+    rows = [(prompt, Pooling.MEAN) for prompt in random_prompts(4)]
+    found = embed(load(path, dtype="float32"), rows, 64)
+    expected = embed(load(checkpoints["qwen3"], dtype="float32"), rows, 64)
+    for one, other in zip(found, expected, strict=True):
+        assert np.frombuffer(one, "<f4") == pytest.approx(np.frombuffer(other, "<f4"), abs=2e-6)
