@@ -72,12 +72,6 @@ MUTANTS = (
         ":",
     ),
     _mutant(
-        "a mean is swapped and goes on",
-        "lifecycle",
-        "            and not group.begins_anew\n",
-        "",
-    ),
-    _mutant(
         "the first beam writes to a tail that others hold",
         "epoch",
         "copying.extend(holders if num_others else holders[1:])",
