@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pagewire.client import Client
-    from pagewire.completion import Completion, CompletionOutput, Output, Result, TokenLogprobs, Usage
+    from pagewire.completion import Completion, CompletionOutput, Output, PromptEmbedding, Result, TokenLogprobs, Usage
     from pagewire.errors import (
         AlreadyExists,
         Cancelled,
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
         StartError,
         Unavailable,
     )
-    from pagewire.llm import LLM, Logprob, RequestOutput, SampleOutput, TextPrompt, TokensPrompt
+    from pagewire.llm import (
+        LLM,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestOutput,
+        SampleOutput,
+        TextPrompt,
+        TokensPrompt,
+    )
     from pagewire.sampling import SamplingParams
     from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
 
@@ -36,6 +45,8 @@ __all__ = [
     "Completion",
     "CompletionOutput",
     "DeadlineExceeded",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "FieldViolation",
     "InternalError",
     "InvalidRequest",
@@ -45,6 +56,7 @@ __all__ = [
     "OutOfRange",
     "Output",
     "PagewireError",
+    "PromptEmbedding",
     "RequestOutput",
     "RequestReport",
     "ResourceExhausted",

@@ -15,7 +15,7 @@ from pagewire import blocking_call, conversation, wire
 from pagewire.attachment import Attachment
 from pagewire.batch import RequestBatch
 from pagewire.channels import Channels
-from pagewire.completion import Completion, CompletionBuilder, Output, Result
+from pagewire.completion import Completion, CompletionBuilder, Output, PromptEmbedding, Result
 from pagewire.conversation import Message
 from pagewire.errors import AlreadyExists, PagewireError
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
@@ -47,10 +47,10 @@ class Client:
     `retry` is for how many seconds after its begin a call is made again that the server could not take: nobody answers
     at the url yet, it restarts, has no worker, or its queue is full. Output that has begun is never begun again.
 
-    Synchronous: `complete`, `stream`, `chat`, `tokenize`, `detokenize`, `info`.
-    Asynchronous: `acomplete`, `generate`, `achat`, `atokenize`, `adetokenize`, `submit`, `attach`, `result`, `abort`,
-    `get_request`, `blocks`, `server_info`, `loads`. Requests of `generate` and `acomplete` that begin while others are
-    in flight share a call: same results, same errors.
+    Synchronous: `complete`, `stream`, `chat`, `embed`, `tokenize`, `detokenize`, `info`.
+    Asynchronous: `acomplete`, `generate`, `achat`, `aembed`, `atokenize`, `adetokenize`, `submit`, `attach`, `result`,
+    `abort`, `get_request`, `blocks`, `server_info`, `loads`. Requests of `generate` and `acomplete` that begin while
+    others are in flight share a call: same results, same errors.
 
     The connection is opened at its first use and closed by `close` or `aclose`, at the end of `with` or `async with`,
     or with the process; used again, it is opened again. The client may be used by any number of tasks and threads.
@@ -254,6 +254,91 @@ class Client:
         """The asynchronous twin of `complete`."""
         requests = self._requests(prompt, sampling, fields, prompt_token_ids, request_id, priority, cache_salt, tenant)
         return await self._acomplete(requests, Attempts(self._retry_s, timeout))
+
+    @overload
+    def embed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> PromptEmbedding: ...
+
+    @overload
+    def embed(
+        self,
+        prompt: Sequence[str | Sequence[int]],
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> list[PromptEmbedding]: ...
+
+    def embed(
+        self,
+        prompt: str | Sequence[str | Sequence[int]] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> PromptEmbedding | list[PromptEmbedding]:
+        """Returns the embedding of a prompt, or of each prompt of a list, with the arguments of `complete`.
+
+        It is made of the hidden states of the prompt's tokens, pooled as the checkpoint says, and has the length 1.
+        """
+        requests = self._requests(prompt, None, {}, prompt_token_ids, request_id, priority, cache_salt, tenant)
+        batch = self._embedding_batch(requests, Attempts(self._retry_s, timeout))
+        embeddings = [PromptEmbedding.of(completion) for completion in batch.run()]
+        return embeddings if isinstance(requests, list) else embeddings[0]
+
+    @overload
+    async def aembed(  # type: ignore[overload-overlap]  # a text is a sequence of texts too
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> PromptEmbedding: ...
+
+    @overload
+    async def aembed(
+        self,
+        prompt: Sequence[str | Sequence[int]],
+        *,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> list[PromptEmbedding]: ...
+
+    async def aembed(
+        self,
+        prompt: str | Sequence[str | Sequence[int]] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109 - sent as the deadline of the call, so that the server knows it
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> PromptEmbedding | list[PromptEmbedding]:
+        """The asynchronous twin of `embed`."""
+        requests = self._requests(prompt, None, {}, prompt_token_ids, request_id, priority, cache_salt, tenant)
+        batch = self._embedding_batch(requests, Attempts(self._retry_s, timeout))
+        embeddings = [PromptEmbedding.of(completion) for completion in await self._run_in_thread(batch)]
+        return embeddings if isinstance(requests, list) else embeddings[0]
 
     @overload
     def chat(
@@ -668,6 +753,14 @@ class Client:
                 call.cancel()
         finally:
             connection.num_in_flight -= 1
+
+    def _embedding_batch(
+        self, requests: pb.GenerateRequest | list[pb.GenerateRequest], attempts: Attempts
+    ) -> RequestBatch:
+        several = requests if isinstance(requests, list) else [requests]
+        for request in several:
+            request.embed = True
+        return RequestBatch(several, self._channels.stub, self.url, attempts)
 
     async def _run_in_thread(self, batch: RequestBatch) -> list[Completion]:
         running = asyncio.ensure_future(asyncio.to_thread(batch.run))

@@ -28,7 +28,8 @@ def _refused(text: str, *harmless: object) -> Foreign:
 
 _NO_CODE = "Pagewire runs no code of checkpoints, and needs none for the architectures it knows"
 _ONE_MODEL = "Pagewire serves one model as it is"
-_TEXT_ONLY = "Pagewire generates text from text"
+_TEXT_ONLY = "Pagewire generates text, and makes embeddings, of text"
+_POOLING = "embeddings are pooled as the checkpoint's own modules.json says, else by the last token"
 _NO_GRAMMAR = "Pagewire has no structured output"
 
 LLM_OPTIONS: dict[str, Foreign] = {
@@ -69,11 +70,11 @@ LLM_OPTIONS: dict[str, Foreign] = {
     "cpu_offload_gb": _refused("all weights are on the device; swap_space is for the KV cache", 0),
     "speculative_config": _refused("there is no speculative decoding"),
     "enable_lora": _refused(_ONE_MODEL),
-    "runner": _refused(_TEXT_ONLY, "auto", "generate"),
-    "task": _refused(_TEXT_ONLY, "auto", "generate"),
-    "convert": _refused(_TEXT_ONLY, "auto", "none"),
-    "pooler_config": _refused(_TEXT_ONLY),
-    "override_pooler_config": _refused(_TEXT_ONLY),
+    "runner": _refused(_TEXT_ONLY, "auto", "generate", "pooling"),
+    "task": _refused(_TEXT_ONLY, "auto", "generate", "embed"),
+    "convert": _refused(_TEXT_ONLY, "auto", "none", "embed"),
+    "pooler_config": _refused(_POOLING),
+    "override_pooler_config": _refused(_POOLING),
     "logits_processors": _refused("tokens are chosen by SamplingParams alone; it has logit_bias", []),
     "kv_transfer_config": _refused("a worker computes prompts and decodes them"),
     "enable_sleep_mode": _refused("close the LLM to free its memory"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from pagewire.errors import InternalError, PagewireError
+from pagewire.errors import Cancelled, InternalError, PagewireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Output:
     delta of a sample, then "stop", "length" or "abort"; with "stop", `stop_reason` is the token id or the text that
     ended it. `usage` is set with the finish reason. `prompt_logprobs` come in deltas of sample 0.
     `cumulative_logprob` is that of the output so far, where log-probabilities were asked for; of a hypothesis it comes
-    with the finish reason.
+    with the finish reason. `embedding` comes alone, and only where it was asked for.
     """
 
     request_id: str
@@ -52,6 +52,7 @@ class Output:
     usage: Usage | None
     first_token: int
     stop_reason: int | str | None
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None
     cumulative_logprob: float | None
     usage: Usage
+    embedding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,24 @@ class Completion:
     usage: Usage
     ttft_s: float | None
     total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbedding:
+    """The embedding of a prompt: a vector of length 1, with as many numbers as the model's hidden states have."""
+
+    request_id: str
+    values: tuple[float, ...]
+    usage: Usage
+
+    @classmethod
+    def of(cls, completion: Completion) -> "PromptEmbedding":
+        """Takes it from a request that asked for one. Raises Cancelled if that was aborted."""
+        (output,) = completion.outputs
+        if not output.embedding:
+            message = "the request was aborted before its embedding was made"
+            raise Cancelled(message, code=grpc.StatusCode.CANCELLED)
+        return cls(completion.request_id, output.embedding, completion.usage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +189,7 @@ class CompletionBuilder:
             logprobs=tuple(sample.logprobs) or None,
             cumulative_logprob=sample.cumulative_logprob,
             usage=last.usage,
+            embedding=last.embedding,
         )
 
 

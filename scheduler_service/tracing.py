@@ -17,10 +17,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from pagewire.transport.otlp import tracer_provider
+from scheduler_service.core.plan import Pooling
 from scheduler_service.core.request import Request, SequenceEnd
 from scheduler_service.serving.observer import ENDED_WELL, Observer
-
-_OPERATION = "text_completion"
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class Tracing(Observer):
     def submission(self, request: Request) -> Iterator[Request]:
         """Give the request with its span's context. A request that is refused has no span."""
         span = self._tracer.start_span(
-            f"{_OPERATION} {self._model_name}",
+            f"{_operation(request)} {self._model_name}",
             context=self._propagator.extract(self._read_context()),
             kind=trace.SpanKind.SERVER,
             attributes=self._attributes_of(request),
@@ -87,7 +86,7 @@ class Tracing(Observer):
     def _attributes_of(self, request: Request) -> dict[str, AttributeValue]:
         sampling = request.sampling
         attributes: dict[str, AttributeValue] = {
-            "gen_ai.operation.name": _OPERATION,
+            "gen_ai.operation.name": _operation(request),
             "gen_ai.provider.name": "pagewire",
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.id": request.request_id,
@@ -123,3 +122,7 @@ class Tracing(Observer):
     def _nanoseconds(self, moment: float) -> int:
         """Translate a moment of `time.monotonic` into nanoseconds since 1970."""
         return self._epoch_ns + int(moment * 1e9)
+
+
+def _operation(request: Request) -> str:
+    return "text_completion" if request.sampling.pooling is Pooling.NONE else "embeddings"

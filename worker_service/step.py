@@ -20,6 +20,14 @@ def _legal(default: Any, is_legal: Callable[[Any], bool]) -> Any:
     return field(default=default, metadata={"is_legal": is_legal})
 
 
+class Pooling(Enum):
+    """What an embedding is made of: the final hidden states of a row's tokens, scaled to length 1."""
+
+    NONE = 0
+    LAST = 1
+    MEAN = 2
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a row chooses its tokens. Every value is explicit: defaults were resolved before."""
@@ -39,6 +47,8 @@ class SamplingParams:
     num_prompt_logprobs: int | None = _legal(None, lambda value: value is None or value >= 0)
     # A row of a beam: it reports its most likely tokens instead of choosing one, and appends nothing by itself.
     num_candidates: int | None = _legal(None, lambda value: value is None or value >= 1)
+    # Any other: the row reports an embedding instead of choosing a token.
+    pooling: Pooling = field(default=Pooling.NONE, metadata={"is_legal": lambda value: isinstance(value, Pooling)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +163,7 @@ class StepResult:
     duration_us: int = 0
     last_moved_step: int = 0  # the moves of all plans up to this step are done
     parts: StepParts = StepParts()
+    embeddings: tuple[bytes, ...] = ()  # one per row that is OK and has pooling: float32, little-endian
 
 
 class LaunchedStep(Protocol):

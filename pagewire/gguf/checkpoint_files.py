@@ -24,7 +24,7 @@ _INERT: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
-    "pooling_type": (0,),
+    "pooling_type": (0, 1, 3),  # none, mean, last: of embeddings alone
     "nextn_predict_layers": (0,),
     "rope.scaling.alpha": (0.0,),
 }

@@ -1,6 +1,15 @@
 """`LLM`: a model for a program on the same machine, with both services in the background, in the style of vLLM."""
 
 from pagewire.llm.llm import LLM, TextPrompt, TokensPrompt
-from pagewire.llm.request_output import Logprob, RequestOutput, SampleOutput
+from pagewire.llm.request_output import EmbeddingOutput, EmbeddingRequestOutput, Logprob, RequestOutput, SampleOutput
 
-__all__ = ["LLM", "Logprob", "RequestOutput", "SampleOutput", "TextPrompt", "TokensPrompt"]
+__all__ = [
+    "LLM",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "RequestOutput",
+    "SampleOutput",
+    "TextPrompt",
+    "TokensPrompt",
+]

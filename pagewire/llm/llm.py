@@ -1,9 +1,10 @@
-"""`LLM` completes lists of prompts, in the way that users of vLLM and nano-vllm know."""
+"""`LLM` completes and embeds lists of prompts, in the way that users of vLLM and nano-vllm know."""
 
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
@@ -17,7 +18,14 @@ from pagewire.errors import StartError, Unavailable
 from pagewire.hosting.local_server import LocalServer
 from pagewire.llm.options import serve_flags
 from pagewire.llm.progress import ForeignProgress, Progress
-from pagewire.llm.request_output import RequestOutput, request_output, token_ids_of
+from pagewire.llm.request_output import (
+    EmbeddingRequestOutput,
+    RequestOutput,
+    embedding_output,
+    request_output,
+    token_ids_of,
+)
+from pagewire.protos.gen.pagewire.scheduler.v1.scheduler_pb2 import GenerateRequest
 from pagewire.retry import Attempts
 from pagewire.sampling import UNSET, SamplingParams
 
@@ -127,6 +135,35 @@ class LLM:
         texts = conversation.prompts_of(info, chat_template, add_generation_prompt, messages, chat_template_kwargs)
         return self._run(texts, [None] * len(texts), sampling_params, use_tqdm, None, add_special_tokens=False)
 
+    def embed(
+        self,
+        prompts: Any,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        priority: Sequence[int] | None = None,
+        lora_request: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns the embeddings of all prompts, in their order; the prompts and the rest are as in `generate`.
+
+        They are made of the hidden states of a prompt's tokens, pooled as the checkpoint says, and have the length 1.
+        """
+        if lora_request is not None:
+            raise ValueError("lora_request is not supported: Pagewire serves one model as it is")
+        split = [_split(prompt, index) for index, prompt in enumerate(_as_list(prompts))]
+        priorities = _one_each(priority, len(split))
+        if not split:
+            return []
+        with self._telling_of_the_end():
+            token_ids = self._tokens([text for text, _ in split], [ids for _, ids in split], add_special_tokens=True)
+            requests = [_request(*each) for each in zip(token_ids, [None] * len(split), priorities, strict=True)]
+            for request in requests:
+                request.embed = True
+            completions = self._complete(requests, use_tqdm)
+        return [
+            embedding_output(completion, list(map(int, prompt)))
+            for completion, prompt in zip(completions, token_ids, strict=True)
+        ]
+
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer as transformers loads it. Raises ImportError without transformers."""
         from transformers import AutoTokenizer
@@ -144,37 +181,33 @@ class LLM:
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
         samplings = one_each(sampling_params, len(texts))
-        priorities = [0] * len(texts) if priority is None else priority
-        if len(priorities) != len(texts):
-            raise ValueError(f"there are {len(texts)} prompts and {len(priorities)} priorities; give one for each")
+        priorities = _one_each(priority, len(texts))
         if not texts:
             return []
-        try:
+        with self._telling_of_the_end():
             prompts = self._tokens(texts, token_ids, add_special_tokens)
             max_tokens = self.client.info().max_sequence_tokens
             requests = [
-                wire.encode_request(
-                    None,
-                    self._resolve(sampling, max_tokens - len(prompt)),
-                    prompt_token_ids=prompt,
-                    request_id=None,
-                    priority=urgency,
-                    cache_salt="",
-                    tenant="",
-                )
+                _request(prompt, self._resolve(sampling, max_tokens - len(prompt)), urgency)
                 for prompt, sampling, urgency in zip(prompts, samplings, priorities, strict=True)
             ]
             completions = self._complete(requests, use_tqdm)
             names = self._names(completions)
+        return [
+            request_output(completion, text, list(map(int, prompt)), names)
+            for completion, text, prompt in zip(completions, texts, prompts, strict=True)
+        ]
+
+    @contextmanager
+    def _telling_of_the_end(self) -> Iterator[None]:
+        """Raises StartError where services are unavailable inside because they have ended."""
+        try:
+            yield
         except Unavailable as error:
             if not self._server.ends_within(END_TIMEOUT_S):
                 raise
             reason = f": {self._server.reason}" if self._server.reason else ""
             raise StartError(f"the services of this LLM have ended ({self._server.exit}){reason}") from error
-        return [
-            request_output(completion, text, list(map(int, prompt)), names)
-            for completion, text, prompt in zip(completions, texts, prompts, strict=True)
-        ]
 
     def _tokens(
         self, texts: Sequence[str | None], token_ids: Sequence[Sequence[int] | None], add_special_tokens: bool
@@ -227,6 +260,19 @@ def _close(server: LocalServer, client: Client, channels: Channels) -> None:
     client.close()
     channels.close()
     server.stop()
+
+
+def _one_each(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
+    priorities = [0] * num_prompts if priority is None else priority
+    if len(priorities) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts and {len(priorities)} priorities; give one for each")
+    return priorities
+
+
+def _request(prompt: Sequence[int], sampling: SamplingParams | None, priority: int) -> GenerateRequest:
+    return wire.encode_request(
+        None, sampling, prompt_token_ids=prompt, request_id=None, priority=priority, cache_salt="", tenant=""
+    )
 
 
 def _as_list(prompts: Any) -> list[Any]:

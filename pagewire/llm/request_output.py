@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from pagewire.completion import Completion, CompletionOutput, TokenLogprobs
+from pagewire.completion import Completion, CompletionOutput, PromptEmbedding, TokenLogprobs
 
 # The keys by which nano-vllm's users read a result.
 KEYS = ("text", "token_ids")
@@ -65,6 +65,31 @@ class RequestOutput:
         if key == "token_ids":
             return self.outputs[0].token_ids
         raise KeyError(f"{key!r} is none of {', '.join(KEYS)}; everything else is an attribute, such as .outputs")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A vector of length 1."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt: `.outputs.embedding`."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+def embedding_output(completion: Completion, prompt_token_ids: list[int]) -> EmbeddingRequestOutput:
+    """Makes the result of `LLM.embed` from the client's."""
+    found = PromptEmbedding.of(completion)
+    output = EmbeddingOutput(list(found.values))
+    return EmbeddingRequestOutput(found.request_id, output, prompt_token_ids, found.usage.cached_tokens)
 
 
 def token_ids_of(completion: Completion) -> set[int]:

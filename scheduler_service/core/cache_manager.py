@@ -63,7 +63,7 @@ class CacheManager:
     def num_most_blocks(self, request: Request) -> int:
         """Count the blocks that the request may hold at once: full blocks of its prompt are shared, and each beam may
         need a copy of a block that another one goes on with."""
-        num_positions = len(request.prompt_token_ids) + request.max_tokens - 1
+        num_positions = len(request.prompt_token_ids) + max(0, request.max_tokens - 1)
         num_blocks = self.num_blocks_for(num_positions)
         num_rows = request.num_rows
         if num_rows == 1:
@@ -87,7 +87,7 @@ class CacheManager:
     def match(self, sequence: Sequence) -> Match:
         """Find cached content that the sequence begins with. Its last token is never matched: computing that is what
         yields the next one."""
-        if not self.enable_prefix_caching or sequence.wants_prompt_logprobs:
+        if not self.enable_prefix_caching or sequence.wants_prompt_logprobs or sequence.group.begins_anew:
             return Match()
         max_blocks = (sequence.num_tokens - 1) // self.block_size
         chain = self.index.match(sequence.root_key, sequence.token_ids, max_blocks)

@@ -113,7 +113,8 @@ def _check_rows(epoch: Epoch, groups: LiveGroups, in_flight: dict[Sequence, int]
                 continue
             num_computed, num_expected = sequence.num_computed_tokens, len(sequence.token_ids) + num_in_flight
             assert num_computed <= len(sequence.block_table) * block_size, f"S5: {sequence}"
-            assert num_computed <= num_expected <= sequence.max_num_tokens, f"S5, planned too far: {sequence}"
+            max_expected = max(sequence.max_num_tokens, sequence.num_prompt_tokens + 1)  # an embedding is expected too
+            assert num_computed <= num_expected <= max_expected, f"S5, planned too far: {sequence}"
             is_decoding = sequence.is_decoding
             assert (sequence in epoch.active) == (not is_decoding and sequence.num_uncomputed_tokens > 0)
             assert is_decoding == (epoch.decoding._rows.get(sequence.slot) is sequence)

@@ -11,7 +11,7 @@ Where a group stands follows from its state, and both change in one function, `_
 are asked of a `Lifecycle` (`explain.py`); only `scheduler.py` and the parts that it is made of have it do something.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from scheduler_service.core.beam import BeamSearch
@@ -128,7 +128,7 @@ class Lifecycle:
             root_key=self._shared_key(request.tenant, request.cache_salt, self._model_digest),
             stop_token_ids=self._stop_set(request.sampling.stop_token_ids),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
-            is_gated=request.beam is not None,
+            is_gated=not request.sampling.chooses_tokens,
         )
         sequence.start_from(0)
         return sequence
@@ -184,6 +184,7 @@ class Lifecycle:
         num_blocks, num_host_blocks = epoch.cache.num_swap_blocks(group)
         swaps = (
             num_blocks > 0
+            and not group.begins_anew
             and num_host_blocks <= epoch.cache.host_pool.num_free
             and epoch.cost.prefers_swap(num_blocks, num_blocks * epoch.cache.block_size)
         )
@@ -252,6 +253,7 @@ class Lifecycle:
         num_output_tokens: int | None = None,
         stop_token_id: int | None = None,
         message: str = "",
+        embedding: bytes = b"",
     ) -> None:
         """A sample ends with its first so many tokens, by default all, and its request with the last sample. What is on
         its way no longer counts."""
@@ -270,7 +272,7 @@ class Lifecycle:
         sequence.is_finished = True
         del self.samples[sequence.sequence_id]
         end = _sequence_end(sequence, sequence.sequence_id, reason, sequence.num_output_tokens, stop_token_id, message)
-        outputs.ended.append(end)
+        outputs.ended.append(replace(end, embedding=embedding) if embedding else end)
         group.num_unfinished -= 1
         if group.num_unfinished == 0:
             self._leave(group)

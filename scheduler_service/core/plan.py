@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 
+class Pooling(Enum):
+    """What an embedding is made of: the final hidden states of a row's tokens, scaled to length 1."""
+
+    NONE = 0
+    LAST = 1
+    MEAN = 2
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a row chooses its tokens. Every value is explicit: defaults were resolved before."""
@@ -26,6 +34,11 @@ class SamplingParams:
     num_prompt_logprobs: int | None = None
     # Not None: the row reports its most likely tokens instead of choosing one, and waits to be told how it goes on.
     num_candidates: int | None = None
+    pooling: Pooling = Pooling.NONE  # any other: the row reports an embedding instead
+
+    @property
+    def chooses_tokens(self) -> bool:
+        return self.num_candidates is None and self.pooling is Pooling.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +155,7 @@ class StepResult:
     duration_us: int = 0
     last_moved_step: int = 0  # the moves of all plans up to this step are done
     parts: StepParts = StepParts()
+    embeddings: tuple[bytes, ...] = ()  # one per row that is OK and has pooling: float32, little-endian
 
 
 @dataclass(frozen=True, slots=True)

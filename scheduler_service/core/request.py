@@ -102,6 +102,7 @@ class SequenceEnd:
     first_token_at: float | None
     # In turn when its request was preempted, or lost its worker, and when it ran again; it may end in between.
     pauses: tuple[float, ...] = ()
+    embedding: bytes = b""  # float32, little-endian; empty: none was asked for, or made
 
 
 @dataclass(frozen=True, slots=True)

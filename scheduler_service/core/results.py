@@ -9,7 +9,7 @@ from scheduler_service.core.sequence import GroupState, Sequence, SequenceGroup
 
 # How a request ends of which the worker could not compute a row.
 _FAILURES = {
-    RowStatus.NAN_LOGITS: (EndReason.NAN_LOGITS, "the model's logits are not numbers"),
+    RowStatus.NAN_LOGITS: (EndReason.NAN_LOGITS, "the model's logits, or hidden states, are not numbers"),
     RowStatus.OUT_OF_MEMORY: (
         EndReason.OUT_OF_MEMORY,
         "the worker's memory does not suffice to compute this request, even alone and a token at a time: shorten it, "
@@ -71,13 +71,16 @@ class Results:
             self._state.discard(group, epoch, now)
 
     def take_sample(self, epoch: Epoch, sample: SampledRow, outputs: TokenOutputs, now: float) -> None:
-        """Take the token, or the candidates for one, of a row that was planned by itself."""
+        """Take the token, the candidates for one, or the embedding of a row that was planned by itself."""
         sequence, token_id = sample.sequence, sample.token_id
         self._state.quarantine.cleared(sequence.group)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
         if sample.candidates is not None:
             self._take_candidates(epoch, sequence, sample.candidates, outputs)
+            return
+        if sample.embedding is not None:
+            self._state.end(sequence, EndReason.STOP, outputs, embedding=sample.embedding)
             return
         self._state.counters.num_generation_tokens += 1
         sequence.token_ids.append(token_id)

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from scheduler_service.core.cache import Node, RootKey
+from scheduler_service.core.plan import Pooling
 from scheduler_service.core.request import OutputMode, Request
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ class SequenceGroup:
     @property
     def is_finished(self) -> bool:
         return self.state is GroupState.FINISHED
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether its row needs every position computed in a row of its own: nothing cached can stand for a part of a
+        mean, nor what another row had computed."""
+        return self.request.sampling.pooling is Pooling.MEAN
 
     @property
     def num_first_slots(self) -> int:

@@ -4,12 +4,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from pagewire.gguf import GgufFile, config_json, generation_config_json, is_gguf, tokenizer_config_json
 from scheduler_service.core.plan import SamplingParams
 from scheduler_service.serving.chat_template import ChatTemplate, read_chat_template
+from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_pooling, read_pooling
 from scheduler_service.serving.sampling_options import API_DEFAULTS, SAMPLING_OPTIONS
 
 # The keys under which the families of models give their greatest length.
@@ -36,6 +38,7 @@ class ModelInfo:
     template_file: ChatTemplate | None
     special_tokens: Mapping[str, str]  # texts, by the names that a chat template uses
     tokenizer_path: Path | None  # a tokenizer.json or a GGUF file
+    embedding: PoolingChoice  # how embeddings are made
 
     @property
     def has_tokenizer(self) -> bool:
@@ -58,6 +61,8 @@ class ModelInfo:
         fault = None if self.template_file is None else self.template_file.fault()
         if fault is not None:
             found.append(f"{fault}; chat does not work")
+        if self.embedding.refusal:
+            found.append(self.embedding.refusal)
         return found
 
 
@@ -85,6 +90,7 @@ class _Settings:
     template_file: ChatTemplate | None
     tokenizer_path: Path | None
     digest: bytes
+    embedding: PoolingChoice
 
 
 def _read_directory(path: Path) -> _Settings:
@@ -106,6 +112,7 @@ def _read_directory(path: Path) -> _Settings:
         read_chat_template(path, tokenizer_config),
         tokenizer_path if has_tokenizer else None,
         digest.digest(),
+        read_pooling(path, partial(_read_json, required=True)),
     )
 
 
@@ -125,6 +132,7 @@ def _read_gguf(path: Path) -> _Settings:
         None if template is None else ChatTemplate(template, path),
         path,
         file.digest,
+        read_gguf_pooling(file),
     )
 
 
@@ -146,6 +154,7 @@ def _model_info(settings: _Settings) -> ModelInfo:
         template_file=settings.template_file,
         special_tokens=_special_tokens(settings.tokenizer_config),
         tokenizer_path=settings.tokenizer_path,
+        embedding=settings.embedding,
     )
 
 

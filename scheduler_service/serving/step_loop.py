@@ -212,7 +212,7 @@ class StepLoop:
     def _take_result(self, result: StepResult, now: float) -> None:
         outputs = self._scheduler.complete(result, now)
         self._publish(outputs)
-        if outputs.token_ids or result.candidates.token_ids:
+        if outputs.token_ids or result.candidates.token_ids or result.embeddings:
             self.availability.token_came()
         stats = explain.stats(self.state)
         for observer in self._observers:

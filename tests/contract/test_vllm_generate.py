@@ -229,10 +229,6 @@ async def test_what_is_never_served_is_invalid_and_not_worth_another_try(checkpo
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert [*fields] == [details(error)[0].field_violations[0].field]
             assert f"leave {next(iter(fields))} unset" in error.details()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub_of(stack).Embed(vllm_engine_pb2.EmbedRequest(tokenized={"input_ids": PROMPT}))
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "no embeddings" in caught.value.details()
 
 
 async def test_structured_output_is_refused_by_the_names_that_http_clients_send(checkpoint: Path) -> None:

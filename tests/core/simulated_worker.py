@@ -9,13 +9,15 @@ Moves are done at once, or held back until `finish_moves`: what touches a block 
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import gcd
 
 from scheduler_service.core.plan import (
     Candidates,
     Logprobs,
+    Pooling,
     PromptLogprobs,
     RowOpening,
     RowStatus,
@@ -64,6 +66,18 @@ def candidates(prefix: int, num: int, vocab_size: int) -> list[tuple[int, float]
     return entries
 
 
+def embedding(pooled: Sequence[int], last: int, pooling: Pooling) -> bytes:
+    """Eight bytes that hang on the last digest, or on all those that a row has computed and on how many these are."""
+    value = last if pooling is Pooling.LAST else hash(tuple(pooled))
+    return value.to_bytes(8, "little", signed=True)
+
+
+def reference_embedding(prompt: Iterable[int], pooling: Pooling) -> bytes:
+    """The embedding that an undisturbed run makes."""
+    digests = list(accumulate(prompt, digest, initial=0))[1:]
+    return embedding(digests, digests[-1], pooling)
+
+
 def reference(prompt: Iterable[int], num_tokens: int, *, seed: int, sample_index: int, vocab_size: int) -> list[int]:
     """The tokens that an undisturbed run generates."""
     prefix = digest_all(prompt)
@@ -82,6 +96,11 @@ class Row:
     num_computed: int
     work: int = 0
     digests: list[int] = field(default_factory=list)  # of the first of token_ids, as far as they were needed
+    pooled: list[int] = field(default_factory=list)  # digests of the positions that this row has computed
+
+    @property
+    def pooling(self) -> Pooling:
+        return Pooling(self.opening.sampling.pooling.value)  # either service's
 
     def fork(self) -> "Row":
         return replace(
@@ -197,6 +216,7 @@ class SimulatedWorker:
 
     def _patch_beams(self, plan: StepPlan) -> None:
         sources = [self.rows[slot].fork() for slot in plan.fork_source_slots]
+        assert all(row.pooling is Pooling.NONE for row in sources), "a row with pooling is forked"
         for slot, row in zip(plan.fork_target_slots, sources, strict=True):
             assert 0 <= slot < self.max_num_seqs
             self.rows[slot] = row
@@ -224,9 +244,9 @@ class SimulatedWorker:
         assert 1 <= opening.num_prompt_tokens <= len(opening.token_ids)
         assert 0 <= opening.num_computed_tokens < len(opening.token_ids)
         assert all(0 <= block <= self.num_blocks for block in opening.block_ids)
-        self.rows[opening.slot] = Row(
-            opening, list(opening.token_ids), list(opening.block_ids), opening.num_computed_tokens
-        )
+        row = Row(opening, list(opening.token_ids), list(opening.block_ids), opening.num_computed_tokens)
+        assert row.pooling is not Pooling.MEAN or not row.num_computed, "a mean does not begin anew"
+        self.rows[opening.slot] = row
 
     def _compute(self, working: list[Row]) -> None:
         """A real worker writes a layer's K and V of all rows before any attends; here rows go in an order that reads
@@ -241,6 +261,8 @@ class SimulatedWorker:
             if end == len(row.token_ids) and row.opening.sequence_id in self.bad_sequences:
                 row.digests[row.num_computed :] = [BAD] * row.work
             self._write(row, end, written)
+            if row.pooling is not Pooling.NONE:
+                row.pooled += row.digests[row.num_computed : end]
 
     def _digest(self, row: Row, end: int) -> None:
         digests = row.digests
@@ -294,6 +316,7 @@ class SimulatedWorker:
         token_ids: list[int] = []
         chosen: list[float] = []
         beams: list[tuple[int, float]] = []
+        embeddings: list[bytes] = []
         prompt_logprobs: list[PromptLogprobs] = []
         for slot, row in working:
             opening = row.opening
@@ -310,6 +333,11 @@ class SimulatedWorker:
                 row.work = 0
                 if is_good:
                     beams.extend(candidates(prefix, opening.sampling.num_candidates, self.vocab_size))
+                continue
+            if row.pooling is not Pooling.NONE:
+                row.work = 0
+                if is_good:
+                    embeddings.append(embedding(row.pooled, prefix, row.pooling))
                 continue
             row.work = 1
             if not is_good:
@@ -328,6 +356,7 @@ class SimulatedWorker:
             Candidates(tuple(token_id for token_id, _ in beams), tuple(logprob for _, logprob in beams)),
             tuple(prompt_logprobs),
             last_moved_step=self.last_moved_step,
+            embeddings=tuple(embeddings),
         )
 
     def _report_prompt(self, slot: int, row: Row, reports: list[PromptLogprobs]) -> None:

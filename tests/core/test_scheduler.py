@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_service.core import explain
 from scheduler_service.core.beam import BeamSearch, BeamState, FinishedHypothesis
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import RowStatus, SamplingParams, StepResult, WorkerCapacity
+from scheduler_service.core.plan import Pooling, RowStatus, SamplingParams, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     AdmissionError,
     AdmissionReason,
@@ -25,7 +25,7 @@ from scheduler_service.core.request import (
     TokenOutputs,
 )
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
-from tests.core.simulated_worker import SimulatedWorker, candidates, digest_all, reference
+from tests.core.simulated_worker import SimulatedWorker, candidates, digest_all, reference, reference_embedding
 
 VOCAB = 97
 
@@ -741,6 +741,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 cache_salt=salt,
             )
 
+    @rule(
+        length=st.integers(1, 30),
+        shared=st.integers(0, 2),
+        pooling=st.sampled_from([Pooling.LAST, Pooling.MEAN]),
+        priority=st.integers(-1, 1),
+    )
+    def add_embedding(self, length, shared, pooling, priority):
+        with suppress(AdmissionError):
+            self.system.add(prompt_of(length, shared), 0, priority=priority, sampling={"pooling": pooling})
+
     @precondition(lambda self: self.system.worker)
     @rule()
     def schedule(self):
@@ -802,7 +812,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.system.join()
             self.system.run()
             for sequence_id, tokens in self.system.tokens.items():
-                is_beam = self.system.sequences[sequence_id][0].beam is not None
+                request, _ = self.system.sequences[sequence_id]
+                is_beam = request.beam is not None
+                if request.sampling.pooling is not Pooling.NONE and self.system.ends[sequence_id] is EndReason.STOP:
+                    expected = reference_embedding(request.prompt_token_ids, request.sampling.pooling)
+                    assert self.system.ended[sequence_id].embedding == expected
                 if self.system.ends[sequence_id] is EndReason.LENGTH or (is_beam and tokens):
                     assert tokens == self.system.expected(sequence_id)
                 else:

@@ -15,6 +15,7 @@ TWICE = {
     "Candidates": _WORKER_WIRE,
     "Heartbeat": _WORKER_WIRE,
     "Logprobs": _WORKER_WIRE,
+    "Pooling": _WORKER_WIRE,
     "PromptLogprobs": _WORKER_WIRE,
     "Refusal": _WORKER_WIRE,
     "RefusalReason": _WORKER_WIRE,

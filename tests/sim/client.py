@@ -4,9 +4,10 @@ Tokens go through the production `TokenStream`. Every token is compared as it co
 undisturbed run is, every end with the reason it claims.
 """
 
+from scheduler_service.core.plan import Pooling
 from scheduler_service.core.request import EndReason, Hypothesis, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.token_stream import Delta, TokenStream
-from tests.core.simulated_worker import digest, digest_all, next_token
+from tests.core.simulated_worker import digest, digest_all, next_token, reference_embedding
 from tests.sim import beam_oracle
 from tests.sim.scenario import VOCAB_SIZE, Arrival
 
@@ -121,6 +122,13 @@ class _Sample:
     def _check_reason(self, end: SequenceEnd, num_published: int) -> None:
         request, reason, client = self.client.request, end.reason, self.client
         assert end.num_prompt_tokens == len(request.prompt_token_ids)
+        pooling = request.sampling.pooling
+        is_embedded = pooling is not Pooling.NONE and reason is EndReason.STOP
+        expected = reference_embedding(request.prompt_token_ids, pooling) if is_embedded else b""
+        assert end.embedding == expected, f"the embedding of {request.request_id} is of other tokens"
+        if pooling is not Pooling.NONE:
+            assert num_published == 0, "a token of an embedding"
+            assert reason is not EndReason.LENGTH
         if reason in (EndReason.STOP, EndReason.LENGTH):
             if request.sampling.num_prompt_logprobs is not None and self.index == 0:
                 assert self._num_prompt_logprobs == len(request.prompt_token_ids) - 1, (

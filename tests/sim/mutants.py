@@ -66,6 +66,12 @@ MUTANTS = (
         "        if True:\n            return []\n",
     ),
     _mutant(
+        "a mean begins with what is cached",
+        "cache_manager",
+        " or sequence.group.begins_anew:",
+        ":",
+    ),
+    _mutant(
         "the first beam writes to a tail that others hold",
         "epoch",
         "copying.extend(holders if num_others else holders[1:])",

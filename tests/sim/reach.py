@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.epoch import Epoch
-from scheduler_service.core.plan import StepPlan, StepResult
+from scheduler_service.core.plan import Pooling, StepPlan, StepResult
 from scheduler_service.core.request import BlockRemoved, KvEvent, OutputMode, Tier
 from scheduler_service.core.sequence import GroupState, SequenceGroup
 from tests.sim.client import Client
@@ -43,6 +43,9 @@ STATES = (
     "a swap finds a block on the host already",
     "beams are swapped",
     "beams are recomputed",
+    "an embedding is swapped",
+    "an embedding is recomputed",
+    "an embedding is lost with its worker",
     "a group is swapped in",
     "a prefix is loaded from the host",
     "a request waits for another one's load",
@@ -194,16 +197,18 @@ class Reach:
         count = self._count
         if any(sequence.num_in_flight > 0 for sequence in group.sequences):
             count["preempted with a token in flight"] += 1
-        is_beam = group.beam is not None
+        is_beam, is_pooled = group.beam is not None, group.request.sampling.pooling is not Pooling.NONE
         is_choice = epoch.cost.prefill_rate is not None and self._simulation.scenario.preemption is PreemptionMode.AUTO
         if group.state is GroupState.WAITING:
             count["preempted by recomputing"] += 1
             count["recomputed because it is cheaper"] += is_choice and epoch.cache.host_pool.num_blocks > 0
             count["beams are recomputed"] += is_beam
+            count["an embedding is recomputed"] += is_pooled
             return
         count["preempted by swapping"] += 1
         count["swapped because it is cheaper"] += is_choice
         count["beams are swapped"] += is_beam
+        count["an embedding is swapped"] += is_pooled
         host_blocks = [block for sequence in group.sequences for block in sequence.host_table if block]
         if len(set(host_blocks)) < len(host_blocks):
             count["a group with shared blocks is swapped"] += 1
@@ -227,7 +232,10 @@ class Reach:
         assert epoch is not None
         count["lost with two plans in flight"] += len(epoch.unacknowledged) >= 2
         count["lost while requests are swapped"] += bool(self._simulation.scheduler.state.swapped)
-        count["lost while beams run"] += any(group.beam for group in self._simulation.scheduler.state.running)
+        running = list(self._simulation.scheduler.state.running)
+        count["lost while beams run"] += any(group.beam for group in running)
+        is_pooled = any(group.request.sampling.pooling is not Pooling.NONE for group in running)
+        count["an embedding is lost with its worker"] += is_pooled
         count["lost while blocks are swapped out"] += any(move.is_out for move in epoch.cache.moves)
         count["lost while blocks are swapped in"] += any(not move.is_out for move in epoch.cache.moves)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import SamplingParams, WorkerCapacity
+from scheduler_service.core.plan import Pooling, SamplingParams, WorkerCapacity
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import BeamParams, EarlyStopping, OutputMode, Request
 
@@ -90,6 +90,7 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     max_num_seqs = rng.randint(1, 6)
     # From streams of their own: seeds that once found a defect draw all else as they did then.
     slowdown, flushes, patience = Random(f"slowdown {seed}"), Random(f"flush {seed}"), Random(f"patience {seed}")
+    embeddings = Random(f"embeddings {seed}") if Random(f"pooling {seed}").random() < 0.2 else None
     return Scenario(
         seed=seed,
         capacity=capacity,
@@ -114,8 +115,18 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         faults=tuple(rng.sample(FAULTS, num_faults)),
         fault_rate=rng.choice((0.01, 0.03, 0.1)),
         flush_times=tuple(flushes.random() for _ in range(flushes.choice((0, 0, 5)))),
-        arrivals=tuple(replace(arrival, request=_with_output_mode(patience, arrival.request)) for arrival in arrivals),
+        arrivals=tuple(
+            replace(arrival, request=_or_an_embedding(embeddings, _with_output_mode(patience, arrival.request)))
+            for arrival in arrivals
+        ),
     )
+
+
+def _or_an_embedding(rng: Random | None, request: Request) -> Request:
+    if rng is None or rng.random() < 0.4:
+        return request
+    pooling = rng.choice((Pooling.LAST, Pooling.MEAN))
+    return replace(request, sampling=SamplingParams(pooling=pooling), max_tokens=0, n=1, beam=None)
 
 
 def _with_output_mode(rng: Random, request: Request) -> Request:

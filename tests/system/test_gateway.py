@@ -229,8 +229,6 @@ def test_bad_requests_are_the_clients_fault(gateway: Gateway) -> None:
     for status, text, fields in cases:
         answer = gateway.post("/v1/completions", **({"model": MODEL, "max_tokens": 4} | fields))
         assert (answer.status, text in answer.body["error"]["message"]) == (status, True), answer
-    for path in ("/v1/embeddings", "/v1/classify"):
-        assert gateway.post(path, model=MODEL, input="Once").status == 400
     assert gateway.post("/v1/rerank", model=MODEL, query="Once", documents=["a"]).status == 501
     assert gateway.post("/submit", prompt="Once").status == 404
 

@@ -146,6 +146,21 @@ def test_chats(llm: LLM) -> None:
     assert output.prompt == "The little dog"
 
 
+def test_embeddings_read_as_vllms(llm: LLM) -> None:
+    outputs = llm.embed([*PROMPTS, [1, 2, 3]], use_tqdm=False)
+    expected = llm.client.embed([*PROMPTS, [1, 2, 3]])
+    assert [output.outputs.embedding for output in outputs] == [list(each.values) for each in expected]
+    assert [output.prompt_token_ids for output in outputs] == [*llm.client.tokenize(PROMPTS), [1, 2, 3]]
+    assert all(output.finished for output in outputs)
+    assert llm.embed([]) == []
+    (alone,) = llm.embed({"prompt": PROMPTS[0]}, priority=[3])
+    assert alone.outputs == outputs[0].outputs
+    with pytest.raises(ValueError, match="there are 1 prompts and 2 priorities"):
+        llm.embed("Once", priority=[1, 2])
+    with pytest.raises(pagewire.InvalidRequest, match="the prompt has no tokens"):
+        llm.embed([[]])
+
+
 def test_progress_is_for_terminals_or_for_who_asks(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     bars: list[int] = []
 

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -23,6 +24,7 @@ from scheduler_service.core import plan as core_plan
 from scheduler_service.core.cost import PreemptionMode
 from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, Request
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
+from scheduler_service.rpc.worker.wire import encode_plan
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
 from tests.worker.device_attention import DeviceAttention
 from tests.worker.fake_device import CPU, FakeDevice, Guard, as_kernel
@@ -37,6 +39,7 @@ from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.rows.table import TableLimits
+from worker_service.rpc.wire import decode_request
 from worker_service.startup.loader import attention_shape
 from worker_service.step import (
     Candidates,
@@ -150,6 +153,9 @@ def assert_equal(result: StepResult, expected: StepResult) -> None:
     assert_near(result.logprobs, expected.logprobs)
     assert result.candidates.token_ids == expected.candidates.token_ids
     assert result.candidates.logprobs == pytest.approx(expected.candidates.logprobs, abs=1e-4)
+    assert len(result.embeddings) == len(expected.embeddings)
+    for embedding, other in zip(result.embeddings, expected.embeddings, strict=True):
+        assert np.frombuffer(embedding, "<f4") == pytest.approx(np.frombuffer(other, "<f4"), abs=1e-5)
     assert len(result.prompt_logprobs) == len(expected.prompt_logprobs)
     for chunk, other in zip(result.prompt_logprobs, expected.prompt_logprobs, strict=True):
         assert (chunk.slot, chunk.first_position) == (other.slot, other.first_position)
@@ -161,6 +167,13 @@ def assert_near(logprobs: Logprobs, expected: Logprobs) -> None:
     assert logprobs.top_token_ids == expected.top_token_ids
     assert logprobs.chosen == pytest.approx(expected.chosen, abs=1e-4)
     assert logprobs.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-4)
+
+
+def as_workers(plan: core_plan.StepPlan) -> StepPlan:
+    """The same in the worker's words."""
+    received = decode_request(encode_plan(plan))
+    assert isinstance(received, StepPlan)
+    return received
 
 
 def as_core(result: StepResult) -> core_plan.StepResult:
@@ -203,6 +216,7 @@ class History:
         self.scheduler.worker_joined(capacity, 1, 0.0)
         self.under_way: deque[tuple[LaunchedStep, StepResult]] = deque()
         self.num_tokens = 0
+        self.num_embeddings = 0
 
     def run(self, arrivals: Sequence[tuple[float, Request]]) -> None:
         """`arrivals`: in order, when each request comes; a step takes 0.01."""
@@ -215,13 +229,14 @@ class History:
                 with suppress(AdmissionError):  # it can never fit the cache
                     self.scheduler.add(coming.popleft()[1], now)
             while (plan := self.scheduler.schedule(now)) is not None:
-                self.under_way.append(self.pair.launch(plan))
+                self.under_way.append(self.pair.launch(as_workers(plan)))
             self.scheduler.moved(self.pair.runner.last_moved_step(), now)
             if self.under_way:
                 launched, expected = self.under_way.popleft()
                 result = launched.result()
                 assert_equal(result, expected)
                 self.num_tokens += len(result.token_ids)
+                self.num_embeddings += len(result.embeddings)
                 self.scheduler.complete(as_core(result), now)
             self.scheduler.check()
 
@@ -270,6 +285,11 @@ def random_request(rng: random.Random, index: int) -> Request:
     )
 
 
+def random_embedding(rng: random.Random, pooling: core_plan.Pooling) -> Request:
+    prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 20, 60])))
+    return Request(pooling.name, "", prompt, core_plan.SamplingParams(pooling=pooling), max_tokens=0)
+
+
 def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode | None = None, **options: Any) -> Pair:
     """Random requests that arrive as others run, in a cache so small that some are preempted."""
     print("seed", seed)
@@ -277,8 +297,12 @@ def run_history(path: Path, seed: int, *, depth: int, preemption: PreemptionMode
     pair = Pair(path, seed, **{"num_blocks": 40, **options})
     history = History(pair, depth, preemption=preemption or rng.choice(list(PreemptionMode)))
     arrivals = sorted((rng.choice([0.0, 0.2, 0.4]), index) for index in range(8))
-    history.run([(at, random_request(rng, index)) for at, index in arrivals])
+    requests = [(at, random_request(rng, index)) for at, index in arrivals]
+    poolings = (core_plan.Pooling.LAST, core_plan.Pooling.MEAN)
+    requests += [(rng.choice([0.0, 0.2]), random_embedding(rng, pooling)) for pooling in poolings]
+    history.run(sorted(requests, key=itemgetter(0)))
     assert history.num_tokens > len(arrivals)
+    assert history.num_embeddings == 2
     return pair
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SamplingColumns
 from worker_service.rows.sampling import SamplingTable
-from worker_service.step import RowOpening, SamplingParams
+from worker_service.step import Pooling, RowOpening, SamplingParams
 
 VOCAB_SIZE = 50
 # Fields that change what a row without them would give, each with what it needs beside it.
@@ -22,6 +22,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "num_logprobs": {"num_logprobs": 0},
     "num_prompt_logprobs": {"num_prompt_logprobs": 0},
     "num_candidates": {"num_candidates": 1},
+    "pooling": {"pooling": Pooling.LAST},
 }
 # These change nothing by themselves: filters of a draw, and what is named above beside another.
 DEPENDENT = {"top_k", "top_p", "min_p", "logit_bias_values", "stop_token_ids"}

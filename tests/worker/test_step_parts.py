@@ -23,7 +23,7 @@ from worker_service.models.loading import load_model
 from worker_service.rows.parts import run_in_parts
 from worker_service.rows.table import TableLimits, WorkingRows
 from worker_service.runner import ModelRunner
-from worker_service.step import RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
+from worker_service.step import Pooling, RowOpening, RowStatus, SamplingParams, StepPlan, StepResult
 
 BLOCK_SIZE = 4
 
@@ -202,6 +202,7 @@ def test_errors_of_memory_are_told_from_those_of_the_device() -> None:
 POISON = 150  # with this token in it, nothing fits
 SAMPLED = SamplingParams(temperature=0.8, num_logprobs=2, num_prompt_logprobs=1)
 BEAM = SamplingParams(num_candidates=3)
+MEAN = SamplingParams(pooling=Pooling.MEAN)
 KINDS = ("plain", "cuda")
 
 
@@ -258,11 +259,14 @@ def run_steps(runner: ModelRunner, poisoned_slot: int = -1) -> list[StepResult]:
         opening(1, tokens[1], 0, (6, 7), SAMPLED),
         opening(2, tokens[2], 0, (1, 2, 3, 4), SamplingParams()),
         opening(3, tokens[3], 16, (1, 8, 9), BEAM),
+        opening(4, tokens[1][::-1], 0, (10, 11), MEAN),
+        opening(5, tokens[0], 32, (1, 2, 12), SamplingParams(pooling=Pooling.LAST)),
     )
     runner.reset(1)
-    first = StepPlan(1, 1, openings=openings, work_slots=(0, 1, 2, 3), work_num_tokens=(4, 20, 48, 24))
-    # Slot 2 comes to its end in the second step only.
-    later = [StepPlan(1, 2, work_slots=(2,), work_num_tokens=(4,)), StepPlan(1, 3), StepPlan(1, 4)]
+    work = {0: 4, 1: 20, 2: 48, 3: 24, 4: 13, 5: 4}
+    first = StepPlan(1, 1, openings=openings, work_slots=tuple(work), work_num_tokens=tuple(work.values()))
+    # Slots 2 and 4 come to their ends in the second step only.
+    later = [StepPlan(1, 2, work_slots=(2, 4), work_num_tokens=(4, 7)), StepPlan(1, 3), StepPlan(1, 4)]
     return [runner.execute(plan) for plan in (first, *later)]
 
 
@@ -274,6 +278,9 @@ def assert_equal(found: StepResult, expected: StepResult) -> None:
     for chunk, other in zip(found.prompt_logprobs, expected.prompt_logprobs, strict=True):
         assert (chunk.slot, chunk.first_position) == (other.slot, other.first_position)
         pairs.append((chunk.logprobs, other.logprobs))
+    assert len(found.embeddings) == len(expected.embeddings)
+    for embedding, other in zip(found.embeddings, expected.embeddings, strict=True):
+        assert np.frombuffer(embedding, "<f4") == pytest.approx(np.frombuffer(other, "<f4"), abs=1e-5)
     for columns, others in pairs:
         assert (columns.ranks, columns.top_token_ids) == (others.ranks, others.top_token_ids)
         assert columns.chosen == pytest.approx(others.chosen, abs=1e-4)
@@ -289,6 +296,7 @@ def test_a_step_in_parts_is_the_same_step(
     found = run_steps(make_runner(kind, checkpoint, max_tokens, monkeypatch))
     assert expected[0].prompt_logprobs
     assert expected[0].candidates.token_ids
+    assert [len(result.embeddings) for result in expected] == [1, 1, 0, 0]
     for one, other in zip(found, expected, strict=True):
         assert_equal(one, other)
 
@@ -303,10 +311,12 @@ def test_a_row_that_does_not_fit_alone_fails_where_it_samples(
     assert_equal(found[0], expected[0])  # its last token comes in the second step
     for one, other in zip(found[1:], expected[1:], strict=True):
         slots = [0, 1, 2] if len(other.token_ids) == 3 else [0, 1]
-        assert one.statuses == tuple(RowStatus.OUT_OF_MEMORY if slot == 2 else RowStatus.OK for slot in slots)
+        statuses = [RowStatus.OUT_OF_MEMORY if slot == 2 else RowStatus.OK for slot in slots]
+        assert one.statuses == (*statuses, *[RowStatus.OK] * len(other.embeddings))
         assert one.token_ids == tuple(
             token_id for slot, token_id in zip(slots, other.token_ids, strict=True) if slot != 2
         )
+        assert len(one.embeddings) == len(other.embeddings)
     # Released, the slot is as good as any.
     again = (opening(2, [1, 2, 3], 0, (20,), SamplingParams()),)
     result = runner.execute(StepPlan(1, 5, (2,), openings=again, work_slots=(0, 1, 2), work_num_tokens=(0, 0, 3)))

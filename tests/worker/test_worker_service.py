@@ -47,6 +47,7 @@ def encode_plan(plan: StepPlan) -> pb.ExecuteRequest:
 def encode_opening(opening: RowOpening) -> pb.RowOpening:
     names = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "seed")
     sampling = {name: getattr(opening.sampling, name) for name in opening.sampling.__slots__}
+    sampling["pooling"] = opening.sampling.pooling.value
     return pb.RowOpening(
         **{name: getattr(opening, name) for name in names},
         sample_index=opening.sample_index,

@@ -28,14 +28,20 @@ from worker_service.device.table import DeviceTable, Edit
 from worker_service.models.model import Model
 from worker_service.rows import (
     BegunStep,
+    PooledChunk,
+    Pooler,
     PromptChunk,
     Samples,
     SequenceTable,
     StepSampling,
     ValueReader,
     WorkingRows,
+    add_embeddings,
+    choosing_rows,
     flatten_to_int32,
+    pooled_chunks,
     prompt_chunks,
+    read_embeddings,
 )
 from worker_service.step import FinishedStep, LaunchedStep, StepParts, StepResult
 from worker_service.streams import Device, DeviceEvent
@@ -68,6 +74,7 @@ class DeviceComputation:
         is_capturable = backend.is_capturable and sampler.is_capturable
         self.graph_sizes = graph_sizes(max_graph_batch_size, limits.max_num_seqs) if is_capturable else ()
         self._graphs = DecodeGraphs(self.graph_sizes, limits, device)
+        self._pooler = Pooler()
         self._clock = StepTimer()
         device.synchronize()  # what was made on another stream is there for all
 
@@ -94,7 +101,9 @@ class DeviceComputation:
         self._device.synchronize()
 
     def _work(self, rows: WorkingRows) -> "_Work":
-        return _Work(rows, self.table.sampling.of_step(rows.slots[rows.samples], rows.ends[rows.samples]))
+        rows = choosing_rows(self.table, rows)
+        sampling = self.table.sampling.of_step(rows.slots[rows.samples], rows.ends[rows.samples])
+        return _Work(rows, sampling, self._model.config.hidden_size)
 
     def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:
         """Packs what the work reads and sends it with what the edits read, which are carried out.
@@ -126,6 +135,7 @@ class DeviceComputation:
             return self._plan_decode(work, size)
         inputs = StepInputs.of(rows, self.table.limits.block_size, work.upload)
         work.chunks = prompt_chunks(self.table, rows, inputs.token_starts)
+        work.pooled = pooled_chunks(self.table, rows, inputs.token_starts)
         packing = PackedSampling.pack(work.sampling, work.upload, self._device_table.scratch_slot)
         return partial(self._device.compute.run, partial(self._compute, work, inputs, packing))
 
@@ -166,15 +176,18 @@ class DeviceComputation:
         """Any mix of rows."""
         packed = work.packed.tensor
         hidden = self._forward(inputs.gather(packed, self._device_table))
-        prompts: list[Tensor] = []
+        others: list[Tensor] = []
         for chunk in work.chunks:
             tokens = self._device_table.token_ids[chunk.tokens]
-            prompts += chunk.compute(hidden, tokens, self._model.compute_logits)
+            others += chunk.compute(hidden, tokens, self._model.compute_logits)
+        embeddings, sums = self._pooler.pool(hidden, work.pooled)
+        others += embeddings
         if work.sampling.num_rows:
             logits = self._model.compute_logits(hidden.index_select(0, packed[inputs.sampling_indices]))
-            self._sample(work, logits, packing, prompts)
-        elif prompts:
-            work.results.put(flatten_to_int32(prompts))
+            self._sample(work, logits, packing, others)
+        elif others:
+            work.results.put(flatten_to_int32(others))
+        self._pooler.keep(work.pooled, sums)
 
     @torch.inference_mode()
     def _sample(self, work: "_Work", logits: Tensor, packing: PackedSampling, others: list[Tensor]) -> None:
@@ -216,15 +229,19 @@ class _Work:
 
     rows: WorkingRows
     sampling: StepSampling
+    hidden_size: int
     upload: Upload = field(default_factory=Upload)
     packed: OnDevice = field(default_factory=OnDevice)  # the upload
-    results: OnDevice = field(default_factory=OnDevice)  # what the host reads: of `sampling`, then of `chunks`
+    results: OnDevice = field(default_factory=OnDevice)  # what the host reads: of `sampling`, `chunks` and `pooled`
     chunks: Sequence[PromptChunk] = ()
+    pooled: Sequence[PooledChunk] = ()
 
     @property
     def num_values(self) -> int:
         """The number of values that the host reads."""
-        return self.sampling.num_values + sum(chunk.num_values for chunk in self.chunks)
+        num_pooled = sum(chunk.is_last for chunk in self.pooled)
+        num_others = sum(chunk.num_values for chunk in self.chunks) + self.hidden_size * num_pooled
+        return self.sampling.num_values + num_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +264,8 @@ class _StepUnderWay:
         reading = ValueReader(self.buffer.array)
         samples = self.work.sampling.read(reading)
         prompt_logprobs = tuple(chunk.read(reading) for chunk in self.work.chunks)
+        pooled = read_embeddings(self.work.pooled, reading, self.work.hidden_size)
+        samples = add_embeddings(samples, self.work.sampling.slots, pooled)
         self.buffers.give_back(self.buffer)
         return self.step.result(samples, prompt_logprobs, duration_us, StepParts(model_us=duration_us))
 

@@ -16,12 +16,17 @@ from worker_service.host.batch import BatchBuilder
 from worker_service.host.model import HostModel
 from worker_service.rows import (
     BegunStep,
+    Pooler,
     Samples,
     SequenceTable,
     StepWatch,
     ValueReader,
     WorkingRows,
+    add_embeddings,
+    choosing_rows,
+    pooled_chunks,
     prompt_chunks,
+    read_embeddings,
     row_statuses,
 )
 from worker_service.step import FinishedStep, PromptLogprobs
@@ -46,6 +51,7 @@ class HostComputation:
         self._model = model
         self._layers = layers
         self._backend = backend
+        self._pooler = Pooler()
         self._history = TokenHistory(table.token_ids, table.num_prompt_tokens)
         self._sampler: CpuSampler | TorchSampler = TorchSampler()
         self._table_sampler: TableSampler | None = None
@@ -73,7 +79,8 @@ class HostComputation:
 
     @torch.inference_mode()
     def _compute(self, rows: WorkingRows, watch: StepWatch) -> tuple[Samples, tuple[PromptLogprobs, ...]]:
-        batch = self._batches.build(rows)
+        chosen = choosing_rows(self.table, rows)
+        batch = self._batches.build(chosen)
         attend = self._backend.prepare(batch.attention, self._layers)
         watch.end("batch")
         hidden, logits, highest, times = self._model.forward_logits(
@@ -87,7 +94,8 @@ class HostComputation:
             sampled = rows.slots[rows.samples], rows.ends[rows.samples]
             samples = self._put(rows, *self._table_sampler.take_tokens(logits, *sampled, highest))
         else:
-            samples, prompt_logprobs = self._sample(rows, hidden, logits, highest)
+            samples, prompt_logprobs = self._sample(chosen, hidden, logits, highest)
+            samples = self._pool(chosen, hidden, samples)
         watch.end("sampling")
         return samples, prompt_logprobs
 
@@ -105,6 +113,16 @@ class HostComputation:
         """The samples of rows that give a token and tell nothing else."""
         self.table.put_tokens(rows, token_ids)
         return Samples(row_statuses(is_nan), tuple(token_ids[~is_nan].tolist()))
+
+    def _pool(self, rows: WorkingRows, hidden: Tensor, samples: Samples) -> Samples:
+        """Add the embeddings of the rows that ask for one to the samples of the others."""
+        chunks = pooled_chunks(self.table, rows)
+        embeddings, sums = self._pooler.pool(hidden, chunks)
+        self._pooler.keep(chunks, sums)
+        if not embeddings:
+            return samples
+        pooled = read_embeddings(chunks, ValueReader.of(embeddings), hidden.shape[1])
+        return add_embeddings(samples, rows.slots[rows.samples], pooled)
 
     def _sample(
         self, rows: WorkingRows, hidden: Tensor, logits: Tensor, highest: Tensor | None

@@ -4,6 +4,14 @@ Nothing here knows where rows are computed.
 """
 
 from worker_service.rows.parts import StepPart, run_in_parts
+from worker_service.rows.pooling import (
+    PooledChunk,
+    Pooler,
+    add_embeddings,
+    choosing_rows,
+    pooled_chunks,
+    read_embeddings,
+)
 from worker_service.rows.prompt_logprobs import PromptChunk, prompt_chunks
 from worker_service.rows.reading import ValueReader, flatten_to_int32
 from worker_service.rows.results import BegunStep, StepOutline, join_results
@@ -13,6 +21,8 @@ from worker_service.rows.watch import StepWatch
 
 __all__ = [
     "BegunStep",
+    "PooledChunk",
+    "Pooler",
     "PromptChunk",
     "Samples",
     "SequenceTable",
@@ -23,10 +33,14 @@ __all__ = [
     "TableLimits",
     "ValueReader",
     "WorkingRows",
+    "add_embeddings",
+    "choosing_rows",
     "flatten_to_int32",
     "has_penalties",
     "join_results",
+    "pooled_chunks",
     "prompt_chunks",
+    "read_embeddings",
     "row_statuses",
     "run_in_parts",
 ]

@@ -11,6 +11,7 @@ from worker_service.rows.watch import StepWatch
 from worker_service.step import (
     Candidates,
     Logprobs,
+    Pooling,
     PromptLogprobs,
     RowStatus,
     SamplingParams,
@@ -41,6 +42,7 @@ class BegunStep:
             token_ids=samples.token_ids,
             logprobs=samples.logprobs,
             candidates=samples.candidates,
+            embeddings=samples.embeddings,
             prompt_logprobs=prompt_logprobs,
             duration_us=duration_us,
             last_moved_step=self.last_moved_step,
@@ -81,6 +83,7 @@ def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart
             tuple(token_id for sample in in_order for token_id in sample.candidates.token_ids),
             tuple(logprob for sample in in_order for logprob in sample.candidates.logprobs),
         ),
+        embeddings=tuple(embedding for sample in in_order for embedding in sample.embeddings),
     )
     duration_us = sum(part.result.duration_us for part in parts)
     times = {name: sum(getattr(part.result.parts, name) for part in parts) for name in _PART_NAMES}
@@ -93,10 +96,14 @@ def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple
     result, vocab_size = part.result, outline.vocab_size
     slots = part.rows.slots[part.rows.samples].tolist()
     num_tokens = num_positions = num_top = num_candidates = 0
+    embeddings = iter(result.embeddings)
     for slot, status in zip(slots, result.statuses or (RowStatus.OK,) * len(slots), strict=True):
         sampling = outline.sampling[slot]
         if status is not RowStatus.OK:
             yield slot, Samples((status,))
+            continue
+        if sampling.pooling is not Pooling.NONE:
+            yield slot, Samples((status,), embeddings=(next(embeddings),))
             continue
         if sampling.num_candidates is not None:
             start, num_candidates = num_candidates, num_candidates + min(sampling.num_candidates, vocab_size)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns
 from worker_service.rows.reading import ValueReader
-from worker_service.step import Candidates, Logprobs, RowOpening, RowStatus, SamplingParams
+from worker_service.step import Candidates, Logprobs, Pooling, RowOpening, RowStatus, SamplingParams
 
 IntArray = NDArray[np.int64]
 
@@ -31,6 +31,7 @@ class Samples:
     token_ids: tuple[int, ...] = ()
     logprobs: Logprobs = _NO_LOGPROBS
     candidates: Candidates = _NO_CANDIDATES
+    embeddings: tuple[bytes, ...] = ()
 
 
 class SamplingTable:
@@ -42,6 +43,7 @@ class SamplingTable:
         params: what the scheduler sent.
         num_prompt_logprobs: [num_slots], -1: none asked for.
         reports_candidates: [num_slots], instead of choosing a token.
+        is_pooled: [num_slots], the row reports an embedding instead of choosing a token, and has no logits.
         is_plain: [num_slots], the row gives the highest of the model's own logits and tells nothing else.
         takes_token: [num_slots], the row gives one token by its numbers in `lines` alone and tells nothing else.
     """
@@ -55,6 +57,7 @@ class SamplingTable:
         self.params: list[SamplingParams] = [SamplingParams()] * num_slots
         self.num_prompt_logprobs = np.full(num_slots, -1, np.int64)
         self.reports_candidates = np.zeros(num_slots, np.bool_)
+        self.is_pooled = np.zeros(num_slots, np.bool_)
         self.is_plain = np.zeros(num_slots, np.bool_)
         self.takes_token = np.zeros(num_slots, np.bool_)
         self._is_biased = np.zeros(num_slots, np.bool_)
@@ -87,9 +90,10 @@ class SamplingTable:
         min_num_tokens = min(opening.num_prompt_tokens + sampling.min_tokens, _MAX_INT32)
         self.num_prompt_logprobs[slot] = num_prompt_logprobs
         self.reports_candidates[slot] = reports_candidates
+        self.is_pooled[slot] = is_pooled = sampling.pooling is not Pooling.NONE
         self._is_biased[slot] = is_biased
         self._min_num_tokens[slot] = min_num_tokens if is_delayed else 0
-        takes_token = not (is_biased or is_delayed) and num_reported is None and num_prompt_logprobs < 0
+        takes_token = not (is_biased or is_delayed or is_pooled) and num_reported is None and num_prompt_logprobs < 0
         self.takes_token[slot] = takes_token
         self.is_plain[slot] = takes_token and sampling.temperature == 0.0 and not is_penalized
 
@@ -99,6 +103,7 @@ class SamplingTable:
         self._integers["slots"][targets] = np.where(self.is_penalized[targets], targets, -1)
         for column in (
             *(self.seeds, self.num_prompt_logprobs, self.reports_candidates, self.is_plain, self.takes_token),
+            self.is_pooled,
             *(self._is_biased, self._min_num_tokens),
         ):
             column[targets] = column[sources]

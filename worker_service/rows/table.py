@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from worker_service.rows.sampling import SamplingTable
-from worker_service.step import ProtocolError, RowOpening, SamplingParams, StepPlan
+from worker_service.step import Pooling, ProtocolError, RowOpening, SamplingParams, StepPlan
 
 IntArray = NDArray[np.int64]
 
@@ -121,15 +121,15 @@ class SequenceTable:
     def advance(self, rows: WorkingRows) -> None:
         """The step is launched: its positions count as computed, and sampling rows have a token more.
 
-        Rows that report candidates are paused instead. The tokens themselves are written by who computes: here by
-        `put_tokens`, or on a device alone, and then `token_ids` means nothing from there on.
+        Rows that report candidates, or an embedding, are paused instead. The tokens themselves are written by who
+        computes: here by `put_tokens`, or on a device alone, and then `token_ids` means nothing from there on.
         """
         self.num_computed_tokens[rows.slots] = rows.ends
         slots = rows.slots[rows.samples]
         if not rows.are_plain:
-            reports_candidates = self.sampling.reports_candidates[slots]
-            self.work[slots[reports_candidates]] = 0
-            slots = slots[~reports_candidates]
+            rests = self.sampling.reports_candidates[slots] | self.sampling.is_pooled[slots]
+            self.work[slots[rests]] = 0
+            slots = slots[~rests]
         self.num_tokens[slots] += 1
         self.work[slots] = 1
 
@@ -150,6 +150,9 @@ class SequenceTable:
         self._check_range(array)
         _refuse_any(~self.occupied[array], lambda i: f"slot {array[i]} is vacant")
         return array
+
+    def _refuse_pooled(self, slots: IntArray, what: str) -> None:
+        _refuse_any(self.sampling.is_pooled[slots], lambda i: f"slot {slots[i]} {what}, but has pooling")
 
     def _check_range(self, slots: IntArray) -> None:
         num_slots = self.limits.max_num_seqs
@@ -185,6 +188,7 @@ class SequenceTable:
         _check_opening(opening, token_ids, self.limits)
         self._check_opened_blocks(slot, block_ids, opening.num_computed_tokens)
         _check_sampling(slot, opening.sampling, self.limits.vocab_size)
+        _check_pooling(opening)
         self.occupied[slot] = True
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.block_tables[slot, : len(block_ids)] = block_ids
@@ -198,6 +202,7 @@ class SequenceTable:
     def _fork(self, plan: StepPlan) -> None:
         _check_lengths("forks", plan.fork_source_slots, plan.fork_target_slots)
         sources = self._occupied_slots(plan.fork_source_slots)
+        self._refuse_pooled(sources, "is forked")
         targets = _as_array(plan.fork_target_slots)
         self._check_range(targets)
         _check_distinct("forks have the same target", plan.fork_target_slots)
@@ -238,6 +243,7 @@ class SequenceTable:
     def _append_tokens(self, plan: StepPlan) -> None:
         _check_lengths("appended tokens", plan.append_token_slots, plan.append_token_ids)
         slots, token_ids = self._occupied_slots(plan.append_token_slots), _as_array(plan.append_token_ids)
+        self._refuse_pooled(slots, "gets a token")
         _check_distinct("tokens are appended to the same slot", plan.append_token_slots)
         num_tokens, vocab_size = self.num_tokens[slots], self.limits.vocab_size
         is_beyond = (token_ids < 0) | (token_ids >= vocab_size)
@@ -341,6 +347,18 @@ def _check_opening(opening: RowOpening, token_ids: IntArray, limits: TableLimits
         raise ProtocolError(
             f"slot {slot} opens with {opening.num_computed_tokens} computed tokens in {len(opening.block_ids)} blocks "
             f"of {limits.block_size}"
+        )
+
+
+def _check_pooling(opening: RowOpening) -> None:
+    sampling = opening.sampling
+    if sampling.pooling is Pooling.NONE:
+        return
+    if sampling.num_candidates is not None:
+        raise ProtocolError(f"slot {opening.slot} opens with pooling and num_candidates; a row has one of them")
+    if sampling.pooling is Pooling.MEAN and opening.num_computed_tokens:
+        raise ProtocolError(
+            f"slot {opening.slot} opens with {opening.num_computed_tokens} tokens computed; a mean needs all of them"
         )
 
 

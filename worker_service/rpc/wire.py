@@ -20,13 +20,16 @@ _ENCODERS = {
 
 
 def decode_request(request: pb.ExecuteRequest) -> Hello | StepPlan:
-    """Raises ProtocolError for a field that this version does not know, or no body at all."""
+    """Raises ProtocolError for a field or a value that this version does not know, or no body at all."""
     if reason := unknown_field(request):
         raise ProtocolError(reason)
     body = request.WhichOneof("body")
     if body is None:
         raise ProtocolError("a request has no body")
-    return _DECODERS[body](getattr(request, body))
+    try:
+        return _DECODERS[body](getattr(request, body))
+    except ValueError as error:
+        raise ProtocolError(f"a {body} means nothing: {error}") from None
 
 
 def encode_response(response: WorkerCapacity | Refusal | StepResult | Heartbeat) -> pb.ExecuteResponse:

@@ -9,7 +9,7 @@ from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from scheduler_service.core.plan import Candidates, Logprobs, RowStatus, StepResult
+from scheduler_service.core.plan import Candidates, Logprobs, Pooling, RowStatus, StepResult
 from scheduler_service.core.plans.decode_batch import DecodeColumns
 from scheduler_service.core.request import TokenLogprobs
 from scheduler_service.core.sequence import Sequence, SequenceGroup
@@ -57,13 +57,14 @@ class Dispatch:
 
 
 class SampledRow(NamedTuple):
-    """The result of a row that samples. A row that is OK has a token, or candidates for one."""
+    """The result of a row that samples. A row that is OK has a token, candidates for one, or an embedding."""
 
     sequence: Sequence
     status: RowStatus
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
     candidates: list[tuple[int, float]] | None = None  # (token id, logprob), most likely first
+    embedding: bytes | None = None
 
 
 class ResolvedResult(NamedTuple):
@@ -90,7 +91,7 @@ def read_result(dispatch: Dispatch, result: StepResult, vocab_size: int) -> Reso
     if result.statuses or dispatch.columns.has_logprobs:
         everybody = _merge(rows, dispatch.columns)
         return ResolvedResult(_read_samples(dispatch, everybody, token_ids, result, vocab_size), [], prompt_logprobs)
-    choosing = [row for row in rows if row.sequence.group.request.sampling.num_candidates is None]
+    choosing = [row for row in rows if row.sequence.group.request.sampling.chooses_tokens]
     positions = [dispatch.columns.index_of(row.slot) + i for i, row in enumerate(choosing)]
     _check_count(dispatch.step, len(dispatch.columns.slots) + len(positions), len(token_ids))
     decoded = list(token_ids)
@@ -119,13 +120,15 @@ def _read_samples(
     statuses = result.statuses or (RowStatus.OK,) * len(sequences)
     pairs = list(zip(sequences, statuses, strict=True))
     wanted = [sequence.group.request.sampling for sequence, status in pairs if status is RowStatus.OK]
-    choosing = [sampling.num_logprobs for sampling in wanted if sampling.num_candidates is None]
+    choosing = [sampling.num_logprobs for sampling in wanted if sampling.chooses_tokens]
     _check_count(dispatch.step, len(choosing), len(token_ids))
     tokens = iter(token_ids)
     reported = [(token, num_top) for token, num_top in zip(token_ids, choosing, strict=True) if num_top is not None]
     logprobs = iter(_read_logprobs(result.logprobs, reported, vocab_size))
     counts = [sampling.num_candidates for sampling in wanted if sampling.num_candidates is not None]
     candidates = iter(_read_candidates(result.candidates, counts, vocab_size))
+    num_pooled = sum(sampling.pooling is not Pooling.NONE for sampling in wanted)
+    embeddings = iter(_read_embeddings(dispatch.step, result.embeddings, num_pooled))
     samples = []
     for sequence, status in pairs:
         sampling = sequence.group.request.sampling
@@ -133,6 +136,8 @@ def _read_samples(
             samples.append(SampledRow(sequence, status))
         elif sampling.num_candidates is not None:
             samples.append(SampledRow(sequence, status, candidates=next(candidates)))
+        elif sampling.pooling is not Pooling.NONE:
+            samples.append(SampledRow(sequence, status, embedding=next(embeddings)))
         else:
             entry = None if sampling.num_logprobs is None else next(logprobs)
             samples.append(SampledRow(sequence, status, next(tokens), entry))
@@ -190,3 +195,10 @@ def _read_candidates(columns: Candidates, counts: list[int], vocab_size: int) ->
         raise WorkerProtocolError(f"a candidate is outside the vocabulary of {vocab_size}")
     pairs = zip(columns.token_ids, columns.logprobs, strict=True)
     return [list(islice(pairs, count)) for count in counts]
+
+
+def _read_embeddings(step: int, embeddings: tuple[bytes, ...], num_pooled: int) -> tuple[bytes, ...]:
+    sizes = {len(embedding) for embedding in embeddings}
+    if len(embeddings) != num_pooled or len(sizes) > 1 or any(not size or size % 4 for size in sizes):
+        raise WorkerProtocolError(f"step {step} owes {num_pooled} embeddings, not {len(embeddings)} of {sizes} bytes")
+    return embeddings

@@ -2,6 +2,7 @@
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.transport.translation import enum_names
+from scheduler_service.core.plan import Pooling
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.public.generate_request import SAME_NUMBERS
 from scheduler_service.serving.sampling_options import FILTERS_OFF
@@ -16,11 +17,14 @@ def encode_request(
     message = scheduler_pb2.GenerateRequest(
         request_id=request.request_id,
         token_ids=scheduler_pb2.TokenIds(ids=request.prompt_token_ids),
-        sampling=_encode_sampling(request, eos_token_ids),
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
     )
+    if request.sampling.pooling is not Pooling.NONE:
+        message.embed = True
+        return message
+    message.sampling.CopyFrom(_encode_sampling(request, eos_token_ids))
     if len(request.prompt_token_ids) + request.max_tokens != max_sequence_tokens:
         message.sampling.max_tokens = request.max_tokens
     return message

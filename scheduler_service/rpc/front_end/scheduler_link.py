@@ -16,7 +16,7 @@ import grpc.aio
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_service.core.request import OutputMode, Request, SequenceEnd, TokenLogprobs
 from scheduler_service.rpc.front_end.request_encoding import encode_request
-from scheduler_service.rpc.public.output import FINISH_REASONS
+from scheduler_service.rpc.public.output import FINISH_REASONS, encode_embedding
 from scheduler_service.rpc.status import RpcError
 from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.waiting import Waiting
@@ -377,6 +377,7 @@ def _decode_end(stream_id: int, delta: scheduler_pb2.GenerateResponse) -> Sequen
         arrived_at=0.0,
         first_scheduled_at=None,
         first_token_at=None,
+        embedding=encode_embedding(delta.embedding),
     )
 
 

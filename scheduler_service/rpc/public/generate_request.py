@@ -47,6 +47,8 @@ def check_before_tokenizing(request: scheduler_pb2.GenerateRequest, model: Model
         raise invalid("prompt", "the request has no prompt; set text or token_ids")
     if prompt == "text" and not model.has_tokenizer:
         raise invalid("text", "the served checkpoint has no tokenizer; send the prompt as token_ids")
+    if request.embed:
+        _check_embedding(request, model)
     _check_sampling(request.sampling, model)
 
 
@@ -59,6 +61,8 @@ def resolve_request(
 ) -> Request:
     """`deadline` in the caller's clock. Raises RpcError. Call `check_before_tokenizing` first."""
     _check_prompt(request, prompt_token_ids, model, max_sequence_tokens)
+    if request.embed:
+        return _resolve_embedding(request, prompt_token_ids, model, deadline)
     sampling = request.sampling
     max_tokens = max_sequence_tokens - len(prompt_token_ids)
     if sampling.HasField("max_tokens"):
@@ -77,7 +81,7 @@ def resolve_request(
         )
     beam = resolve_beam(sampling)
     return Request(
-        request_id=request.request_id if request.HasField("request_id") else f"req-{secrets.token_hex(8)}",
+        request_id=_request_id(request),
         tenant=request.tenant,
         prompt_token_ids=tuple(prompt_token_ids),
         sampling=_resolve_sampling(sampling, model, beam),
@@ -87,6 +91,32 @@ def resolve_request(
         priority=request.priority,
         cache_salt=request.cache_salt,
         beam=beam,
+        deadline=deadline,
+    )
+
+
+def _request_id(request: scheduler_pb2.GenerateRequest) -> str:
+    return request.request_id if request.HasField("request_id") else f"req-{secrets.token_hex(8)}"
+
+
+def _check_embedding(request: scheduler_pb2.GenerateRequest, model: ModelInfo) -> None:
+    if model.embedding.refusal:
+        raise invalid("embed", model.embedding.refusal)
+    if request.HasField("sampling"):
+        raise invalid("sampling", "an embedding chooses no tokens; leave sampling unset")
+
+
+def _resolve_embedding(
+    request: scheduler_pb2.GenerateRequest, prompt_token_ids: list[int], model: ModelInfo, deadline: float | None
+) -> Request:
+    return Request(
+        request_id=_request_id(request),
+        tenant=request.tenant,
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=SamplingParams(pooling=model.embedding.pooling),
+        max_tokens=0,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
         deadline=deadline,
     )
 

@@ -13,7 +13,7 @@ from scheduler_service.rpc.public.generate_request import check_before_tokenizin
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer
 from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
-from scheduler_service.rpc.status import RpcError
+from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.serving.engine import RequestEngine
@@ -80,6 +80,8 @@ class Intake:
         deadline = None if time_remaining is None else time.monotonic() + time_remaining
         message.tenant = tenant_of_call(message.tenant)
         check_before_tokenizing(message, self._model)
+        if message.embed and output_mode is OutputMode.DETACHED:
+            raise invalid("request.embed", "an embedding cannot be detached; call Embed and wait for it")
         self._check_available(output_mode)
         if self._num_pending >= self._max_pending_calls:
             raise RpcError(
@@ -112,7 +114,7 @@ class Intake:
         outputs = []
         for index in range(request.n):
             decoder = None
-            if with_text and self._tokenizer is not None:
+            if with_text and self._tokenizer is not None and not message.embed:
                 decoder = self._tokenizer.text_decoder(
                     request.prompt_token_ids,
                     stop=options.stop,

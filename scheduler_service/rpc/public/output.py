@@ -8,6 +8,7 @@ the last.
 """
 
 import asyncio
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
@@ -240,6 +241,7 @@ class OutputBuffer:
         response.usage.prompt_tokens = end.num_prompt_tokens
         response.usage.cached_tokens = end.num_cached_tokens
         response.usage.completion_tokens = self.num_tokens
+        response.embedding.extend(decode_embedding(end.embedding))
 
 
 class OutputReader:
@@ -297,3 +299,13 @@ def _encoded(entry: TokenLogprobs) -> scheduler_pb2.TokenLogprobs:
         rank=entry.rank,
         top=[scheduler_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
     )
+
+
+def decode_embedding(data: bytes) -> tuple[float, ...]:
+    """Return the numbers of an embedding as workers send it."""
+    return struct.unpack(f"<{len(data) // 4}f", data)
+
+
+def encode_embedding(numbers: Sequence[float]) -> bytes:
+    """The inverse of `decode_embedding`."""
+    return struct.pack(f"<{len(numbers)}f", *numbers)

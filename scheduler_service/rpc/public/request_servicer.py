@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_service.rpc.public.embedding import embed, embedding_request
 from scheduler_service.rpc.public.generation import write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.public.shared_call import SharedCall
@@ -80,6 +81,14 @@ class RequestServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await call.serve(requests, context)
         finally:
             self._shared_calls.discard(call)
+
+    async def Embed(
+        self, request: scheduler_pb2.EmbedRequest, context: grpc.aio.ServicerContext
+    ) -> scheduler_pb2.EmbedResponse:
+        response = await embed(self.intake, embedding_request(request), context.time_remaining())
+        return scheduler_pb2.EmbedResponse(
+            request_id=response.request_id, embedding=response.embedding, usage=response.usage
+        )
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: grpc.aio.ServicerContext

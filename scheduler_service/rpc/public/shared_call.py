@@ -320,7 +320,8 @@ def _check_token_only(message: scheduler_pb2.GenerateRequest) -> None:
 
 def _weight(response: scheduler_pb2.GenerateResponse) -> int:
     num_logprobs = len(response.logprobs) + len(response.prompt_logprobs)
-    return 1 + len(response.token_ids) + len(response.text) + _LOGPROBS_WEIGHT * num_logprobs
+    num_values = len(response.token_ids) + len(response.text) + len(response.embedding)
+    return 1 + num_values + _LOGPROBS_WEIGHT * num_logprobs
 
 
 def _failure(stream_id: int, error: RpcError) -> scheduler_pb2.StreamFailure:

@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.core.request import OutputMode
+from scheduler_service.rpc.public.embedding import embed
 from scheduler_service.rpc.public.generation import write_all
 from scheduler_service.rpc.public.intake import Intake
 from scheduler_service.rpc.status import RpcError, invalid
@@ -90,9 +91,25 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 self._engine.abort(tenant, request_id)
         return vllm_engine_pb2.AbortResponse()
 
-    async def Embed(self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext) -> NoReturn:
-        """Refuse with INVALID_ARGUMENT, since trying again never helps (see generate_request.py)."""
-        raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "this server generates text and makes no embeddings")
+    async def Embed(
+        self, request: vllm_engine_pb2.EmbedRequest, context: grpc.aio.ServicerContext
+    ) -> vllm_engine_pb2.EmbedResponse:
+        """Pool a prompt of tokens, whatever text they were made of."""
+        self._last_request_at = time.time()
+        message = scheduler_pb2.GenerateRequest(embed=True)
+        if request.request_id:
+            message.request_id = request.request_id
+        message.token_ids.SetInParent()
+        message.token_ids.ids.extend(request.tokenized.input_ids)
+        try:
+            response = await embed(self._intake, message, context.time_remaining())
+        except RpcError as error:
+            raise _in_their_words(error.with_traceback(None)) from None
+        return vllm_engine_pb2.EmbedResponse(
+            embedding=response.embedding,
+            prompt_tokens=response.usage.prompt_tokens,
+            embedding_dim=len(response.embedding),
+        )
 
     # What is served
 

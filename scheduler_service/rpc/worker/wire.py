@@ -10,7 +10,7 @@ from pagewire.transport.translation import decoder, encoder, unknown_field
 from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import WorkerProtocolError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class RefusalReason(Enum):

@@ -39,7 +39,7 @@ class Family:
     read: Callable[[Mapping[str, Any], str], ModelConfig]  # of config.json and the architecture
     weights: tuple[Weight, ...]
     ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of checkpoint names that hold no weights
-    optional_prefix: str = ""  # of checkpoint names; some published files lack it
+    optional_prefix: str = "model."  # of checkpoint names; published files lack it where they hold no head
     # Tensors that may be there of all experts, whose parts have the names of `weights`.
     stacks: Stacks = field(default_factory=lambda: STACKS)
     alternatives: tuple[tuple[Weight, ...], ...] = ()  # to `weights`, of which the one that names most is taken

@@ -44,6 +44,11 @@ class SchedulerServiceStub(object):
                 request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.SerializeToString,
                 response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pagewire.scheduler.v1.SchedulerService/Embed',
+                request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/pagewire.scheduler.v1.SchedulerService/Abort',
                 request_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.AbortRequest.SerializeToString,
@@ -118,6 +123,14 @@ class SchedulerServiceServicer(object):
         Errors of a request are messages, with the statuses and details that Generate would have ended with; a call that
         breaks these rules itself ends with INVALID_ARGUMENT. When the client has half-closed, the call ends with its last
         request; cancelling it, or losing the connection, aborts all of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Makes the embedding of a prompt: the final hidden states of its tokens, pooled as the checkpoint says, scaled to
+        length 1. No token is generated. Errors are those of Generate. Cancelling the call aborts the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,6 +234,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GenerateMany,
                     request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.FromString,
                     response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.EmbedRequest.FromString,
+                    response_serializer=pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.EmbedResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -332,6 +350,33 @@ class SchedulerService(object):
             '/pagewire.scheduler.v1.SchedulerService/GenerateMany',
             pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyRequest.SerializeToString,
             pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.GenerateManyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.scheduler.v1.SchedulerService/Embed',
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.EmbedRequest.SerializeToString,
+            pagewire_dot_protos_dot_gen_dot_pagewire_dot_scheduler_dot_v1_dot_scheduler__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

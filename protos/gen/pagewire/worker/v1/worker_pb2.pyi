@@ -7,12 +7,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_LAST: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+
 class RowStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ROW_STATUS_UNSPECIFIED: _ClassVar[RowStatus]
     ROW_STATUS_OK: _ClassVar[RowStatus]
     ROW_STATUS_NAN_LOGITS: _ClassVar[RowStatus]
     ROW_STATUS_OUT_OF_MEMORY: _ClassVar[RowStatus]
+POOLING_UNSPECIFIED: Pooling
+POOLING_LAST: Pooling
+POOLING_MEAN: Pooling
 ROW_STATUS_UNSPECIFIED: RowStatus
 ROW_STATUS_OK: RowStatus
 ROW_STATUS_NAN_LOGITS: RowStatus
@@ -183,7 +192,7 @@ class RowOpening(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_token_ids", "logit_bias_values", "min_tokens", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "num_candidates")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_token_ids", "logit_bias_values", "min_tokens", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "num_candidates", "pooling")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +207,7 @@ class SamplingParams(_message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -212,10 +222,11 @@ class SamplingParams(_message.Message):
     num_logprobs: int
     num_prompt_logprobs: int
     num_candidates: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias_token_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., num_candidates: _Optional[int] = ...) -> None: ...
+    pooling: Pooling
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias_token_ids: _Optional[_Iterable[int]] = ..., logit_bias_values: _Optional[_Iterable[float]] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., num_candidates: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step", "statuses", "token_ids", "logprobs", "prompt_logprobs", "duration_us", "candidates", "last_moved_step", "parts")
+    __slots__ = ("epoch", "step", "statuses", "token_ids", "logprobs", "prompt_logprobs", "duration_us", "candidates", "last_moved_step", "parts", "embeddings")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +237,7 @@ class StepResult(_message.Message):
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     LAST_MOVED_STEP_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     statuses: _containers.RepeatedScalarFieldContainer[RowStatus]
@@ -236,7 +248,8 @@ class StepResult(_message.Message):
     candidates: Candidates
     last_moved_step: int
     parts: StepParts
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., duration_us: _Optional[int] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., last_moved_step: _Optional[int] = ..., parts: _Optional[_Union[StepParts, _Mapping]] = ...) -> None: ...
+    embeddings: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[RowStatus, str]]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., duration_us: _Optional[int] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., last_moved_step: _Optional[int] = ..., parts: _Optional[_Union[StepParts, _Mapping]] = ..., embeddings: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class StepParts(_message.Message):
     __slots__ = ("plan_us", "batch_us", "products_us", "attention_us", "norms_us", "rotary_us", "model_us", "head_us", "sampling_us")

@@ -1,0 +1,83 @@
+"""How a checkpoint's embeddings are pooled: as the files say that sentence-transformers puts beside it, or a GGUF file.
+
+Without any the last token's hidden state is taken, which has seen the whole prompt. Embeddings are always scaled to
+length 1. What no worker computes is no reason not to generate text: it is named when an embedding is asked for.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagewire.gguf import GgufFile
+from scheduler_service.core.plan import Pooling
+
+_MODULES_FILE = "modules.json"
+_MODES = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
+_NAMED_MODES = {"lasttoken": Pooling.LAST, "mean": Pooling.MEAN}
+_SERVED = "the last token's and the mean of all tokens' hidden states are served"
+_GGUF_MEAN = 1  # of llama.cpp's `pooling_type`
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingChoice:
+    """The pooling of a checkpoint, or the reason why it makes no embeddings."""
+
+    pooling: Pooling
+    refusal: str = ""
+
+
+def read_pooling(directory: Path, read_json: Callable[[Path], dict[str, Any]]) -> PoolingChoice:
+    """Read the files of a checkpoint directory. Raises ValueError for one that cannot be read."""
+    path = directory / _MODULES_FILE
+    if not path.is_file():
+        return PoolingChoice(Pooling.LAST)
+    pooling = Pooling.LAST
+    for module in _read_modules(path):
+        kind = module["type"].rpartition(".")[2]
+        if kind == "Pooling":
+            config_path = directory / module["path"] / "config.json"
+            choice = _pooling_of(config_path, read_json(config_path))
+            if choice.refusal:
+                return choice
+            pooling = choice.pooling
+        elif kind not in ("Transformer", "Normalize"):
+            return _refused(f"{path} has a module {kind}, which is not computed")
+    return PoolingChoice(pooling)
+
+
+def read_gguf_pooling(file: GgufFile) -> PoolingChoice:
+    """Read the metadata of a GGUF file. One with another pooling is refused as a whole (`pagewire.gguf`)."""
+    architecture = file.metadata.get("general.architecture")
+    is_mean = file.metadata.get(f"{architecture}.pooling_type") == _GGUF_MEAN
+    return PoolingChoice(Pooling.MEAN if is_mean else Pooling.LAST)
+
+
+def _read_modules(path: Path) -> list[dict[str, str]]:
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
+    if not is_list or not all(isinstance(module.get(key), str) for module in modules for key in ("type", "path")):
+        raise ValueError(f"{path} must hold a list of modules, each with a type and a path")
+    return modules
+
+
+def _pooling_of(path: Path, config: Mapping[str, Any]) -> PoolingChoice:
+    if not config.get("include_prompt", True):
+        return _refused(f"{path}: include_prompt is false, but all tokens are pooled")
+    if isinstance(config.get("pooling_mode"), str):
+        names = [config["pooling_mode"]]
+        found = [_NAMED_MODES.get(name) for name in names]
+    else:
+        names = sorted(key for key, value in config.items() if key.startswith("pooling_mode_") and value is True)
+        found = [_MODES.get(name) for name in names]
+    if len(found) == 1 and found[0] is not None:
+        return PoolingChoice(found[0])
+    return _refused(f"{path} asks for {' and '.join(names) or 'no pooling mode'}, which is not computed; {_SERVED}")
+
+
+def _refused(reason: str) -> PoolingChoice:
+    return PoolingChoice(Pooling.NONE, f"this checkpoint makes no embeddings: {reason}")

@@ -1,0 +1,316 @@
+"""Embeddings over the wire: by our own service, a gateway's, many on one call, through a front end and the client."""
+
+import asyncio
+import json
+import logging
+import struct
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from smg_grpc_proto import vllm_engine_pb2
+from tokenizers import Tokenizer
+
+from pagewire import Cancelled, Client, InvalidRequest
+from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
+from scheduler_service.core.plan import Pooling
+from scheduler_service.serving.model_info import read_model_info
+from tests.contract.fake_worker import FakeWorker
+from tests.contract.scheduler_stack import VOCAB_SIZE, Stack, details, make_checkpoint, request, serve
+from tests.contract.shared_stream import SharedStream
+from tests.contract.test_front_end import serve_front_end
+from tests.contract.test_tenants import PROMPT as TENANTS_PROMPT
+from tests.contract.test_tenants import credentials, write_tenants
+from tests.contract.vllm_client import stub_of
+from tests.core.simulated_worker import reference_embedding
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+]
+
+
+def write_pooling(path: Path, modules: object = MODULES, **config: object) -> None:
+    (path / "1_Pooling").mkdir(exist_ok=True)
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def mean_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_checkpoint(tmp_path_factory.mktemp("models") / "mean")
+    write_pooling(path, pooling_mode_mean_tokens=True, pooling_mode_lasttoken=False)
+    return path
+
+
+def numbers(prompt: list[int], pooling: Pooling = Pooling.LAST) -> list[float]:
+    return list(struct.unpack("<2f", reference_embedding(prompt, pooling)))
+
+
+def embed_request(prompt: list[int] | str, **fields: object) -> pb.EmbedRequest:
+    if isinstance(prompt, str):
+        return pb.EmbedRequest(text=prompt, **fields)
+    return pb.EmbedRequest(token_ids=pb.TokenIds(ids=prompt), **fields)
+
+
+async def error_of(call: object) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def test_tokens_and_texts_are_embedded(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        response = await stack.stub.Embed(embed_request(PROMPT, request_id="mine"))
+        assert (response.request_id, list(response.embedding)) == ("mine", numbers(PROMPT))
+        assert response.usage == pb.Usage(prompt_tokens=len(PROMPT))
+        again = await stack.stub.Embed(embed_request(PROMPT))
+        assert (list(again.embedding), again.usage.cached_tokens) == (numbers(PROMPT), 4)
+        text = "once upon a time " * 20
+        ids = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text).ids
+        assert len(ids) > 64, "the prompt has several chunks"
+        assert list((await stack.stub.Embed(embed_request(text))).embedding) == numbers(ids)
+        loads = await stack.until_idle()
+        assert (loads.num_generation_tokens, loads.num_prompt_tokens) == (0, 2 * len(PROMPT) + len(ids))
+
+
+async def test_the_checkpoint_says_how_to_pool(mean_checkpoint: Path) -> None:
+    async with serve(mean_checkpoint) as stack:
+        for _ in range(2):
+            response = await stack.stub.Embed(embed_request(PROMPT))
+            assert list(response.embedding) == numbers(PROMPT, Pooling.MEAN)
+            assert response.usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "text"),
+    [
+        (pb.EmbedRequest(), "prompt", "no prompt"),
+        (embed_request([]), "token_ids.ids", "send at least 1"),
+        (embed_request(""), "text", "send at least 1"),
+        (embed_request([VOCAB_SIZE]), "token_ids.ids[0]", "not in the vocabulary"),
+        (embed_request([1] * 256), "token_ids.ids", "shorten the prompt to 255 tokens"),
+        (embed_request("once " * 300), "text", "shorten"),
+        (embed_request(PROMPT, request_id="x" * 129), "request_id", "must have 1 to 128"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_is_no_prompt_is_refused(checkpoint: Path, message: pb.EmbedRequest, field: str, text: str) -> None:
+    async with serve(checkpoint) as stack:
+        error = await error_of(stack.stub.Embed(message))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert text in error.details()
+        assert details(error)[0].field_violations[0].field == field
+
+
+async def test_embeddings_are_neither_sampled_nor_detached(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        message = request(PROMPT, max_tokens=3)
+        message.embed = True
+        with pytest.raises(grpc.aio.AioRpcError, match="leave sampling unset"):
+            await stack.generate(message)
+        message.ClearField("sampling")
+        error = await error_of(stack.stub.Submit(pb.SubmitRequest(request=message)))
+        assert "cannot be detached" in error.details()
+        (response,) = (await stack.generate(message)).responses
+        assert list(response.embedding) == numbers(PROMPT)
+        assert (response.finish_reason, response.text) == (pb.FINISH_REASON_STOP, "")
+
+
+@pytest.mark.parametrize(
+    ("modules", "config", "text"),
+    [
+        (MODULES, {"pooling_mode_cls_token": True}, "asks for pooling_mode_cls_token, which is not computed"),
+        (
+            MODULES,
+            {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
+            "asks for pooling_mode_max_tokens and pooling_mode_mean_tokens",
+        ),
+        (MODULES, {"pooling_mode": "weightedmean"}, "asks for weightedmean, which"),
+        (MODULES, {}, "asks for no pooling mode"),
+        (MODULES, {"pooling_mode_lasttoken": True, "include_prompt": False}, "include_prompt is false"),
+        (
+            [*MODULES, {"path": "3_Dense", "type": "sentence_transformers.models.Dense"}],
+            {"pooling_mode_lasttoken": True},
+            "has a module Dense, which is not computed",
+        ),
+    ],
+)
+async def test_a_pooling_that_nobody_computes_is_named_and_text_is_served(
+    tmp_path: Path, modules: object, config: dict[str, object], text: str
+) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    write_pooling(path, modules, **config)
+    assert any(text in warning for warning in read_model_info(str(path)).warnings())
+    async with serve(path) as stack:
+        error = await error_of(stack.stub.Embed(embed_request(PROMPT)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert text in error.details()
+        assert len((await stack.generate(request(PROMPT, max_tokens=3))).token_ids[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [("[", "modules.json is not JSON"), ("{}", "must hold a list of modules"), ('[{"type": 3}]', "each with a type")],
+)
+def test_a_broken_modules_file_is_one_line(tmp_path: Path, modules: str, text: str) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    (path / "modules.json").write_text(modules)
+    with pytest.raises(ValueError, match=text):
+        read_model_info(str(path))
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, Pooling.MEAN),
+        ({"pooling_mode_lasttoken": True}, Pooling.LAST),
+        ({"pooling_mode": "mean"}, Pooling.MEAN),
+        ({"pooling_mode": "lasttoken", "include_prompt": True}, Pooling.LAST),
+    ],
+)
+def test_both_ways_to_write_a_pooling_are_read(tmp_path: Path, config: dict[str, object], pooling: Pooling) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    assert read_model_info(str(path)).embedding.pooling is Pooling.LAST, "without a word the last token's"
+    write_pooling(path, **config)
+    assert read_model_info(str(path)).embedding.pooling is pooling
+
+
+# A gateway
+
+
+async def test_a_gateways_requests_are_embedded(mean_checkpoint: Path) -> None:
+    async with serve(mean_checkpoint) as stack:
+        message = vllm_engine_pb2.EmbedRequest(request_id="embd-1", tokenized={"input_ids": PROMPT})
+        response = await stub_of(stack).Embed(message)
+        assert list(response.embedding) == numbers(PROMPT, Pooling.MEAN)
+        assert (response.prompt_tokens, response.embedding_dim) == (len(PROMPT), 2)
+        for input_ids in ([], [1] * 256, [VOCAB_SIZE]):
+            bad = vllm_engine_pb2.EmbedRequest(tokenized={"input_ids": input_ids})
+            error = await error_of(stub_of(stack).Embed(bad))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert details(error)[0].field_violations[0].field.startswith("tokenized.input_ids")
+
+
+async def until_running(stack: Stack) -> None:
+    await stack.until(lambda loads: loads.num_running == 1)
+
+
+async def test_an_aborted_embedding_is_cancelled(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        await stack.until(lambda loads: loads.worker_connected)
+        stack.worker.is_silent = True
+        message = vllm_engine_pb2.EmbedRequest(request_id="one", tokenized={"input_ids": PROMPT})
+        call = stub_of(stack).Embed(message)
+        await until_running(stack)
+        await stub_of(stack).Abort(vllm_engine_pb2.AbortRequest(request_ids=["one"]))
+        assert (await error_of(call)).code() is grpc.StatusCode.CANCELLED
+
+
+async def test_a_client_that_leaves_takes_its_embedding_with_it(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        await stack.until(lambda loads: loads.worker_connected)
+        stack.worker.is_silent = True
+        call = stack.stub.Embed(embed_request(PROMPT))
+        await until_running(stack)
+        call.cancel()
+        await stack.until(lambda loads: not loads.num_running and not loads.num_waiting)
+
+
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+async def test_a_lost_worker_is_no_matter(checkpoint: Path, mean_checkpoint: Path, pooling: Pooling) -> None:
+    prompt = list(range(100))
+    async with serve(mean_checkpoint if pooling is Pooling.MEAN else checkpoint) as stack:
+        await stack.until(lambda loads: loads.worker_connected)
+        stack.worker.is_silent = True
+        call = stack.stub.Embed(embed_request(prompt))
+        await until_running(stack)
+        await stack.worker.kill()
+        stack.worker.is_silent = False
+        await stack.worker.start()
+        assert list((await call).embedding) == numbers(prompt, pooling)
+
+
+async def test_hidden_states_that_are_no_numbers_are_an_error(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        error = await error_of(stack.stub.Embed(embed_request([*PROMPT, VOCAB_SIZE - 1])))
+        assert (error.code(), "not numbers" in error.details()) == (grpc.StatusCode.INTERNAL, True)
+
+
+# Many, and from afar
+
+
+async def test_many_embeddings_share_a_call_with_other_requests(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack:
+        shared = SharedStream(stack)
+        messages = []
+        for i in range(30):
+            message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT[: 1 + i % 7]), embed=i % 2 == 0)
+            if i % 2:
+                message.sampling.max_tokens = 4
+            messages.append(message)
+        generated = await asyncio.gather(
+            *(shared.generate(message, token_only=i % 3 == 0) for i, message in enumerate(messages))
+        )
+        for message, (stream,) in zip(messages, generated, strict=True):
+            assert stream.last is not None
+            expected = numbers(list(message.token_ids.ids)) if message.embed else []
+            assert list(stream.last.embedding) == expected
+        await shared.close()
+
+
+async def test_front_ends_pass_embeddings_on(mean_checkpoint: Path) -> None:
+    async with serve(mean_checkpoint) as stack, serve_front_end(mean_checkpoint, stack.url) as front:
+        response = await front.stub.Embed(embed_request(PROMPT, request_id="far"))
+        assert (response.request_id, list(response.embedding)) == ("far", numbers(PROMPT, Pooling.MEAN))
+        assert response.usage.prompt_tokens == len(PROMPT)
+        text = "once upon a time"
+        near, far = [await each.stub.Embed(embed_request(text)) for each in (stack, front)]
+        assert near.embedding == far.embedding
+        error = await error_of(front.stub.Embed(embed_request([VOCAB_SIZE - 1])))
+        assert error.code() is grpc.StatusCode.INTERNAL
+
+
+async def test_the_client_embeds_one_prompt_and_many(checkpoint: Path) -> None:
+    async with serve(checkpoint) as stack, Client(stack.url) as client:
+        one = await client.aembed(prompt_token_ids=PROMPT, request_id="one")
+        assert (one.request_id, list(one.values)) == ("one", numbers(PROMPT))
+        assert (one.usage.prompt_tokens, one.usage.completion_tokens) == (len(PROMPT), 0)
+        prompts = [PROMPT[: 1 + i % 7] for i in range(40)]
+        many = await client.aembed(prompts)
+        assert [list(embedding.values) for embedding in many] == [numbers(prompt) for prompt in prompts]
+        assert await client.aembed([]) == []
+        text = await asyncio.to_thread(client.embed, "once upon a time")
+        assert text.values == (await client.aembed(["once upon a time"]))[0].values
+        with pytest.raises(InvalidRequest, match="prompt 1: the prompt has no tokens"):
+            await client.aembed([PROMPT, []])
+        stack.worker.is_silent = True
+        running = asyncio.create_task(client.aembed(prompt_token_ids=[9, 9], request_id="gone"))
+        await until_running(stack)
+        await client.abort("gone")
+        with pytest.raises(Cancelled, match="aborted before its embedding"):
+            await running
+
+
+async def test_quotas_hold_and_the_log_tells(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A quota of one request: whatever became of the one before, the next is taken."""
+    path = tmp_path / "tenants.yaml"
+    limits = {"max_requests": 1, "max_sequences": 1, "max_queued_tokens": 40, "max_blocks": 10}
+    write_tenants(path, acme=limits)
+    caplog.set_level(logging.INFO)
+    worker = FakeWorker(read_model_info(str(checkpoint)).digest)
+    await worker.start()
+    async with serve(checkpoint, worker=worker, tenants=str(path), log_requests=True) as stack:
+        for _ in range(3):
+            response = await stack.stub.Embed(embed_request(TENANTS_PROMPT), metadata=credentials("acme"))
+            assert list(response.embedding) == numbers(TENANTS_PROMPT)
+        error = await error_of(stack.stub.Embed(embed_request([1] * 41), metadata=credentials("acme")))
+        assert "may queue 40" in error.details()
+    lines = [record.getMessage() for record in caplog.records if "num_output_tokens=0" in record.getMessage()]
+    assert len(lines) == 3
+    assert all(": stop (tenant=acme" in line and "num_prompt_tokens=40" in line for line in lines)

@@ -1,0 +1,168 @@
+"""Embeddings through both services, and a gateway: those of transformers' hidden states, whatever happens meanwhile."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from pagewire import Client, NotFound, SamplingParams
+from tests.system import oracle
+from tests.system.forked import running
+from tests.system.gateway import Gateway
+from tests.system.parity import STORYTELLER
+from tests.system.streams import until_lost
+from tests.worker.checkpoints import make_checkpoint
+
+VOCAB_SIZE = 151
+MEAN = "pooling_mode_mean_tokens"
+LAST = "pooling_mode_lasttoken"
+POOLINGS = (LAST, MEAN)
+LENGTHS = (1, 2, 7, 8, 15, 16, 17, 33, 64, 100, 257, 500)
+# Numbers of vectors of length 1 differ by less than this between orders of summation in float32.
+MARGIN = 2e-6
+
+
+def write_pooling(path: Path, mode: str) -> Path:
+    """As sentence-transformers does."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"path": where, "type": f"sentence_transformers.models.{kind}"} for where, kind in kinds.items()]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({each: each == mode for each in POOLINGS}))
+    return path
+
+
+def expected_embedding(model: transformers.PreTrainedModel, prompt: Sequence[int], mode: str) -> list[float]:
+    """By hand: pooled, and divided by its length."""
+    with torch.inference_mode():
+        hidden = model(torch.tensor([prompt])).last_hidden_state[0].double()
+    pooled = hidden[-1] if mode == LAST else hidden.sum(0) / len(prompt)
+    return (pooled / pooled.square().sum().sqrt()).tolist()
+
+
+@pytest.mark.parametrize(("mode", "family"), [(LAST, "qwen3"), (MEAN, "qwen3"), (MEAN, "llama"), (LAST, "mistral")])
+async def test_embeddings_are_those_of_transformers_and_the_same_bits_in_any_company(
+    mode: str, family: str, tmp_path: Path
+) -> None:
+    """In chunks of 64 tokens, with prefixes that are found again, beside streams in a pool that is too small."""
+    path = write_pooling(make_checkpoint(tmp_path / "model", family, seed=4), mode)
+    model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
+    prompts = oracle.random_prompts(7, VOCAB_SIZE, LENGTHS)
+    prompts += [prompts[-1][:300] + prompts[3], prompts[-2]]
+    limits = ["--max-num-batched-tokens", 64, "--block-size", 8, "--num-device-blocks", 100]
+    with running(path, worker=["--dtype", "float32", *limits]) as system:
+        async with Client(system.url) as client:
+            alone = [await client.aembed(prompt_token_ids=prompt) for prompt in prompts]
+            growing = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+            streams = asyncio.gather(
+                *(client.acomplete(None, growing, prompt_token_ids=prompt, priority=-1) for prompt in prompts[:10])
+            )
+            together = await client.aembed(prompts)
+            await streams
+            loads = await client.loads()
+    for prompt, one, other in zip(prompts, alone, together, strict=True):
+        assert one.values == other.values
+        assert math.hypot(*one.values) == pytest.approx(1, abs=1e-6)
+        assert one.values == pytest.approx(expected_embedding(model, prompt, mode), abs=MARGIN)
+        assert (one.usage.prompt_tokens, one.usage.completion_tokens) == (len(prompt), 0)
+    assert loads.num_preemptions > 0 or family == "mistral", "all fit"  # its window needs few blocks
+    num_cached = [embedding.usage.cached_tokens for embedding in (*alone, *together)]
+    assert (max(num_cached) > 0) == (mode == LAST)
+    assert (loads.num_running, loads.num_waiting, loads.num_held_blocks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+async def test_a_killed_worker_costs_an_embedding_nothing_but_time(mode: str, tmp_path: Path) -> None:
+    """Each worker is stopped while it computes the prompt, and killed where it stands."""
+    path = write_pooling(make_checkpoint(tmp_path / "model", "qwen3", seed=4), mode)
+    (prompt,) = oracle.random_prompts(8, VOCAB_SIZE, (1000,))
+    with running(path, worker=["--dtype", "float32", "--max-num-batched-tokens", 8]) as system:
+        async with Client(system.url) as client:
+            calm = await client.aembed(prompt_token_ids=prompt, cache_salt="calm")
+            num_kills = 0
+            for attempt in range(50):
+                name = f"attempt-{attempt}"
+                request = client.aembed(prompt_token_ids=prompt, cache_salt=name, request_id=name)
+                running_request = asyncio.create_task(request)
+                if await is_caught_midway(client, name, system.worker.pid, running_request):
+                    system.worker.kill()
+                    num_kills += 1
+                    await until_lost(client, num_kills)
+                    system.restart_worker()
+                    system.worker.wait_until_ready()
+                assert (await running_request).values == calm.values
+                if num_kills == 2:
+                    break
+            assert (await client.loads()).num_worker_losses == num_kills == 2
+
+
+async def is_caught_midway(client: Client, name: str, worker: int, request: asyncio.Task) -> bool:
+    """Stop the worker as soon as a part of a request is planned; False if it has ended by then."""
+    while not request.done():
+        try:
+            report = await client.get_request(name)
+        except NotFound:
+            await asyncio.sleep(0)
+            continue
+        if report.num_computed_tokens >= 64:
+            os.kill(worker, signal.SIGSTOP)
+            try:
+                return (await client.get_request(name)).num_computed_tokens < 1000
+            except NotFound:
+                return False
+    return False
+
+
+# Through a gateway, of the bundled model
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Gateway]:
+    with running(STORYTELLER, worker=["--dtype", "float32"]) as system:
+        gateway = Gateway([system.url.removeprefix("grpc://")])
+        try:
+            gateway.wait_until_ready()
+            yield gateway
+        finally:
+            gateway.stop()
+
+
+def expected_of_text(text: str) -> list[float]:
+    model = transformers.AutoModel.from_pretrained(STORYTELLER, dtype=torch.float32)
+    token_ids = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json")).encode(text).ids
+    return expected_embedding(model, token_ids, LAST)
+
+
+def test_openai_clients_get_embeddings(gateway: Gateway) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none", max_retries=0) as client:
+        answer = client.embeddings.create(model="storyteller", input="Once upon a time")
+    (found,) = answer.data
+    assert found.embedding == pytest.approx(expected_of_text("Once upon a time"), abs=MARGIN)
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (4, 4)
+
+
+def test_what_a_gateway_makes_of_the_rest_of_a_request(gateway: Gateway) -> None:
+    """It takes one text; several it joins, and what would change the vector it does not pass on."""
+
+    def embedding(**fields: object) -> list[float]:
+        answer = gateway.post("/v1/embeddings", model="storyteller", **fields)
+        assert answer.status == 200, answer
+        (found,) = answer.body["data"]
+        return found["embedding"]
+
+    plain = embedding(input="Once upon a time")
+    assert embedding(input="Once upon a time", dimensions=8) == plain
+    assert embedding(input="Once upon a time", encoding_format="base64") == plain
+    assert embedding(input=["Once upon", "a time"]) == plain
+    for bad, status in (("", 400), ([], 400), ([1, 2, 3], 400), ([[1, 2], [3]], 400), ("a fox " * 2000, 400)):
+        assert gateway.post("/v1/embeddings", model="storyteller", input=bad).status == status
+    assert gateway.post("/v1/embeddings", model="nobody", input="Once").status == 404

@@ -1,0 +1,229 @@
+"""Embeddings of a runner: those that transformers' hidden states make, and the same bits however prompts are cut."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from pagewire.gguf import GgufFile
+from scheduler_service.core import plan as core_plan
+from scheduler_service.serving.pooling_config import read_gguf_pooling
+from tests.gguf_files import write_gguf
+from tests.worker.checkpoints import make_checkpoint
+from tests.worker.plans import Row, plan_steps
+from tests.worker.test_model_runner import load
+from worker_service.engine import LoadedWorker
+from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.rows.pooling import PooledChunk, Pooler
+from worker_service.step import Pooling, ProtocolError, RowOpening, RowStatus, SamplingParams, StepPlan
+
+VOCAB_SIZE = 151
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma3_text")
+POOLINGS = (Pooling.LAST, Pooling.MEAN)
+LENGTHS = (1, 2, 40, 17, 64)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {family: make_checkpoint(root / family, family, seed=9) for family in FAMILIES}
+
+
+def random_prompts(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    print("seed", seed)
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def expected_embedding(model: transformers.PreTrainedModel, prompt: Sequence[int], pooling: Pooling) -> NDArray:
+    with torch.inference_mode():
+        hidden = model(torch.tensor([prompt])).last_hidden_state[0].double()
+    pooled = hidden[-1] if pooling is Pooling.LAST else hidden.mean(0)
+    return torch.nn.functional.normalize(pooled, dim=0).float().numpy()
+
+
+def embed(worker: LoadedWorker, rows: Sequence[tuple[Sequence[int], Pooling]], budget: int) -> list[bytes]:
+    """The embedding of each row, in steps of so many tokens."""
+    worker.runner.reset(1)
+    planned = [Row(prompt, 1, SamplingParams(pooling=pooling)) for prompt, pooling in rows]
+    found: dict[int, bytes] = {}
+    for step in plan_steps(planned, block_size=worker.ready.block_size, max_num_batched_tokens=budget):
+        result = worker.runner.execute(step.plan)
+        assert (result.statuses, result.token_ids) == ((), ())
+        found |= zip(step.sampling_slots, result.embeddings, strict=True)
+    return [found[slot] for slot in range(len(rows))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_are_those_of_transformers(checkpoints: dict[str, Path], family: str) -> None:
+    worker = load(checkpoints[family], dtype="float32")
+    model = transformers.AutoModel.from_pretrained(checkpoints[family], dtype=torch.float32)
+    rows = [(prompt, pooling) for prompt in random_prompts(21) for pooling in POOLINGS]
+    together = embed(worker, rows, 2048)
+    for (prompt, pooling), found in zip(rows, together, strict=True):
+        numbers = np.frombuffer(found, "<f4")
+        assert np.linalg.norm(numbers) == pytest.approx(1, abs=1e-6)
+        assert numbers == pytest.approx(expected_embedding(model, prompt, pooling), abs=2e-6)
+    for budget in (7, 64):
+        assert embed(worker, rows, budget) == together, "other bits in other chunks"
+    assert [embed(worker, [row], 2048)[0] for row in rows] == together, "other bits alone"
+
+
+def test_embeddings_share_steps_with_rows_of_every_kind(checkpoints: dict[str, Path]) -> None:
+    worker = load(checkpoints["qwen3"])
+    samplings = [
+        SamplingParams(pooling=Pooling.MEAN),
+        SamplingParams(),
+        SamplingParams(temperature=0.8, num_logprobs=2, num_prompt_logprobs=1),
+        SamplingParams(pooling=Pooling.LAST),
+        SamplingParams(temperature=1.0, repetition_penalty=1.3),
+    ]
+
+    def run(slots: Sequence[int]) -> dict[int, list[object]]:
+        worker.runner.reset(1)
+        prompts = random_prompts(5)
+        rows = [Row(prompts[slot], 1, samplings[slot], seed=slot) for slot in slots]
+        found: dict[int, list[object]] = {slot: [] for slot in slots}
+        for step in plan_steps(rows, block_size=worker.ready.block_size, max_num_batched_tokens=50):
+            result = worker.runner.execute(step.plan)
+            tokens, embeddings = iter(result.token_ids), iter(result.embeddings)
+            for place in step.sampling_slots:
+                is_pooled = rows[place].sampling.pooling is not Pooling.NONE
+                found[slots[place]].append(next(embeddings if is_pooled else tokens))
+            assert (list(tokens), list(embeddings)) == ([], [])
+        return found
+
+    together = run(range(5))
+    for slot in range(5):
+        assert run([slot])[slot] == together[slot]
+
+
+def opening(sampling: SamplingParams, num_computed_tokens: int = 0) -> RowOpening:
+    return RowOpening(0, 0, (1, 2, 3), 3, num_computed_tokens, (1,), sampling, 0, 0)
+
+
+MEAN = SamplingParams(pooling=Pooling.MEAN)
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (StepPlan(1, 1, openings=(opening(MEAN, 2),)), "slot 0 opens with 2 tokens computed; a mean needs all of them"),
+        (
+            StepPlan(1, 1, openings=(opening(SamplingParams(pooling=Pooling.LAST, num_candidates=2)),)),
+            "pooling and num_candidates",
+        ),
+        (
+            StepPlan(1, 1, openings=(opening(MEAN),), fork_source_slots=(0,), fork_target_slots=(1,)),
+            "slot 0 is forked, but has pooling",
+        ),
+        (
+            StepPlan(1, 1, openings=(opening(MEAN),), append_token_slots=(0,), append_token_ids=(3,)),
+            "slot 0 gets a token, but has pooling",
+        ),
+    ],
+)
+def test_what_a_row_with_pooling_cannot_be_asked_breaks_the_protocol(
+    checkpoints: dict[str, Path], plan: StepPlan, text: str
+) -> None:
+    worker = load(checkpoints["qwen3"])
+    worker.runner.reset(1)
+    with pytest.raises(ProtocolError, match=text):
+        worker.runner.execute(plan)
+
+
+def test_a_row_rests_once_it_has_told_its_embedding_and_leaves_its_slot_as_any(checkpoints: dict[str, Path]) -> None:
+    worker = load(checkpoints["qwen3"])
+    worker.runner.reset(1)
+    first = worker.runner.execute(StepPlan(1, 1, openings=(opening(MEAN),), work_slots=(0,), work_num_tokens=(2,)))
+    assert first.embeddings == ()
+    # Aborted, and a mean begins in the same slot: nothing of the first is left.
+    second = worker.runner.execute(
+        StepPlan(1, 2, (0,), openings=(opening(MEAN),), work_slots=(0,), work_num_tokens=(3,))
+    )
+    assert second.embeddings == tuple(embed(worker, [((1, 2, 3), Pooling.MEAN)], 2048))
+    assert worker.runner.execute(StepPlan(1, 2)).embeddings == ()
+    assert not worker.runner.table.work.any()
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_hidden_states_that_are_no_numbers_are_told(
+    checkpoints: dict[str, Path], pooling: Pooling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = load(checkpoints["qwen3"])
+    worker.runner.reset(1)
+    model = worker.runner.computation._model
+    forward = model.forward_logits
+
+    def broken(*arguments: torch.Tensor) -> object:
+        outputs = forward(*arguments)
+        hidden = outputs.hidden.clone()
+        hidden[2] = torch.inf
+        return outputs._replace(hidden=hidden)
+
+    monkeypatch.setattr(model, "forward_logits", broken)
+    rows = (opening(SamplingParams(pooling=pooling)), RowOpening(1, 1, (4, 5), 2, 0, (2,), MEAN, 0, 0))
+    result = worker.runner.execute(StepPlan(1, 1, openings=rows, work_slots=(0, 1), work_num_tokens=(3, 2)))
+    assert result.statuses == (RowStatus.NAN_LOGITS, RowStatus.OK)
+    assert len(result.embeddings) == 1
+
+
+def test_a_mean_adds_tokens_one_after_the_other() -> None:
+    """So that its bits do not hang on how they come, beyond what float64 rounds away."""
+    hidden = torch.randn(700, 33, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(33)
+    whole, _ = Pooler().pool(hidden, [PooledChunk(0, Pooling.MEAN, 0, 700, 0, True)])
+    pooler = Pooler()
+    for start, end in ((0, 1), (1, 130), (130, 131), (131, 699)):
+        chunk = PooledChunk(0, Pooling.MEAN, start, end - start, start, False)
+        nothing, sums = pooler.pool(hidden, [chunk])
+        assert nothing == []
+        again, _ = pooler.pool(hidden, [chunk])
+        assert again == []
+        pooler.keep([chunk], sums)
+    last = PooledChunk(0, Pooling.MEAN, 699, 1, 699, True)
+    cut, sums = pooler.pool(hidden, [last])
+    pooler.keep([last], sums)
+    assert torch.equal(cut[0], whole[0])
+    assert not pooler._sums
+
+
+def test_a_checkpoint_without_the_prefix_of_its_names_is_read_as_it_is(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """As those of embedding models often are, which hold no head: it is the embedding, where config.json ties them."""
+    tied = make_checkpoint(tmp_path / "tied", "qwen3", seed=9, tie_word_embeddings=True)
+    rows = [(prompt, pooling) for prompt in random_prompts(4) for pooling in POOLINGS]
+    expected = embed(load(tied), rows, 64)
+    tensors = load_file(tied / "model.safetensors")
+    assert all(name.startswith("model.") for name in tensors)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tied / "model.safetensors")
+    assert embed(load(tied), rows, 64) == expected
+    untied = make_checkpoint(tmp_path / "untied", "qwen3", seed=9, tie_word_embeddings=False)
+    tensors = load_file(untied / "model.safetensors")
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(tensors, untied / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight is missing"):
+        load(untied)
+
+
+@pytest.mark.parametrize(
+    ("pooling_type", "pooling"),
+    [(None, core_plan.Pooling.LAST), (0, core_plan.Pooling.LAST), (1, core_plan.Pooling.MEAN)],
+)
+def test_a_gguf_file_says_how_it_is_pooled(
+    checkpoints: dict[str, Path], tmp_path: Path, pooling_type: int | None, pooling: core_plan.Pooling
+) -> None:
+    settings = {} if pooling_type is None else {"qwen3.pooling_type": pooling_type}
+    path = write_gguf(tmp_path / "model.gguf", checkpoints["qwen3"], "F32", settings=settings)
+    assert read_gguf_pooling(GgufFile.open(path)).pooling is pooling
+    rows = [(prompt, Pooling.MEAN) for prompt in random_prompts(4)]
+    found = embed(load(path, dtype="float32"), rows, 64)
+    expected = embed(load(checkpoints["qwen3"], dtype="float32"), rows, 64)
+    for one, other in zip(found, expected, strict=True):
+        assert np.frombuffer(one, "<f4") == pytest.approx(np.frombuffer(other, "<f4"), abs=2e-6)
