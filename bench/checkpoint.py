@@ -35,6 +35,23 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
+# Of the proportions of Qwen3-30B-A3B, with a twentieth of its parameters: 1.46B, of which a token meets 0.16B.
+EXPERT_SHAPES = {
+    "1.5B-A0.15B": {
+        "num_hidden_layers": 18,
+        "hidden_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "num_attention_heads": 24,
+        "head_dim": 64,
+        "num_key_value_heads": 3,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+}
 # Measured on GPUs alone, but for the tiny one, which rehearses that.
 GPU_SHAPES = {
     "tiny": {
@@ -73,13 +90,18 @@ def configuration(shape: str, directory: Path) -> Path:
 
 
 def random_checkpoint(shape: str) -> Path:
-    """Returns a Qwen3 checkpoint of random bf16 weights without end tokens, which is made once."""
+    """Returns a checkpoint of random bf16 weights without end tokens: Qwen3, or Qwen3-MoE where there are experts.
+    It is made once."""
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     directory = root / "pagewire" / "bench" / shape
     if not (directory / "model.safetensors").exists():
         torch.manual_seed(0)
-        config = transformers.Qwen3Config(**SHAPES[shape], bos_token_id=None, eos_token_id=None)
-        model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+        tokens = {"bos_token_id": None, "eos_token_id": None}
+        if shape in EXPERT_SHAPES:
+            config = transformers.Qwen3MoeConfig(**EXPERT_SHAPES[shape], **tokens)
+        else:
+            config = transformers.Qwen3Config(**SHAPES[shape], **tokens)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.generation_config = transformers.GenerationConfig()
         model.save_pretrained(directory)
     return directory

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from bench.checkpoint import SHAPES, random_checkpoint
+from bench.checkpoint import EXPERT_SHAPES, SHAPES, random_checkpoint
 from bench.peer_arms import Arm, LlamaCppArm, Loads, Model, PagewireArm, PeerFailedError, ProgramArm, transformers_arms
 from bench.peer_environment import (
     AVX2,
@@ -208,7 +208,7 @@ def compute_with() -> tuple[str, str]:
 
 def results_path(isa: str, shapes: Sequence[str], formats: Sequence[str]) -> Path:
     """Returns where raw numbers go; those of some shapes or formats do not replace those of all."""
-    some = [*(shapes if set(shapes) < set(SHAPES) else ()), *(formats if set(formats) < set(FORMATS) else ())]
+    some = [*(shapes if set(shapes) != set(SHAPES) else ()), *(formats if set(formats) < set(FORMATS) else ())]
     return RESULTS / f"{'_'.join(['peers', *some])}.{isa}.json"
 
 
@@ -225,7 +225,13 @@ def load_before() -> float:
 def parse_arguments() -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench" / "peers"
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description="Pagewire beside its peers.")
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="shapes (default: all)")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=[*SHAPES, *EXPERT_SHAPES],
+        default=list(SHAPES),
+        help=f"shapes (default: {' '.join(SHAPES)}; those with experts take long, and 10 GB of disk)",
+    )
     parser.add_argument(
         "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="weight formats (default: all)"
     )
@@ -256,7 +262,10 @@ def main() -> None:
         isa, dtype = compute_with()
     except (BuildError, ValueError) as error:
         sys.exit(f"Pagewire's kernels: {error}")
-    shapes = [Model(f"{name} shape", random_checkpoint(name), SHAPES[name]["vocab_size"]) for name in arguments.models]
+    all_shapes = SHAPES | EXPERT_SHAPES
+    shapes = [
+        Model(f"{name} shape", random_checkpoint(name), all_shapes[name]["vocab_size"]) for name in arguments.models
+    ]
     models = [replace(shape, weight_format=name) for shape in shapes for name in arguments.formats]
     load_average = load_before()
     chosen, left_out = choose_arms(arguments, dtype)

@@ -5,35 +5,14 @@ A token goes to `num_chosen` experts (Shazeer et al., 2017, https://arxiv.org/ab
 *slot*: slots are [T * num_chosen, width], those of a token one behind the other in the order of the ids of its experts.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from pagewire.kernels.expert_choice import ExpertChoice
+
+__all__ = ["MIN_SUM", "ExpertChoice", "choose_experts", "multiply_chosen", "sum_slots"]
+
 MIN_SUM = 1e-20  # is added to the sum that weights are divided by, as DeepSeek-V3 does
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertChoice:
-    """How the experts of a token follow from a router's logits.
-
-    Attributes:
-        num_chosen: experts of a token.
-        scoring: what logits become, in float32: their softmax over all experts, or the sigmoid of each.
-        renormalizes: the weights of a token's experts are divided by their sum.
-        factor: of the weights, in the end.
-        num_groups: of experts that lie one behind the other, as many in each; 1: they are not grouped.
-        num_chosen_groups: only experts of this many groups, those with the highest sums of their two best, are chosen
-            (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
-    """
-
-    num_chosen: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    renormalizes: bool = True
-    factor: float = 1.0
-    num_groups: int = 1
-    num_chosen_groups: int = 1
 
 
 def choose_experts(logits: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:

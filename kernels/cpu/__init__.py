@@ -9,17 +9,22 @@ from pagewire.kernels.cpu.decoder import (
     Add,
     AllReduce,
     AttendTo,
+    Choose,
+    Clip,
     DecoderKernel,
     Embed,
+    Gate,
     Multiply,
+    MultiplyChosen,
     Normalize,
     NormalizeParts,
     Operation,
     Predict,
+    SumSlots,
     Turn,
 )
 from pagewire.kernels.cpu.library import NATIVE, VARIANTS, Build, BuildError, load_library
-from pagewire.kernels.cpu.linear import PackedLinear, QuantizedPanels
+from pagewire.kernels.cpu.linear import PackedExperts, PackedLinear, QuantizedPanels
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import MAX_HEAD_DIM, PagedRows
 
@@ -33,18 +38,24 @@ __all__ = [
     "AttendTo",
     "Build",
     "BuildError",
+    "Choose",
+    "Clip",
     "CpuKernels",
     "DecoderKernel",
     "Embed",
     "FlatRows",
+    "Gate",
     "Multiply",
+    "MultiplyChosen",
     "Normalize",
     "NormalizeParts",
     "Operation",
+    "PackedExperts",
     "PackedLinear",
     "PagedRows",
     "Predict",
     "QuantizedPanels",
+    "SumSlots",
     "TableFlattener",
     "Turn",
     "load_kernels",

@@ -5,7 +5,7 @@ makes the list (`worker_service/host/decoder.py`).
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import head_dim_of
-from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedLinear
+from pagewire.kernels.cpu.linear import ELEMENTS, LinearLayer, PackedExperts, PackedLinear
 from pagewire.kernels.cpu.operations import CpuKernels
 from pagewire.kernels.cpu.paged import CACHE_ELEMENTS, NO_ROWS, PagedRows, PagedStep, cache_step, check, put_rows
+from pagewire.kernels.experts import ExpertChoice
 
 # One layer's (key_cache, value_cache), [num_blocks, block_size, num_kv_heads, head_dim] each.
 LayerCache = tuple[Tensor, Tensor]
@@ -79,12 +80,60 @@ class Multiply:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Activate:
-    """output = f(input); gated, that of the first half of the input times the second."""
+    """output = f(input); gated, that of the first half of the input times the second. The input may have several parts
+    as wide as one another, each with such halves: the slots of a token.
+
+    `clamped_swiglu` is gated: (up + 1) * gate * sigmoid(alpha * gate), of gates up to a limit, and ups up to it on both
+    sides.
+    """
 
     input: str
     output: str
-    function: Literal["silu", "gelu", "gelu_tanh", "relu"]
+    function: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
     is_gated: bool = False
+    num_parts: int = 1
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choose:
+    """The experts of each token and their weights, which others read as `choices`: see `choose_experts` in
+    `kernels/experts.py`, whose words are used here."""
+
+    input: str  # [T, num_experts], a router's logits
+    choices: str
+    choice: ExpertChoice
+    correction: Tensor | None = None  # [num_experts] float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MultiplyChosen:
+    """output = x W^T + b of each slot, with the weight and bias of its expert; gated as `Multiply`."""
+
+    input: str  # [T, in_size] of tokens, or [T, num_chosen * in_size] of slots
+    output: str  # [T, num_chosen * out_size]
+    choices: str
+    linears: Sequence[PackedLinear]  # of each expert: of the same sizes, and over inputs of one kind
+    is_gated: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SumSlots:
+    """output = the slots of each token, times the weights of their experts, summed up in the order of the experts."""
+
+    input: str  # [T, num_chosen * width]
+    output: str  # [T, width]
+    choices: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate:
+    """output = input * sigmoid(gate)."""
+
+    input: str
+    gate: str  # [T, 1]
+    output: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +160,16 @@ class AttendTo:
     input: str
     output: str
     layer: int
+    sinks: Tensor | None = None  # [num_heads] float32; see `Scoring`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clip:
+    """output = input, bounded to -limit and limit; NaN stays."""
+
+    input: str
+    output: str
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,17 +192,47 @@ class AllReduce:
 
 
 Operation: TypeAlias = (
-    Embed | Add | Normalize | NormalizeParts | Multiply | Activate | Turn | AttendTo | Predict | AllReduce
+    Embed
+    | Add
+    | Normalize
+    | NormalizeParts
+    | Multiply
+    | Activate
+    | Choose
+    | MultiplyChosen
+    | SumSlots
+    | Gate
+    | Turn
+    | AttendTo
+    | Predict
+    | AllReduce
+    | Clip
 )
 
 # The orders of source/decoder.h.
-_KINDS = (Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Turn, AttendTo, Predict, AllReduce)
-_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_KINDS = (
+    *(Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Choose, MultiplyChosen, SumSlots, Gate),
+    *(Turn, AttendTo, Predict, AllReduce, Clip),
+)
+_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
+_SCORINGS = ("softmax", "sigmoid")
 _NO_BUFFER, _MAX_BUFFERS = -1, 32
+MAX_EXPERTS = 1024
 _NO_MEMORY, _LOST_RANKS = 1, 2  # what a step may end with
 _AllReduce = ctypes.CFUNCTYPE(ctypes.c_int)
 PARTS = ("norms", "products", "rotary", "attention", "head")
 _NUM_TIMES = len(PARTS) + 1  # and what ranks take to sum up
+
+
+class _ExpertChoice(ctypes.Structure):
+    """Mirrors `expert_choice` of source/experts.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_experts", "num_chosen", "scoring", "renormalizes")),
+        *((name, ctypes.c_int64) for name in ("num_groups", "num_chosen_groups")),
+        ("factor", ctypes.c_float),
+        ("correction", ctypes.c_void_p),
+    )
 
 
 class _Operation(ctypes.Structure):
@@ -154,15 +243,18 @@ class _Operation(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         ("part_sizes", ctypes.c_int64 * 2),
         ("is_centered", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in ("eps", "factor", "softcap")),
+        *((name, ctypes.c_float) for name in ("eps", "factor", "softcap", "limit")),
         ("layer", LinearLayer),
-        *((name, ctypes.c_int64) for name in ("is_gated", "function")),
+        *((name, ctypes.c_int64) for name in ("is_gated", "function", "num_parts", "choices")),
+        ("choice", _ExpertChoice),
+        ("experts", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("table", "positions")),
         *((name, ctypes.c_int64) for name in ("table_element", "positions_element")),
         *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm", "cos", "sin", "query_scales")),
         ("rotary_size", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("key_cache", "value_cache")),
         ("window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -211,9 +303,10 @@ class DecoderKernel:
         """
         self._library = kernels.library
         self._joined: list[Tensor] = []  # weights, which operations point to
+        self._experts: list[PackedExperts] = []  # the same
         self._model = tuple(operations)
         self._num_heads = num_heads
-        self._widths = dict(_widths(self._model, num_heads))
+        self._widths = _Widths(self._model, num_heads).of
         if len(self._widths) > _MAX_BUFFERS:
             raise ValueError(f"there are {len(self._widths)} buffers; {_MAX_BUFFERS} fit")
         (self._head,) = [operation.head for operation in operations if isinstance(operation, Predict)]
@@ -231,13 +324,14 @@ class DecoderKernel:
         if self._exchange is not None:
             self._decoder.all_reduce = self._exchange.callback
         self._kv_cache: Sequence[LayerCache] | None = None
+        self._scorings: Sequence[Scoring] = ()
         self._step: PagedStep | None = None  # over that cache
         self._times = (ctypes.c_int64 * _NUM_TIMES)()
 
     def _mirror(self, operation: Operation) -> _Operation:
         mirror = _Operation(
             kind=_KINDS.index(type(operation)),
-            **{name: self._number(getattr(operation, name, None)) for name in ("input", "output", "update")},
+            **{name: self._number(getattr(operation, name, None)) for name in ("input", "output", "update", "choices")},
             factor=getattr(operation, "factor", 1.0),
         )
         match operation:
@@ -259,11 +353,29 @@ class DecoderKernel:
                 mirror.layer, mirror.is_gated = operation.linear.layer(), operation.is_gated
             case Activate():
                 mirror.function, mirror.is_gated = _FUNCTIONS.index(operation.function), operation.is_gated
+                mirror.num_parts = operation.num_parts
+                mirror.factor, mirror.limit = operation.alpha, operation.limit
+            case Choose():
+                mirror.output = self._number(operation.choices)
+                mirror.choice = _choice(operation, self._widths[operation.input])
+            case MultiplyChosen(linears=linears):
+                self._experts.append(PackedExperts(linears))
+                mirror.experts, mirror.is_gated = self._experts[-1].address(), operation.is_gated
+                mirror.choice.num_experts = len(linears)
+                mirror.choice.num_chosen = self._widths[operation.choices] // 2
+            case SumSlots():
+                mirror.choice.num_chosen = self._widths[operation.choices] // 2
+            case Gate():
+                mirror.choices = self._number(operation.gate)
             case Turn():
                 for name in ("query_norm", "key_norm", "cos", "sin", "query_scales"):
                     setattr(mirror, name, _pointer(getattr(operation, name)))
                 mirror.eps = operation.eps
                 mirror.rotary_size = 0 if operation.cos is None else operation.cos.shape[1]
+            case AttendTo():
+                mirror.sinks = _pointer(operation.sinks)
+            case Clip():
+                mirror.limit = operation.limit
             case Predict():
                 mirror.layer, mirror.softcap = operation.head.layer(), operation.softcap
         return mirror
@@ -286,7 +398,7 @@ class DecoderKernel:
             token_ids, positions: [T] int64; trusted.
             logit_rows: [R] int64, the tokens that have logits, R at most T; trusted.
             rows: the step's; they hold T tokens.
-            scorings: of each layer; all but the window is the first one's.
+            scorings: of each layer; all but the window is the first one's, and sinks are the operations'.
             kv_cache: of each layer, all of the same dtype, shape and strides.
 
         Returns:
@@ -359,12 +471,14 @@ class DecoderKernel:
         self._decoder.cache_element = CACHE_ELEMENTS[first_key.dtype]
         # The stride of queries is the operation's, and rows are put in at each step.
         self._step = cache_step(NO_ROWS, scorings[0], 0, self._num_heads, 0, first_key, first_value)
-        self._kv_cache = kv_cache
+        self._kv_cache, self._scorings = kv_cache, scorings
 
     def _check_heads(self, num_kv_heads: int, head_dim: int) -> None:
         """Raises ValueError unless heads have this number and size."""
         num_all = self._num_heads + 2 * num_kv_heads
         for operation in self._model:
+            if isinstance(operation, AttendTo) and operation.sinks is not None:
+                check("sinks", operation.sinks, torch.float32, (self._num_heads,))
             if not isinstance(operation, Turn):
                 continue
             sizes = (self._widths[operation.input], self._widths[operation.output])
@@ -415,58 +529,125 @@ class _Exchange:
         return 0
 
 
+def _choice(operation: Choose, num_experts: int) -> _ExpertChoice:
+    choice = operation.choice
+    return _ExpertChoice(
+        num_experts=num_experts,
+        num_chosen=choice.num_chosen,
+        scoring=_SCORINGS.index(choice.scoring),
+        renormalizes=choice.renormalizes,
+        num_groups=choice.num_groups,
+        num_chosen_groups=choice.num_chosen_groups,
+        factor=choice.factor,
+        correction=_pointer(operation.correction),
+    )
+
+
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _widths(operations: Sequence[Operation], num_heads: int) -> Iterator[tuple[str, int]]:
-    """The width of each buffer, as the operations write it. Raises ValueError if one reads another."""
-    widths: dict[str, int] = {}
+class _Widths:
+    """The width of each buffer, as operations write it. Raises ValueError if one reads another."""
 
-    def read(buffer: str, width: int | None = None) -> int:
-        found = widths.get(buffer)
+    def __init__(self, operations: Sequence[Operation], num_heads: int) -> None:
+        self.of: dict[str, int] = {}
+        self._chosen: dict[str, tuple[int, int]] = {}  # of choices: num_chosen, and of how many experts
+        self._num_heads = num_heads
+        for operation in operations:
+            if isinstance(operation, Add):
+                self._read(operation.update, self._read(operation.input))
+            elif isinstance(operation, Predict):
+                self._read(operation.input, operation.head.in_size)
+            elif isinstance(operation, Choose):
+                self._write(operation.choices, self._choices_width(operation))
+            elif isinstance(operation, MultiplyChosen | SumSlots):
+                self._write(operation.output, self._chosen_width(operation))
+            else:
+                self._write(operation.output, self._width(operation))
+
+    def _read(self, buffer: str, width: int | None = None) -> int:
+        found = self.of.get(buffer)
         if found is None or width not in (None, found):
             raise ValueError(f"buffer {buffer} is {found or 'not written'}; {width or 'something'} is read from it")
         return found
 
-    for operation in operations:
+    def _write(self, buffer: str, width: int) -> None:
+        if self.of.setdefault(buffer, width) != width:
+            raise ValueError(f"buffer {buffer} is {self.of[buffer]} wide and {width} elsewhere")
+
+    def _width(
+        self,
+        operation: Embed | Normalize | NormalizeParts | Multiply | Activate | Gate | Turn | AttendTo | AllReduce | Clip,
+    ) -> int:
+        """The width of an operation's output."""
         match operation:
-            case Embed(output, table, positions):
+            case Embed(_, table, positions):
                 width = _table_width("embedding", table)
                 if positions is not None and _table_width("positions", positions) != width:
                     raise ValueError(f"positions are {positions.shape[1]} wide and tokens {width}")
             case Normalize():
-                output, width = operation.output, read(operation.input)
+                width = self._read(operation.input)
                 check("norm", operation.weight, torch.float32, (width,))
                 if operation.bias is not None:
                     check("norm's bias", operation.bias, torch.float32, (width,))
                 if operation.update is not None:
-                    read(operation.update, width)
-            case Add(input, update):
-                read(update, read(input))
-                continue
-            case NormalizeParts(input, output, weights):
-                width = read(input)
+                    self._read(operation.update, width)
+            case NormalizeParts(input, _, weights):
+                width = self._read(input)
                 for weight in weights:
                     check("part's norm", weight, torch.float32, (len(weight),))
                 if sum(map(len, weights)) > width:
                     raise ValueError(f"parts of {[len(weight) for weight in weights]} are normalized of {width} values")
-            case Multiply(input, output, linear, is_gated):
-                read(input, linear.in_size)
+            case Multiply(input, _, linear, is_gated):
+                self._read(input, linear.in_size)
                 width = linear.out_size // (2 if is_gated else 1)
-            case Activate(input, output):
-                width = read(input) // (2 if operation.is_gated else 1)
-            case Turn(input, output):
-                read(input)
-                width = num_heads * operation.head_dim
-            case AttendTo(input, output) | AllReduce(input, output):
-                width = read(input)
-            case Predict(input, head):
-                read(input, head.in_size)
-                continue
-        if widths.setdefault(output, width) != width:
-            raise ValueError(f"buffer {output} is {widths[output]} wide and {width} elsewhere")
-    yield from widths.items()
+            case Activate(input):
+                width = self._read(input) // (2 if operation.is_gated else 1)
+                if width % operation.num_parts:
+                    raise ValueError(f"buffer {input} does not have {operation.num_parts} parts of one width")
+            case Gate(input, gate):
+                self._read(gate, 1)
+                width = self._read(input)
+            case Turn(input):
+                self._read(input)
+                width = self._num_heads * operation.head_dim
+            case AttendTo(input) | AllReduce(input) | Clip(input):
+                width = self._read(input)
+        return width
+
+    def _choices_width(self, operation: Choose) -> int:
+        """An id and a weight for each expert of a token. Raises ValueError if it has more of them than there are."""
+        num_experts, choice = self._read(operation.input), operation.choice
+        if not 0 < choice.num_chosen <= num_experts <= MAX_EXPERTS:
+            raise ValueError(f"{choice.num_chosen} of {num_experts} experts cannot be chosen; 1 to {MAX_EXPERTS} can")
+        if num_experts % choice.num_groups or not 0 < choice.num_chosen_groups <= choice.num_groups:
+            raise ValueError(
+                f"{choice.num_chosen_groups} of {choice.num_groups} groups of {num_experts} experts cannot be chosen"
+            )
+        if operation.correction is not None:
+            check("correction", operation.correction, torch.float32, (num_experts,))
+        self._chosen[operation.choices] = choice.num_chosen, num_experts
+        return 2 * choice.num_chosen
+
+    def _chosen_width(self, operation: MultiplyChosen | SumSlots) -> int:
+        """The width of what is computed of slots."""
+        if operation.choices not in self._chosen:
+            raise ValueError(f"buffer {operation.choices} is read as choices, which nothing has written to it")
+        num_chosen, num_experts = self._chosen[operation.choices]
+        width = self._read(operation.input)
+        if isinstance(operation, SumSlots):
+            if width % num_chosen:
+                raise ValueError(f"buffer {operation.input} is {width} wide: not {num_chosen} slots of one width")
+            return width // num_chosen
+        if len(operation.linears) != num_experts:
+            raise ValueError(f"there are {len(operation.linears)} weights of {num_experts} experts")
+        experts = PackedExperts(operation.linears)
+        if width not in (experts.in_size, num_chosen * experts.in_size):
+            raise ValueError(
+                f"buffer {operation.input} is {width} wide; {experts.in_size} inputs are read of each slot"
+            )
+        return num_chosen * (experts.out_size // (2 if operation.is_gated else 1))
 
 
 def _table_width(name: str, table: Tensor | PackedLinear) -> int:

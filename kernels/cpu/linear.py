@@ -12,8 +12,8 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Those of quantised weights, by their bits.
 QUANTIZED_ELEMENTS = {8: 3, 4: 4}
 FLOAT8_ELEMENT = 5
-# Of scales. Those of 8 bits have a factor of float16 for each 256 inputs.
-SCALE_ELEMENTS = {**ELEMENTS, torch.int8: QUANTIZED_ELEMENTS[8]}
+# Of scales. Those of int8 have a factor of float16 for each 256 inputs.
+SCALE_ELEMENTS = {**ELEMENTS, torch.int8: QUANTIZED_ELEMENTS[8], torch.float8_e8m0fnu: 6}
 # The kinds of source/activations.h: what a product rounds its input to.
 ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -61,7 +61,8 @@ class QuantizedPanels:
     Attributes:
         bits: of a code, 8 or 4.
         group_size: of inputs that share a scale, 16 or 32.
-        scale_dtype: of scales and minima: int8, where 256 inputs have a factor of float16; float16, bfloat16, float32.
+        scale_dtype: of scales and minima: int8, where 256 inputs have a factor of float16; float8_e8m0fnu, powers of
+            two, and 0, by their exponents; float16, bfloat16, float32.
         has_minima: whether groups have one.
         table: what the codes of 4 bits stand for, 16.
         has_zeros: whether groups have a zero point.
@@ -129,3 +130,21 @@ class PackedLinear:
         layer.has_zeros = self.quantized.has_zeros
         layer.table[: len(self.quantized.table)] = self.quantized.table
         return layer
+
+
+class PackedExperts:
+    """The weights of experts, all of the same sizes, over inputs that are rounded to one dtype."""
+
+    def __init__(self, linears: Sequence[PackedLinear]) -> None:
+        """Raises ValueError if one differs from the others, or there is none."""
+        forms = dict.fromkeys((linear.in_size, linear.out_size, linear.activation) for linear in linears)
+        if len(forms) != 1:
+            found = " and ".join(f"[{outs}, {ins}] over {activation}" for ins, outs, activation in forms)
+            raise ValueError(f"experts have weights {found or 'of no kind'}; all must be of one")
+        self.linears = tuple(linears)
+        ((self.in_size, self.out_size, _),) = forms
+        self._layers = (LinearLayer * len(linears))(*(linear.layer() for linear in linears))
+
+    def address(self) -> int:
+        """Return where their structures lie, one behind the other, for as long as this is there."""
+        return ctypes.addressof(self._layers)

@@ -21,6 +21,7 @@ from pagewire.kernels.cache_rows import EIGHT_BITS
 from pagewire.kernels.cpu.linear import (
     ACTIVATIONS,
     Float8Source,
+    PackedExperts,
     PackedLinear,
     QuantizedPanels,
     SourceWeight,
@@ -39,6 +40,9 @@ _PAIRS = (
     (torch.float32, torch.float16),
     *((dtype, cache_dtype) for dtype in _NAMES for cache_dtype in EIGHT_BITS),
 )
+# Of scales that are floats, the smallest first.
+_FLOAT_SCALES = (torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32)
+_EXPONENT_BITS = 0x7F800000  # of float32
 _PAGED_NAMES = {**_NAMES, torch.float8_e4m3fn: "float8", torch.int8: "int8"}
 
 
@@ -78,6 +82,7 @@ class CpuKernels:
         library.take_rows.argtypes = [pointer] * 3 + [integer]
         library.take_rows.restype = None
         library.linear.argtypes = [pointer] * 3 + [integer] * 2
+        library.multiply_experts.argtypes = [pointer, integer, *[pointer] * 2, integer, pointer, *[integer] * 3]
         library.decode.argtypes = [pointer] * 4
         library.is_gateable.argtypes = [pointer]
 
@@ -270,7 +275,7 @@ class CpuKernels:
         self._library.find_codes(codes.data_ptr(), codes.numel(), present.data_ptr(), torch.get_num_threads())
         table = code_table([code - 128 for code in present.nonzero().flatten().tolist()])
         floats = [values for values in (weight.scale, weight.minimum) if values is not None]
-        dtypes = (torch.float16, torch.bfloat16, torch.float32) if weight.scale_factor is None else (torch.int8,)
+        dtypes = _FLOAT_SCALES if weight.scale_factor is None else (torch.int8,)
         return QuantizedPanels(
             bits=4 if table else 8,
             group_size=16 if weight.group_size % 32 else 32,
@@ -298,6 +303,33 @@ class CpuKernels:
         arguments = (ctypes.addressof(layer), x.data_ptr(), output.data_ptr(), len(x), torch.get_num_threads())
         if self._library.linear(*arguments):
             raise MemoryError(f"no memory for linear of {tuple(x.shape)}")
+        return output
+
+    def multiply_chosen(self, x: Tensor, experts: PackedExperts, ids: Tensor) -> Tensor:
+        """`multiply_chosen` of `pagewire.kernels.experts`, in float32. What a slot gives depends on no other slot: it
+        is what `linear` gives.
+
+        Args:
+            x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots.
+            ids: [T, num_chosen] int64, rising; trusted.
+
+        Returns:
+            Slots, [T * num_chosen, out_size].
+
+        Raises:
+            ValueError: shapes, strides or dtypes do not fit.
+            MemoryError: there is none to compute in.
+        """
+        num_tokens, num_chosen = ids.shape
+        check("ids", ids, torch.int64, (num_tokens, num_chosen))
+        num_rows = num_tokens if len(x) == num_tokens else ids.numel()
+        check("x", x, torch.float32, (num_rows, experts.in_size))
+        output = torch.empty(ids.numel(), experts.out_size)
+        arguments = (experts.address(), len(experts.linears), ids.data_ptr(), x.data_ptr())
+        rows_of_token = num_rows // max(num_tokens, 1)
+        sizes = (rows_of_token, output.data_ptr(), num_tokens, num_chosen, torch.get_num_threads())
+        if self._library.multiply_experts(*arguments, *sizes):
+            raise MemoryError(f"no memory for products of {ids.numel()} slots")
         return output
 
     def take_rows(self, packed: PackedLinear, indexes: Tensor) -> Tensor:
@@ -399,4 +431,6 @@ def _is_narrow(weight: QuantizedWeight) -> bool:
 
 
 def _holds(dtype: torch.dtype, values: Tensor) -> bool:
+    if dtype == torch.float8_e8m0fnu:
+        return not (values.view(torch.int32) & ~_EXPONENT_BITS).any()
     return torch.equal(values.to(dtype).float(), values)

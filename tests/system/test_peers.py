@@ -345,6 +345,7 @@ def test_results_of_some_do_not_replace_those_of_all() -> None:
     every = (["54M", "0.6B"], list(FORMATS))
     assert peers.results_path("avx2", *every) == Path("bench/results/peers.avx2.json")
     assert peers.results_path("avx2", ["0.6B"], every[1]) == Path("bench/results/peers_0.6B.avx2.json")
+    assert peers.results_path("avx2", ["1.5B-A0.15B"], every[1]) == Path("bench/results/peers_1.5B-A0.15B.avx2.json")
     assert peers.results_path("avx512_bf16", every[0], ["Q4_0"]) == Path("bench/results/peers_Q4_0.avx512_bf16.json")
 
 
@@ -358,6 +359,7 @@ def test_goals() -> None:
     assert goals("avx512_bf16", "54M shape", "bf16") == [1.15, 1.7, 1.5, 1.6]
     assert goals("avx512_bf16", "0.6B shape", "Q4_K_M") == [1.6, 4.0, 4.0, 2.5]
     assert goals("avx512_bf16", "54M shape", "Q4_0") == [None] * 4
+    assert goals("avx512_bf16", "1.5B-A0.15B shape", "Q8_0") == [None, 1.5, None, None]
     assert goals("avx2", "0.6B shape", "Q8_0") == [1.2, 1.5, 1.5, 1.2]
     assert goals("avx2", "0.6B shape", "Q4_K_M") == [None] * 4
     assert goals("avx512_bf16", "54M shape", "bf16", "vLLM") == [None, None, None, 1.0]

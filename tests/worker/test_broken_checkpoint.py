@@ -19,7 +19,8 @@ TOGETHER = {
     "hidden_size": {"num_attention_heads", "num_key_value_heads"},
     "num_attention_heads": {"hidden_size", "num_key_value_heads", "head_dim"},
     "n_embd": {"n_head"},
-    "n_head": {"n_embd"},
+    "n_head": {"n_embd", "hidden_size"},
+    "n_heads": {"d_model"},
     "num_hidden_layers": {"layer_types"},
     "max_position_embeddings": {"factor", "original_max_position_embeddings"},
     "rope_parameters": {"rope_type", "has no factor", "full_attention", "a is {}", "rope_theta", "original_max"},
@@ -31,6 +32,7 @@ TOGETHER = {
     "type": {"rope_type"},
     "sliding_window": {"layer_types"},
     "use_sliding_window": {"layer_types", "sliding_window"},
+    "num_local_experts": {"num_experts"},
 }
 # What belongs to a type of scaling that the family does not have.
 TOGETHER |= {

@@ -81,6 +81,41 @@ def test_wrong_shape(path):
         load(path)
 
 
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{EXPERTS}.3.up_proj.weight": None}, r"tensor .*experts\.3\.up_proj\.weight is missing .* \[32, 64\]"),
+        ({f"{EXPERTS}.8.up_proj.weight": torch.zeros(32, 64)}, r"tensor .*\.8\.up_proj\.weight in .* has no place in"),
+        ({"model.layers.0.mlp.gate.weight": torch.zeros(9, 64)}, r"gate\.weight .* \[9, 64\], expected \[8, 64\]"),
+        ({f"{EXPERTS}.down_proj": torch.zeros(8, 64, 32)}, r"tensor .*experts\.down_proj in .* has no place in"),
+    ],
+)
+def test_tensors_of_experts(tmp_path, changes, message):
+    path = make_checkpoint(tmp_path, "qwen3_moe", seed=1)
+    edit_tensors(path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((7, 64, 64), r"experts\.gate_up_proj\[7\]\.chunk\(2\)\[0\] is missing in .*; expected shape \[32, 64\]"),
+        ((9, 64, 64), r"tensor model\.layers\.0\.mlp\.experts\.8\.gate_proj\.weight and 1 more in .* has no place in"),
+        ((8, 65, 64), r"experts\.gate_up_proj\[0\]\.chunk\(2\)\[1\] in .* has shape \[33, 64\], expected \[32, 64\]"),
+    ],
+)
+def test_a_tensor_of_all_experts(tmp_path, shape, message):
+    path = make_checkpoint(tmp_path, "qwen3_moe", seed=1)
+    each = {f"{EXPERTS}.{expert}.{name}_proj.weight": None for expert in range(8) for name in ("gate", "up")}
+    edit_tensors(path, **each, **{f"{EXPERTS}.gate_up_proj": torch.zeros(shape)})
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
 @pytest.mark.parametrize(("num_layers", "more"), [(1, ""), (2, " and 1 more")])
 def test_tensors_without_a_place(path, num_layers, more):
     extra = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.zeros(64) for layer in range(num_layers)}

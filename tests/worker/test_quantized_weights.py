@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from scheduler_service.serving.model_info import read_model_info
 from tests.worker.checkpoints import FAMILIES
 from tests.worker.quantized_checkpoints import BY_NAME, CASES, awq, gptq, make_quantized
-from tests.worker.test_models import compute_logits, host_operations, random_tokens, use_kernels
+from tests.worker.test_models import compute_logits, host_operations, packed_products, random_tokens, use_kernels
 from tests.worker.test_tensor_parallel import Meeting, ThreadRank, kept
 from worker_service.config import WorkerConfig
 from worker_service.models import packing
@@ -79,7 +79,7 @@ def test_a_row_that_is_one_group_can_be_cut_anywhere(tmp_path, name):
 @EVERY_CASE
 def test_a_model_computes_as_if_its_weights_were_floats(tmp_path, monkeypatch, case):
     use_kernels(monkeypatch, "off")
-    family = ("llama", "qwen3")[CASES.index(case) % 2]
+    family = ("llama", "qwen3_moe", "llama", "qwen3")[CASES.index(case) % 4]
     paths = make_quantized(tmp_path, family, case, seed=11, tie_word_embeddings=case.name == "W8A8")
     token_ids = random_tokens()
     logits = [
@@ -93,19 +93,22 @@ def test_a_model_computes_as_if_its_weights_were_floats(tmp_path, monkeypatch, c
 def test_the_kernels_multiply_with_what_the_weights_mean(tmp_path, monkeypatch, case):
     """Bit for bit, whether they hold codes or floats. Inputs are rounded to 8 bits over codes, to bfloat16 over FP8."""
     use_kernels(monkeypatch, "require")
-    family = ("llama", "qwen3")[CASES.index(case) % 2]
-    paths = make_quantized(tmp_path, family, case, seed=11, tie_word_embeddings=case.name == "W8A8")
+    family = ("llama", "qwen3_moe", "llama", "qwen3")[CASES.index(case) % 4]
+    overrides = {"num_hidden_layers": 2, "num_experts_per_tok": 8} if family == "qwen3_moe" else {}  # all are chosen
+    paths = make_quantized(tmp_path, family, case, seed=11, tie_word_embeddings=case.name == "W8A8", **overrides)
     operations = host_operations()
     models = [load_model(path, dtype=torch.float32, device=CPU, operations=operations) for path in paths]
-    products = [[module for module in model.modules() if isinstance(module, Linear)] for model in models]
-    for quantized, plain in zip(*products, strict=True):
-        rows = torch.arange(sum(quantized.out_sizes))
-        assert torch.equal(quantized.product.take_rows(rows), plain.product.take_rows(rows))
-    stays = [linear.product.packed for linear in products[0] if linear.quantized_format is not None]
+    quantized, plain = map(packed_products, models)
+    assert quantized.keys() == plain.keys()
+    for name in quantized:
+        rows = torch.arange(quantized[name].out_size)
+        took = [operations.kernels.take_rows(packed[name], rows) for packed in (quantized, plain)]
+        assert torch.equal(*took)
+    stays = [packed for packed in quantized.values() if packed.quantized is not None or packed.float8_unit]
     keeps_codes = "in act-order" not in case.name and case.name != "FP8 block, odd"
     assert bool(stays) == keeps_codes
     for packed in stays:
-        assert (packed.float8_unit > 0) == case.name.startswith("FP8") == (packed.quantized is None)
+        assert (packed.float8_unit > 0) == case.name.startswith("FP8")
         assert packed.quantized is None or packed.quantized.bits == (8 if "8" in case.name else 4)
     actual, expected = (compute_logits(model, random_tokens()) for model in models)
     assert torch.nn.functional.cosine_similarity(actual, expected).min() > 0.995

@@ -139,11 +139,45 @@ def test_gpt2s_weights_are_turned_first(tmp_path: Path, quantization: str, is_ti
     assert torch.equal(logits_of(model), logits_of(load(source, quantization)))
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "starcoder2", "bloom", "mpt"])
+def test_families_without_gguf_files_are_quantised(tmp_path: Path, family: str) -> None:
+    """Rows of heads that stand together in the checkpoint have their codes put in another order."""
+    source = make_checkpoint(tmp_path / "model", family, seed=26, dtype="bfloat16")
+    quantised, exact = load(source, "int8"), load(source)
+    assert all(product.packed.quantized.bits == 8 for product in products(quantised).values())
+    for name, product in products(exact).items():
+        rows = torch.arange(product.packed.out_size)
+        meant = load_cpu_kernels().quantize(product.take_rows(rows).float(), 8).dequantized()
+        assert torch.equal(products(quantised)[name].take_rows(rows), meant), name
+    assert torch.nn.functional.cosine_similarity(logits_of(quantised), logits_of(exact)).median() > 0.999
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 4)])
+def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, quantization: str, bits: int) -> None:
+    source = make_checkpoint(tmp_path / "model", "qwen2_moe", seed=25, dtype="bfloat16")
+    model, stored = load(source, quantization), load_file(source / "model.safetensors")
+    found = products(model)
+    for name, router in (("mlp.router", "mlp.gate"), ("mlp.shared_gate", "mlp.shared_expert_gate")):
+        packed = found[f"layers.1.{name}"].packed
+        assert (packed.quantized, packed.activation) == (None, torch.float32)
+        rows = found[f"layers.1.{name}"].take_rows(torch.arange(packed.out_size))
+        assert torch.equal(rows, stored[f"model.layers.1.{router}.weight"].float())
+    for expert in range(8):
+        down = stored[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"].float()
+        meant = load_cpu_kernels().quantize(down, bits).dequantized()
+        assert torch.equal(found[f"layers.1.mlp.down.{expert}"].take_rows(torch.arange(len(down))), meant)
+    exact = logits_of(load(source))
+    similarity = torch.nn.functional.cosine_similarity(logits_of(model), exact)
+    assert similarity.median() > (0.999 if bits == 8 else 0.9)
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_footprint_is_what_the_model_takes(tmp_path: Path, quantization: str, family: str, is_tied: bool) -> None:
     sizes = {"vocab_size": 160, "tie_word_embeddings": is_tied}
+    if family == "qwen3_moe":
+        sizes["num_experts"] = 32
     path = make_checkpoint(tmp_path / "model", family, seed=25, dtype="bfloat16", **sizes)
     operations = create_host_operations(load_cpu_kernels())
     settings: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "operations": operations}
@@ -221,9 +255,10 @@ def test_a_second_start_reads_what_the_first_has_packed(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path) -> None:
-    """Biases and norms are the checkpoint's each time."""
-    path = make_checkpoint(tmp_path / "model", "qwen2", seed=27)
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path, family: str) -> None:
+    """Biases, norms and routers are the checkpoint's each time."""
+    path = make_checkpoint(tmp_path / "model", family, seed=27)
     operations = create_host_operations(load_cpu_kernels())
     logits = []
     for is_kept in (False, True):
@@ -231,6 +266,7 @@ def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path) -> None:
         cache = PackedCache(tmp_path / "folder", operations.kernels, torch.float32, {"checkpoint": "x"})
         assert cache.is_empty != is_kept
         logits.append(logits_of(unloaded.load(find_kept=cache.find)))
+        assert cache.num_read == (len(unloaded._quantized()) if is_kept else 0)
         cache.keep(unloaded.model)
     assert torch.equal(*logits)
 
@@ -438,6 +474,7 @@ def test_a_gpu_that_was_not_asked_for_is_refused() -> None:
     [
         ("llama", {"intermediate_size": 100}, "model.layers.0.mlp.down_proj.weight", 100),
         ("qwen3", {"head_dim": 20}, "model.layers.0.self_attn.o_proj.weight", 80),
+        ("mixtral", {"intermediate_size": 80}, "model.layers.0.block_sparse_moe.experts.0.w2.weight", 80),
         ("gpt2", {"n_inner": 80}, "transformer.h.0.mlp.c_proj.weight", 80),
     ],
 )

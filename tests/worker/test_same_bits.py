@@ -16,13 +16,13 @@ from pagewire.kernels.cache_rows import row_size
 from tests.compiler import skip_without_compiler
 from tests.gguf_files import write_gguf
 from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint
-from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
+from tests.worker.quantized_checkpoints import BY_NAME, make_mxfp4, make_quantized
+from tests.worker.test_models import packed_products
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host import create_host_operations, host_model
 from worker_service.host.decoder import CpuDecoder
 from worker_service.models import loading
 from worker_service.models.communicator import SingleRank
-from worker_service.models.linear import Linear
 from worker_service.models.ranks import RankGroup
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 from worker_service.startup.loader import attention_shape
@@ -174,6 +174,10 @@ SAFETENSORS = ("AWQ", "GPTQ", "GPTQ of 8 bits, v2, asymmetric", "W4A16 asymmetri
 
 def make_weights(directory: Path, name: str) -> Path:
     """A model with weights of a format."""
+    if name == "MXFP4":
+        return make_mxfp4(directory, seed=4)[0]
+    if name.startswith("experts"):
+        return make_quantized(directory, "qwen3_moe", BY_NAME[name.removeprefix("experts, ")], seed=4, **SIZES)[0]
     if name in BY_NAME:
         return make_quantized(directory, "qwen3", BY_NAME[name], seed=4, **SIZES)[0]
     is_k = name.endswith("_K")
@@ -183,15 +187,14 @@ def make_weights(directory: Path, name: str) -> Path:
 
 
 def num_quantized(model) -> int:
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    return sum(linear.product.packed.quantized is not None for linear in linears)
+    return sum(packed.quantized is not None for packed in packed_products(model).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*GGUF_TYPES, *SAFETENSORS])
+@pytest.mark.parametrize("name", [*GGUF_TYPES, *SAFETENSORS, "experts, AWQ", "experts, FP8 block", "MXFP4"])
 def test_quantized_weights_give_the_same_bits(name, dtype, tmp_path):
     model = load(make_weights(tmp_path, name), dtype, SingleRank())
-    assert name.startswith("FP8") or num_quantized(model) >= 4 * model.config.num_layers
+    assert "FP8" in name or num_quantized(model) >= 4 * model.config.num_layers
     assert_same_bits(model, dtype, dtype, 5)
 
 
@@ -205,7 +208,7 @@ def on_two_ranks(directory: Path, compute) -> list:
         return list(pool.map(compute, ranks))
 
 
-@pytest.mark.parametrize("family", [*FIRST_FAMILIES, "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("family", [*FIRST_FAMILIES, "gemma3_text", "gpt_neox", "bloom", "mpt", "qwen2_moe", "gpt_oss"])
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [DTYPES[0], DTYPES[3]])
 def test_ranks_give_the_same_bits(family, dtype, cache_dtype, tmp_path):
     overrides = {"sliding_window": 50} if family == "mistral" else {}
@@ -219,7 +222,7 @@ def test_ranks_give_the_same_bits(family, dtype, cache_dtype, tmp_path):
     on_two_ranks(tmp_path / "ranks", compare)
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "AWQ", "GPTQ", "W8A8"])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "AWQ", "GPTQ", "W8A8", "experts, AWQ"])
 def test_ranks_keep_codes_and_give_the_same_bits(name, tmp_path):
     path = make_weights(tmp_path / "model", name)
     whole = num_quantized(load(path, torch.bfloat16, SingleRank()))

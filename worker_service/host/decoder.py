@@ -3,29 +3,36 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pagewire.kernels.cpu import (
     Activate,
     Add,
     AllReduce,
     AttendTo,
+    Choose,
+    Clip,
     CpuKernels,
     DecoderKernel,
     Embed,
+    Gate,
     Multiply,
+    MultiplyChosen,
     Normalize,
     NormalizeParts,
     Operation,
     PackedLinear,
     Predict,
+    SumSlots,
     Turn,
 )
 from worker_service.attention import AttentionBackend, CpuAttend, CpuAttention
 from worker_service.host.model import HostModel, LayeredModel, Outputs
-from worker_service.host.operations import CpuProduct
+from worker_service.host.operations import CpuExpertProduct, CpuProduct
 from worker_service.models.decoder import Attention, Decoder, DecoderLayer, HeadNorm, Norm
-from worker_service.models.linear import Embedding, Linear
+from worker_service.models.experts import ExpertMLP
+from worker_service.models.linear import Embedding, ExpertLinear, Linear
+from worker_service.models.mlp import MLP, ActivationFunction
 from worker_service.models.model import Attend, Model
 from worker_service.models.rope import RotaryEmbedding, query_scales
 
@@ -83,7 +90,10 @@ class _Listing:
         model, config = self._model, self._config
         embedded = model.position_embedding
         positions = None if embedded is None or embedded.weight is None else embedded.weight.data
-        yield Embed("x", _table(model.embedding, model.head), positions, config.embedding_multiplier)
+        output = "x" if model.embedding_norm is None else "embedded"
+        yield Embed(output, _table(model.embedding, model.head), positions, config.embedding_multiplier)
+        if model.embedding_norm is not None:
+            yield self._normalize(model.embedding_norm, output, "x", None)
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, DecoderLayer)
             yield from self._layer(number, layer)
@@ -101,39 +111,68 @@ class _Listing:
             yield from self._read(layer.mlp_norm, "normed")
             yield from self._finish("update", layer.attention_post_norm)
         target = "mlp_update" if layer.is_parallel else "update"
-        yield from self._mlp(layer, source, target)
+        yield from self._mlp(layer.mlp, source, target)
         yield from self._finish(target, layer.mlp_post_norm)
 
     def _attention(self, number: int, attention: Attention, source: str) -> Iterator[Operation]:
         eps = self._config.norm_eps
         yield Multiply(source, "heads", _packed(attention.qkv))
-        heads, norms = "heads", [_head_norm(norm) for norm in (attention.query_norm, attention.key_norm)]
+        heads = "heads"
+        norms = [_head_norm(norm) for norm in (attention.query_norm, attention.key_norm)]
         query_norm, key_norm = norms
         if attention.norms_projections and query_norm is not None and key_norm is not None:
-            yield NormalizeParts("heads", "normed_heads", (query_norm, key_norm), eps)
+            yield NormalizeParts(heads, "normed_heads", (query_norm, key_norm), eps)
             heads, query_norm, key_norm = "normed_heads", None, None
+        if self._config.qkv_limit:
+            yield Clip(heads, "clipped_heads", self._config.qkv_limit)
+            heads = "clipped_heads"
         place = self._model.rope_numbers[number]
         cos, sin = (None, None) if place is None else self._angles[place]
         yield Turn(
             heads, "queries", number, attention.head_dim, query_norm, key_norm, eps, cos, sin, self._query_scales
         )
-        yield AttendTo("queries", "attended", number)
-        yield from self._shared("attended", "update", _packed(attention.output))
+        yield AttendTo("queries", "attended", number, attention.sinks)
+        yield Multiply("attended", "update", _packed(attention.output))
+        if self._model.communicator.size > 1:  # each has a part of the inputs
+            yield AllReduce("update", "update")
 
-    def _mlp(self, layer: DecoderLayer, source: str, target: str) -> Iterator[Operation]:
-        mlp, up = layer.mlp, _packed(layer.mlp.up)
-        if mlp.is_gated and mlp.activation == "silu" and self._kernels.can_gate(up):
-            yield Multiply(source, "activated", up, is_gated=True)
+    def _mlp(self, mlp: nn.Module, source: str, target: str) -> Iterator[Operation]:
+        if isinstance(mlp, ExpertMLP):
+            yield from self._experts(mlp, source, target)
         else:
-            yield Multiply(source, "up", up)
-            yield Activate("up", "activated", mlp.activation, mlp.is_gated)
-        yield from self._shared("activated", target, _packed(mlp.down))
-
-    def _shared(self, source: str, output: str, linear: PackedLinear) -> Iterator[Operation]:
-        """A product of whose inputs each rank has a part."""
-        yield Multiply(source, output, linear)
+            assert isinstance(mlp, MLP)
+            yield from self._partial(mlp, source, target, "")
         if self._model.communicator.size > 1:
-            yield AllReduce(output, output)
+            yield AllReduce(target, target)
+
+    def _partial(self, mlp: MLP, source: str, target: str, prefix: str) -> Iterator[Operation]:
+        """`prefix`: of the buffers in between, whose widths are those of this MLP."""
+        activate, up, activated = mlp.activate, _packed(mlp.up), f"{prefix}activated"
+        if activate.is_gated and activate.function == "silu" and self._kernels.can_gate(up):
+            yield Multiply(source, activated, up, is_gated=True)
+        else:
+            yield Multiply(source, f"{prefix}up", up)
+            yield _activate(f"{prefix}up", activated, activate)
+        yield Multiply(activated, target, _packed(mlp.down))
+
+    def _experts(self, mlp: ExpertMLP, source: str, target: str) -> Iterator[Operation]:
+        yield Multiply(source, "logits", _packed(mlp.router))
+        yield Choose("logits", "choices", mlp.choice, mlp.router.correction)
+        activate, ups = mlp.activate, _packed_experts(mlp.up)
+        if activate.is_gated and activate.function == "silu" and all(map(self._kernels.can_gate, ups)):
+            yield MultiplyChosen(source, "activated_slots", "choices", ups, is_gated=True)
+        else:
+            yield MultiplyChosen(source, "up_slots", "choices", ups)
+            yield _activate("up_slots", "activated_slots", activate, mlp.choice.num_chosen)
+        yield MultiplyChosen("activated_slots", "down_slots", "choices", _packed_experts(mlp.down))
+        yield SumSlots("down_slots", target, "choices")
+        if mlp.shared is None:
+            return
+        yield from self._partial(mlp.shared, source, "shared", "shared_")
+        if mlp.shared_gate is not None:
+            yield Multiply(source, "shared_gate", _packed(mlp.shared_gate))
+            yield Gate("shared", "shared_gate", "shared")
+        yield Add(target, "shared")
 
     def _read(self, norm: Norm | None, output: str) -> Iterator[Operation]:
         """Adds to x what is still to be added, and normalizes it where there is a norm."""
@@ -154,6 +193,11 @@ class _Listing:
         return Normalize(source, output, weight, norm.eps, update, bias, norm.is_centered, self._factor)
 
 
+def _activate(source: str, output: str, activate: ActivationFunction, num_parts: int = 1) -> Activate:
+    parameters = (activate.alpha, activate.limit)
+    return Activate(source, output, activate.function, activate.is_gated, num_parts, *parameters)
+
+
 def _head_norm(norm: HeadNorm) -> Tensor | None:
     return None if norm.weight is None else norm.weight.data.float()
 
@@ -165,3 +209,8 @@ def _table(embedding: Embedding, head: Linear) -> Tensor | PackedLinear:
 def _packed(linear: Linear) -> PackedLinear:
     assert isinstance(linear.product, CpuProduct)
     return linear.product.packed
+
+
+def _packed_experts(linear: ExpertLinear) -> tuple[PackedLinear, ...]:
+    assert isinstance(linear.product, CpuExpertProduct)
+    return linear.product.packed.linears

@@ -1,16 +1,17 @@
 """The operations of a decoder on a CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
-from pagewire.kernels.cpu import CpuKernels, PackedLinear
+from pagewire.kernels.cpu import CpuKernels, PackedExperts, PackedLinear
+from pagewire.kernels.expert_choice import ExpertChoice
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from worker_service.models.model import Attend
-from worker_service.models.operations import Operations, Product, TorchOperations
+from worker_service.models.operations import ExpertProduct, Operations, Product, TorchOperations
 
 # What models compute in with the kernels' products.
 _COMPUTED = (torch.float32, torch.bfloat16)
@@ -60,17 +61,36 @@ class CpuOperations:
             return CpuProduct(self.kernels, self.kernels.pack_float8(weight, floats(bias)), computed)
         return CpuProduct(self.kernels, self.kernels.pack_quantized(weight, floats(bias)), computed)
 
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
+        if computed not in self._computed:
+            return TorchOperations().prepare_experts(weights, biases, computed)
+        of_each = [None] * len(weights) if biases is None else list(biases)
+        return self.join_experts([self.prepare_product(*each, computed) for each in zip(weights, of_each, strict=True)])
+
+    def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
+        packed = [product.packed for product in products if isinstance(product, CpuProduct)]
+        assert len(packed) == len(products)
+        return CpuExpertProduct(self.kernels, packed)
+
+    def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        return TorchOperations().choose_experts(logits, choice, correction)
+
+    def sum_slots(self, slots: Tensor, weights: Tensor) -> Tensor:
+        return TorchOperations().sum_slots(slots, weights)
+
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         return computed in self._computed or TorchOperations().packs(computed, device)
 
     def takes_rows(self, computed: torch.dtype) -> bool:
         return computed in self._computed
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
+    def attend_heads(
+        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
+    ) -> Tensor:
         weights = (preparation.query_weight, preparation.key_weight)
         are_equal = all(weight is None or weight.dtype == heads.dtype for weight in weights)
         norm_rope = self.kernels.norm_rope if are_equal else TorchOperations().norm_rope
-        return attend(layer, *norm_rope(heads, preparation))
+        return attend(layer, *norm_rope(heads, preparation), sinks)
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         return product.take_rows if isinstance(product, CpuProduct) else None
@@ -89,6 +109,18 @@ class CpuProduct:
 
     def take_rows(self, indexes: Tensor) -> Tensor:
         return self.kernels.take_rows(self.packed, indexes).to(self._computed)
+
+
+class CpuExpertProduct:
+    """Such weights of all experts."""
+
+    def __init__(self, kernels: CpuKernels, packed: Sequence[PackedLinear]) -> None:
+        """Raises ValueError if they are not alike: see `PackedExperts`."""
+        self.kernels = kernels
+        self.packed = PackedExperts(packed)
+
+    def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.kernels.multiply_chosen(x.float().contiguous(), self.packed, ids).to(x.dtype)
 
 
 def floats(bias: Tensor | None) -> Tensor | None:

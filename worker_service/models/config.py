@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pagewire.kernels.expert_choice import ExpertChoice
 from worker_service.models.checkpoint_files import CONFIG_FILE, read_json
 from worker_service.models.quantization import Quantization
 
 # Far above any model there is: what lies beyond is a mistake, and would be built before memory says so.
 MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 10
 MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positions of a sequence
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,23 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The MLPs of a layer of which each token goes to a few: see `pagewire.kernels.experts`.
+
+    They are gated, or not, and have the activation, as all MLPs of the model. A router's logits are float32.
+    """
+
+    choice: ExpertChoice
+    num_experts: int
+    intermediate_size: int  # of each
+    has_router_bias: bool = False
+    has_correction: bool = False  # is added to the router's scores for the choice alone
+    bias: bool = False  # of the experts' products
+    shared_intermediate_size: int = 0  # of an expert that every token goes to beside them; 0: there is none
+    has_shared_gate: bool = False  # what that one gives is multiplied by the sigmoid of a product of the input
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a model, and in what it differs from others: a flag for each difference, whoever has it.
 
@@ -77,9 +96,11 @@ class ModelConfig:
     attention_scale: float  # of the products of queries and keys
     quantization: Quantization | None = None  # of the checkpoint's weights
     has_position_embedding: bool = False  # one that is learnt is added to that of tokens
+    alibi_slopes: tuple[float, ...] = ()  # [num_heads], see `Scoring.alibi_slopes`; none: scores fall by no distance
     # Norms
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
+    embedding_norm: bool = False  # of what the embeddings give
     norm_adds_one: bool = False  # norms multiply by 1 + weight, in float32; those of heads too
     pre_norm: bool = True  # of what attention and the MLP read
     post_norm: bool = False  # of what they add
@@ -88,12 +109,18 @@ class ModelConfig:
     is_parallel: bool = False  # the MLP reads what attention reads
     qkv_bias: bool = False
     qkv_by_head: bool = False  # the checkpoint has the rows of each head's query, key and value together
+    qkv_limit: float = 0.0  # of queries, keys and values, behind norms of projections, on both sides; 0: there is none
+    has_sinks: bool = False  # see `Scoring.sinks`
     output_bias: bool = False  # of attention's output projection
     attention_softcap: float = 0.0  # scores are bounded to softcap * tanh(score / softcap); 0: they are not
     query_growth: QueryGrowth | None = None
     is_gated: bool = True  # the MLP's activation multiplies a second product
     activation: Activation = "silu"
+    swiglu_alpha: float = 1.0  # see `clamped_swiglu`
+    swiglu_limit: float = 0.0  # the same
     mlp_bias: bool = False
+    experts: Experts | None = None
+    expert_layers: tuple[bool, ...] = ()  # [num_layers] whether experts stand in place of the MLP, where there are any
     # Factors
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and the MLP add
@@ -104,6 +131,9 @@ class ModelConfig:
     def sliding_window(self) -> int:
         """Positions that any layer attends to from a query, its own included; 0: all up to its own."""
         return max(self.windows) if all(self.windows) else 0
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.expert_layers[layer]
 
     @property
     def rope(self) -> RopeConfig | None:

@@ -1,8 +1,5 @@
 """One decoder for all families: they differ by the flags of `ModelConfig`."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,18 +7,14 @@ from torch import Tensor, nn
 from pagewire.kernels.arguments import HeadPreparation
 from worker_service.models.communicator import Communicator
 from worker_service.models.config import ModelConfig
+from worker_service.models.experts import ExpertMLP
 from worker_service.models.linear import Embedding, Linear
+from worker_service.models.mlp import MLP
 from worker_service.models.model import Attend
 from worker_service.models.operations import Operations
 from worker_service.models.rope import RotaryEmbedding, head_order, query_scales
 from worker_service.models.shard import vocabulary_share
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 # Cosines and sines of a step's positions, [T, head_dim] each.
 Angles = tuple[Tensor, Tensor]
 
@@ -37,6 +30,7 @@ class Decoder(nn.Module):
         positions = config.max_position_embeddings
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding = Embedding(positions, config.hidden_size) if config.has_position_embedding else None
+        self.embedding_norm = Norm(config, operations) if config.embedding_norm else None
         ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
         self.ropes = nn.ModuleList(RotaryEmbedding(rope, config.head_dim, positions) for rope in ropes)
         # Of each layer, the place of its angles among those of the step; None: it has no positions.
@@ -56,6 +50,8 @@ class Decoder(nn.Module):
             x = x * config.embedding_multiplier
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x, None)
         angles = [rope(positions) for rope in self.ropes]
         growth = None if config.query_growth is None else query_scales(config.query_growth, positions)
         update = None
@@ -83,7 +79,11 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config, layer, operations, communicator)
         self.attention_post_norm = Norm(config, operations) if config.post_norm else None
         self.mlp_norm = Norm(config, operations) if config.pre_norm else None
-        self.mlp = MLP(config, operations, communicator)
+        self.mlp: MLP | ExpertMLP
+        if config.has_experts(layer):
+            self.mlp = ExpertMLP(config, operations, communicator)
+        else:
+            self.mlp = MLP(config, config.intermediate_size, operations, communicator)
         self.mlp_post_norm = Norm(config, operations) if config.post_norm else None
 
     def forward(
@@ -118,6 +118,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.num_heads = config.num_heads
+        self.qkv_limit = config.qkv_limit
         self.norm_eps = config.norm_eps
         self.operations = operations
         self.communicator = communicator
@@ -127,6 +128,7 @@ class Attention(nn.Module):
         self.query_norm = HeadNorm(config, layer, config.num_heads)
         self.key_norm = HeadNorm(config, layer, config.num_kv_heads)
         self.norms_projections = config.qk_norm == "projection"
+        self.sinks = nn.Parameter(torch.empty(config.num_heads), requires_grad=False) if config.has_sinks else None
         self.output = Linear(
             qkv_sizes[0],
             [config.hidden_size],
@@ -139,6 +141,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x)
         if self.norms_projections:
             qkv = self._normalize_projections(qkv)
+        if self.qkv_limit:
+            qkv = qkv.clamp(-self.qkv_limit, self.qkv_limit)
         heads = qkv.unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
         if growth is not None:
             heads[:, : self.num_heads] *= growth[:, None, None].to(heads.dtype)
@@ -151,12 +155,13 @@ class Attention(nn.Module):
             query_weight = key_weight = None
         if angles is None and query_weight is None and key_weight is None:
             num_kv_heads = (heads.shape[1] - self.num_heads) // 2
-            return attend(self.layer, *heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1))
+            query, key, value = heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1)
+            return attend(self.layer, query, key, value, self.sinks)
         if angles is None:
             ones = heads.new_ones(len(heads), self.head_dim)
             angles = ones, torch.zeros_like(ones)
         preparation = HeadPreparation(self.num_heads, query_weight, key_weight, self.norm_eps, *angles)
-        return self.operations.attend_heads(attend, self.layer, heads, preparation)
+        return self.operations.attend_heads(attend, self.layer, heads, preparation, self.sinks)
 
     def _normalize_projections(self, qkv: Tensor) -> Tensor:
         """RMS norm over all heads of queries, and over all of keys, of all ranks."""
@@ -224,40 +229,6 @@ def _row_order(config: ModelConfig, layer: int) -> list[int] | None:
 def _repeated(order: list[int], num_heads: int) -> list[int]:
     """The order of the values of several heads."""
     return [head * len(order) + value for head in range(num_heads) for value in order]
-
-
-class MLP(nn.Module):
-    """An activation between two products; or gated, as GLU variants are (Shazeer, 2020,
-    https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, config: ModelConfig, operations: Operations, communicator: Communicator) -> None:
-        super().__init__()
-        self.is_gated = config.is_gated
-        self.activation = config.activation
-        self.operations = operations
-        self.communicator = communicator
-        # Gates come first.
-        up_sizes = [config.intermediate_size] * (2 if config.is_gated else 1)
-        self.up = Linear(config.hidden_size, up_sizes, operations, bias=config.mlp_bias)
-        self.down = Linear(
-            config.intermediate_size,
-            [config.hidden_size],
-            operations,
-            bias=config.mlp_bias,
-            adds_bias=communicator.rank == 0,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.communicator.all_reduce(self.down(self._activate(self.up(x))))
-
-    def _activate(self, up: Tensor) -> Tensor:
-        if self.is_gated and self.activation == "silu":
-            return self.operations.silu_mul(up)
-        function = _ACTIVATIONS[self.activation]
-        if not self.is_gated:
-            return function(up)
-        gate, up = up.chunk(2, dim=-1)
-        return function(gate) * up
 
 
 class Norm(nn.Module):

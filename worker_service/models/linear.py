@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
-from worker_service.models.operations import Operations, Product
+from worker_service.models.operations import ExpertProduct, Operations, Product
 
 # Rows of a weight or bias.
 _Rows = TypeVar("_Rows", Tensor, QuantizedWeight | Float8Weight)
@@ -21,7 +21,7 @@ class Linear(nn.Module):
     """y = x W^T + b, where W may be several projections of the same input, one below the other.
 
     `out_sizes` are the rows of each. `finish_loading` must be called once the weights are in. Of several ranks whose
-    outputs are summed one alone `adds_bias`.
+    outputs are summed one alone `adds_bias`. `is_float32`: whatever the model computes in, and not quantised.
     """
 
     def __init__(
@@ -32,8 +32,10 @@ class Linear(nn.Module):
         *,
         bias: bool,
         adds_bias: bool = True,
+        is_float32: bool = False,
     ) -> None:
         super().__init__()
+        self.is_float32 = is_float32
         self.out_sizes = tuple(out_sizes)
         self.weight: Tensor | None = nn.Parameter(torch.empty(sum(out_sizes), in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if bias else None
@@ -54,10 +56,10 @@ class Linear(nn.Module):
     def finish_loading(self, dtype: torch.dtype, kept: KeptProduct | None = None) -> None:
         """Hands the weight over to whoever multiplies, once. `dtype`: what the model computes in; `kept` has the weight
         already."""
-        if self.product is not None:
+        if self.weight is None:
             return
-        assert self.weight is not None
-        bias = self._ordered(self.bias.data) if self.bias is not None and self._adds_bias else None
+        dtype = torch.float32 if self.is_float32 else dtype
+        bias = self.added_bias()
         quantized = _join(self._parts)
         if kept is not None:
             self.product = kept(bias)
@@ -66,6 +68,16 @@ class Linear(nn.Module):
         else:
             self.product = self._operations.prepare_product(self._ordered(self._whole(dtype)), bias, dtype)
         self.weight, self._parts = None, []
+
+    def take_weight(self, dtype: torch.dtype) -> Tensor:
+        """Give the weight away, in the order of rows that the product has."""
+        weight = self._ordered(self._whole(dtype))
+        self.weight, self._parts = None, []
+        return weight
+
+    def added_bias(self) -> Tensor | None:
+        """The bias that the product adds."""
+        return self._ordered(self.bias.data) if self.bias is not None and self._adds_bias else None
 
     def add_part(self, weight: QuantizedWeight | Float8Weight | Tensor) -> None:
         """Take the next projection, in place of rows of the weight."""
@@ -99,6 +111,77 @@ def _join(parts: Sequence[QuantizedWeight | Float8Weight | Tensor]) -> Quantized
     if codes and len(codes) == len(parts):
         return QuantizedWeight.join(codes)
     return Float8Weight.join(floats) if floats and len(floats) == len(parts) else None
+
+
+class ExpertLinear(nn.ModuleList):
+    """A `Linear` of each expert, of one size, by which slots are multiplied: see `ExpertProduct`."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_size: int,
+        out_sizes: Sequence[int],
+        operations: Operations,
+        *,
+        bias: bool,
+        adds_bias: bool = True,
+    ) -> None:
+        super().__init__(
+            Linear(in_size, out_sizes, operations, bias=bias, adds_bias=adds_bias) for _ in range(num_experts)
+        )
+        self.product: ExpertProduct | None = None
+        self._operations = operations
+
+    def num_bytes(self) -> int:
+        """Return what the weights take that are not quantised."""
+        linears = [linear for linear in self.linears if linear.quantized_format is None]
+        return sum(linear.weight.nbytes for linear in linears if linear.weight is not None)
+
+    def allocate(self, device: torch.device) -> dict[int, Tensor]:
+        """Return memory for parameters by their ids: that of all experts is one, so that `stack` need not copy."""
+        memory: dict[int, Tensor] = {}
+        linears = [linear for linear in self.linears if linear.quantized_format is None]
+        for parameters in ([linear.weight for linear in linears], [linear.bias for linear in self.linears]):
+            found = [parameter for parameter in parameters if parameter is not None]
+            if found:
+                whole = torch.empty(len(found), *found[0].shape, dtype=found[0].dtype, device=device)
+                memory |= {id(parameter): part for parameter, part in zip(found, whole, strict=True)}
+        return memory
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [linear for linear in self if isinstance(linear, Linear)]
+
+    def finish_loading(self, dtype: torch.dtype) -> None:
+        """Hands the weights over to whoever multiplies. Those that are quantised have been already."""
+        products = [linear.product for linear in self.linears if linear.product is not None]
+        if products:
+            assert len(products) == len(self)
+            self.product = self._operations.join_experts(products)
+            return
+        biases = [linear.added_bias() for linear in self.linears]
+        added = [bias for bias in biases if bias is not None]
+        weights = stack([linear.take_weight(dtype) for linear in self.linears])
+        self.product = self._operations.prepare_experts(weights, stack(added) if added else None, dtype)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        """[T or T * num_chosen, in_size] and [T, num_chosen] -> [T * num_chosen, sum(out_sizes)]"""
+        assert self.product is not None
+        return self.product(x, ids)
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """As `torch.stack`, but without a copy where they lie one behind the other in one memory."""
+    first, size = tensors[0], tensors[0].nbytes
+    are_neighbours = all(
+        tensor.is_contiguous()
+        and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and tensor.data_ptr() == first.data_ptr() + number * size
+        for number, tensor in enumerate(tensors)
+    )
+    if not are_neighbours:
+        return torch.stack(list(tensors))
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
 
 class Embedding(nn.Module):

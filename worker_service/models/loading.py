@@ -15,11 +15,11 @@ from pagewire.kernels.rounding import BITS, GROUP_SIZE
 from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
-from worker_service.models.decoder import Decoder, HeadNorm, Norm
+from worker_service.models.decoder import Attention, Decoder, HeadNorm, Norm
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.families.family import Family, Weight
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
-from worker_service.models.linear import Embedding, KeptProduct, Linear
+from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
 from worker_service.models.model import Model
 from worker_service.models.operations import Operations, TorchOperations
 from worker_service.models.quantization import Quantization, WeightFormat
@@ -97,7 +97,7 @@ def prepare_model(
     are those of `load_model`."""
     communicator = communicator or SingleRank()
     shard = Shard.of(load_config(path), communicator.rank, communicator.size)
-    checkpoint = DummyTensors() if is_dummy else _open(path)
+    checkpoint = DummyTensors() if is_dummy else _open(path, shard.config)
     family = BY_ARCHITECTURE[shard.config.architecture]
     operations = operations or TorchOperations()
     with torch.device("meta"):
@@ -129,11 +129,7 @@ def prepare_model(
     elif is_tied:
         model.head.weight = None
     model.to(dtype)
-    for module in model.modules():
-        if isinstance(module, Norm | HeadNorm) and module.adds_one:
-            module.float()
-    if device.type == "cpu":
-        _keep_tables(model)
+    _keep_float32(model, device)
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     if stays_quantized:
         keep_quantized(model, checkpoint, table)
@@ -151,7 +147,8 @@ def _quantizing(
     """Return the checkpoint whose weights are codes, and the table of what it has: the head and the embedding are of 8
     bits, and no matrix is transposed."""
     names = {weight: f"{weight.source}.weight" for weight in table}
-    found = [weight for weight in table if isinstance(model.get_submodule(weight.target), Linear)]
+    modules = {weight: model.get_submodule(weight.target) for weight in table}
+    found = [weight for weight, module in modules.items() if isinstance(module, Linear) and not module.is_float32]
     by_name = {names[weight]: 8 if weight.target == "head" else bits for weight in found}
     by_name |= {name: 8 for weight, name in names.items() if weight.target == "embedding"}
     transposed = frozenset(names[weight] for weight in found if weight.is_transposed)
@@ -159,11 +156,22 @@ def _quantizing(
     return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
 
 
-def _keep_tables(model: nn.Module) -> None:
-    """Cosines and sines stay float32, which a fused decoder reads: it would make tables of its own of others."""
+def _keep_float32(model: nn.Module, device: torch.device) -> None:
+    """Leaves in float32 what is computed in it: routers, sinks, and weights of norms to which one is added. On a CPU
+    cosines and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
-            module.keep_float32()
+            if device.type == "cpu":
+                module.keep_float32()
+        elif isinstance(module, Attention):
+            if module.sinks is not None:
+                module.sinks.data = module.sinks.data.float()
+        elif module.is_float32 if isinstance(module, Linear) else _adds_one(module):
+            module.float()
+
+
+def _adds_one(module: nn.Module) -> bool:
+    return isinstance(module, Norm | HeadNorm) and module.adds_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +208,8 @@ class UnloadedModel:
             for module in modules
             if isinstance(module, Linear) and module.weight is not None and module.quantized_format is None
         ]
+        # The weights of a layer's experts lie in one memory, which is let go with the last of them.
+        products += [module.num_bytes() for module in modules if isinstance(module, ExpertLinear)]
         weights += sum(stored.num_bytes(*_shape(module)) for module, stored in self._quantized())
         packs = self.operations.packs(self.dtype, self.device)
         tied_bytes = self._tied_bytes() if self.is_tied else 0
@@ -273,11 +283,18 @@ class UnloadedModel:
         # Not `to_empty`: torch lays out meta tensors with symbolic shapes, and importing their sympy takes half a
         # second.
         allocated = {id(tensor) for tensor in [*self._parameters(), *model.buffers()]}
-        model._apply(
-            lambda tensor: (
-                torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if id(tensor) in allocated else tensor
-            )
-        )
+        shared: dict[int, Tensor] = {}
+        for module in model.modules():
+            if isinstance(module, ExpertLinear):
+                shared |= module.allocate(device)
+
+        def allocate(tensor: Tensor) -> Tensor:
+            if id(tensor) not in allocated:
+                return tensor
+            memory = shared.get(id(tensor))
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if memory is None else memory
+
+        model._apply(allocate)
         load_weights(model, self.checkpoint, self.table, progress, shard, self.dtype, find_kept)
         if self.is_tied and model.embedding.weight is not None:
             model.head.weight = _tied_head(model, shard)
@@ -285,8 +302,10 @@ class UnloadedModel:
         return model.requires_grad_(False).eval()
 
 
-def _open(path: Path) -> Tensors:
-    return GgufCheckpoint(path) if is_gguf(path) else Checkpoint(path)
+def _open(path: Path, config: ModelConfig) -> Tensors:
+    if is_gguf(path):
+        return GgufCheckpoint(path)
+    return Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
 
 
 def _tied_head(model: Decoder, shard: Shard) -> nn.Parameter:
@@ -304,7 +323,7 @@ def _tied_head(model: Decoder, shard: Shard) -> nn.Parameter:
 def _finish(model: Decoder, dtype: torch.dtype, is_tied: bool) -> None:
     modules = list(model.modules())
     for module in modules:
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | ExpertLinear):
             module.finish_loading(dtype)
         elif isinstance(module, RotaryEmbedding | Norm | HeadNorm):
             module.finish_loading()
@@ -339,7 +358,15 @@ def _formats(model: Decoder, table: tuple[Weight, ...], quantization: Quantizati
 
 def _weights(family: Family, config: ModelConfig, checkpoint: Tensors) -> Iterator[Weight]:
     """The architecture's table for this model, in the names this checkpoint uses."""
+    tables = [tuple(fill_layers(table, config)) for table in (family.weights, *family.alternatives)]
+    table = max(tables, key=lambda weights: _num_stored(weights, checkpoint)) if len(tables) > 1 else tables[0]
     prefix = family.optional_prefix
     has_prefix = any(name.startswith(prefix) for name in checkpoint.names)
-    for weight in fill_layers(family.weights, config.num_layers):
+    for weight in table:
         yield weight if has_prefix else replace(weight, source=weight.source.removeprefix(prefix))
+
+
+def _num_stored(table: tuple[Weight, ...], checkpoint: Tensors) -> int:
+    """Return how many weights of a table are there."""
+    stored = (checkpoint.stored_names(f"{weight.source}.weight") for weight in table)
+    return sum(not checkpoint.names.isdisjoint(names) for names in stored)

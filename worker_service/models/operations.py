@@ -1,6 +1,7 @@
 """The operations of a model, behind an interface that faster code can implement."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagewire.kernels.arguments import HeadPreparation
+from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.experts import choose_experts, multiply_chosen, sum_slots
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import QuantizedWeight
 from pagewire.kernels.rounding import quantize
@@ -20,6 +23,9 @@ PACKED_NUM_ROWS = 16
 
 # A weight [out_size, in_size] and its bias, ready to be multiplied with: x W^T + b, [T, in_size] -> [T, out_size].
 Product = Callable[[Tensor], Tensor]
+# Such weights of experts, ready to be multiplied with by slots: x, [T, in_size] of tokens or [T * num_chosen, in_size]
+# of slots, and the ids [T, num_chosen] of their experts, to slots [T * num_chosen, out_size].
+ExpertProduct = Callable[[Tensor, Tensor], Tensor]
 
 
 class Operations(Protocol):
@@ -42,6 +48,19 @@ class Operations(Protocol):
     ) -> Product:
         """Lays a quantised weight out for its product, where `multiplies_quantized`."""
 
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
+        """Lays weights [num_experts, out_size, in_size], and biases [num_experts, out_size], out as `prepare_product`
+        does. See `multiply_chosen` of `pagewire.kernels.experts`."""
+
+    def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
+        """The product of experts of which each has one, of `prepare_quantized`."""
+
+    def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `choose_experts` of `pagewire.kernels.experts`."""
+
+    def sum_slots(self, slots: Tensor, weights: Tensor) -> Tensor:
+        """See `sum_slots` of `pagewire.kernels.experts`."""
+
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         """Whether `prepare_product` makes a copy of a weight on this device, in a layout of its own."""
 
@@ -63,11 +82,14 @@ class Operations(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: [T, 2 * size], gates first, to [T, size]."""
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
+    def attend_heads(
+        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
+    ) -> Tensor:
         """Normalizes each head of queries and keys where it has a weight, turns it by its position, and attends.
 
         Args:
             attend, layer: of the step, and its layer.
+            sinks: of the layer; see `Scoring.sinks`.
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. May be written to.
 
         Returns:
@@ -99,6 +121,19 @@ class TorchOperations:
     ) -> Product:
         return self.prepare_product(weight.dequantized().to(computed), bias, computed)
 
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
+        multiply = multiply_chosen if weights.device.type == "cpu" else multiply_all
+        return lambda x, ids: multiply(x, weights, ids, biases)
+
+    def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
+        return partial(multiply_each, products)
+
+    def choose_experts(self, logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, choice, correction)
+
+    def sum_slots(self, slots: Tensor, weights: Tensor) -> Tensor:
+        return sum_slots(slots, weights)
+
     def packs(self, computed: torch.dtype, device: torch.device) -> bool:
         """Return whether weights are packed: they are where oneDNN computes this dtype natively on this CPU."""
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -123,8 +158,10 @@ class TorchOperations:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
-        return attend(layer, *self.norm_rope(heads, preparation))
+    def attend_heads(
+        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
+    ) -> Tensor:
+        return attend(layer, *self.norm_rope(heads, preparation), sinks)
 
     def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads, head_dim], ready to attend."""
@@ -136,3 +173,24 @@ class TorchOperations:
         if key_weight is not None:
             key = self.rms_norm(key, key_weight, eps)
         return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
+
+
+def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None) -> Tensor:
+    """As `multiply_chosen`, by all experts: which are chosen, a host that captures a graph cannot know."""
+    experts = ids.flatten()[:, None]
+    slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
+    outputs = slots.new_zeros(len(slots), weights.shape[1])
+    for expert in range(len(weights)):
+        bias = None if biases is None else biases[expert]
+        outputs = torch.where(experts == expert, F.linear(slots, weights[expert], bias), outputs)
+    return outputs
+
+
+def multiply_each(products: Sequence[Product], x: Tensor, ids: Tensor) -> Tensor:
+    """As `multiply_chosen`, by products of each expert."""
+    experts = ids.flatten()
+    slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
+    order = experts.argsort(stable=True)
+    counts = experts.bincount(minlength=len(products)).tolist()
+    parts = [product(part) for product, part in zip(products, slots[order].split(counts), strict=True)]
+    return torch.cat(parts)[order.argsort()]

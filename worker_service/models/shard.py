@@ -1,13 +1,14 @@
 """The part of a tensor parallel model that one rank holds.
 
 It is split as in Megatron-LM (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053): queries, keys and values, the
-MLP's first products and the head are split by their outputs, attention's output and the MLP's second product by their
-inputs, so that ranks meet twice a layer and once for the logits. Embeddings and norms are whole on every rank."""
+first products of the MLP and of each expert, and the head are split by their outputs, attention's output and the second
+products by their inputs, so that ranks meet twice a layer and once for the logits. Embeddings, norms and routers are
+whole on every rank."""
 
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from worker_service.models.config import ModelConfig
+from worker_service.models.config import Experts, ModelConfig
 
 
 class Split(Enum):
@@ -16,7 +17,10 @@ class Split(Enum):
     HEADS = "heads"
     KV_HEADS = "KV heads"
     INTERMEDIATE = "intermediate size"
+    EXPERT_INTERMEDIATE = "intermediate size of experts"
+    SHARED_INTERMEDIATE = "intermediate size of the shared expert"
     QKV_BY_HEAD = "heads with their keys and values"
+    HEAD_VALUES = "a value of each head"
     VOCABULARY = "vocabulary"
 
 
@@ -31,7 +35,13 @@ class Shard:
     @staticmethod
     def of(whole: ModelConfig, rank: int, size: int) -> "Shard":
         """Raises ValueError if the model cannot be shared out among so many ranks."""
-        for what, number in (("attention heads", whole.num_heads), ("columns of the MLP", whole.intermediate_size)):
+        columns = {"attention heads": whole.num_heads}
+        if not all(map(whole.has_experts, range(whole.num_layers))):
+            columns["columns of the MLP"] = whole.intermediate_size
+        if whole.experts is not None:
+            columns["columns of an expert"] = whole.experts.intermediate_size
+            columns["columns of the shared expert"] = whole.experts.shared_intermediate_size
+        for what, number in columns.items():
             if number % size:
                 raise _indivisible(size, f"divide the {number} {what}")
         if whole.num_kv_heads % size and size % whole.num_kv_heads:
@@ -41,12 +51,27 @@ class Shard:
     @property
     def config(self) -> ModelConfig:
         """The model as this rank computes it. Where there are more ranks than KV heads, several hold the same one."""
+        experts = self.whole.experts
         return replace(
             self.whole,
             num_heads=self.whole.num_heads // self.size,
             num_kv_heads=max(1, self.whole.num_kv_heads // self.size),
             intermediate_size=self.whole.intermediate_size // self.size,
+            alibi_slopes=self._alibi_slopes(),
+            experts=None if experts is None else self._share(experts),
         )
+
+    def _share(self, experts: Experts) -> Experts:
+        return replace(
+            experts,
+            intermediate_size=experts.intermediate_size // self.size,
+            shared_intermediate_size=experts.shared_intermediate_size // self.size,
+        )
+
+    def _alibi_slopes(self) -> tuple[float, ...]:
+        slopes = self.whole.alibi_slopes
+        share = len(slopes) // self.size
+        return slopes[self.rank * share : (self.rank + 1) * share]
 
     def length(self, split: Split) -> int:
         """Return the length of the whole dimension."""
@@ -55,7 +80,10 @@ class Shard:
             Split.HEADS: whole.num_heads * whole.head_dim,
             Split.KV_HEADS: whole.num_kv_heads * whole.head_dim,
             Split.QKV_BY_HEAD: 3 * whole.num_heads * whole.head_dim,
+            Split.HEAD_VALUES: whole.num_heads,
             Split.INTERMEDIATE: whole.intermediate_size,
+            Split.EXPERT_INTERMEDIATE: 0 if whole.experts is None else whole.experts.intermediate_size,
+            Split.SHARED_INTERMEDIATE: 0 if whole.experts is None else whole.experts.shared_intermediate_size,
             Split.VOCABULARY: whole.vocab_size,
         }[split]
 

@@ -27,24 +27,37 @@ def model_size(shard: Shard) -> ModelSize:
     return ModelSize(
         embeddings=(config.vocab_size + positions * config.has_position_embedding) * config.hidden_size,
         head=vocabulary_share(config.vocab_size, shard.size) * config.hidden_size,
-        layers=config.num_layers * _layer_size(config) + _norm_size(config),
+        layers=sum(_layer_size(config, layer) for layer in range(config.num_layers))
+        + (1 + config.embedding_norm) * _norm_size(config),
         rope=2 * positions * config.head_dim * len({rope for rope in config.ropes if rope is not None}),
     )
 
 
-def _layer_size(config: ModelConfig) -> int:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+def _layer_size(config: ModelConfig, layer: int) -> int:
+    hidden = config.hidden_size
     queries, heads = config.num_heads * config.head_dim, config.num_heads + 2 * config.num_kv_heads
-    products = hidden * (heads * config.head_dim + queries) + (2 + config.is_gated) * hidden * intermediate
-    biases = (
-        config.qkv_bias * heads * config.head_dim
-        + config.output_bias * hidden
-        + config.mlp_bias * ((1 + config.is_gated) * intermediate + hidden)
-    )
+    products = hidden * (heads * config.head_dim + queries)
+    biases = config.qkv_bias * heads * config.head_dim + config.output_bias * hidden
     kv_size = config.num_kv_heads * config.head_dim
     head_norms = {"none": 0, "head": 2 * config.head_dim, "projection": queries + kv_size}[config.qk_norm]
     norms = 2 * (config.pre_norm + config.post_norm) * _norm_size(config) + head_norms
-    return products + biases + norms
+    mlp = _mlp_size(config, config.intermediate_size, config.mlp_bias)
+    norms += config.num_heads * config.has_sinks
+    return products + biases + norms + (_experts_size(config) if config.has_experts(layer) else mlp)
+
+
+def _mlp_size(config: ModelConfig, intermediate: int, has_bias: bool) -> int:
+    hidden, num_parts = config.hidden_size, 1 + config.is_gated
+    return (num_parts + 1) * hidden * intermediate + has_bias * (num_parts * intermediate + hidden)
+
+
+def _experts_size(config: ModelConfig) -> int:
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    router = experts.num_experts * (hidden + experts.has_router_bias + experts.has_correction)
+    each = _mlp_size(config, experts.intermediate_size, experts.bias)
+    shared = _mlp_size(config, experts.shared_intermediate_size, config.mlp_bias) + experts.has_shared_gate * hidden
+    return router + experts.num_experts * each + (shared if experts.shared_intermediate_size else 0)
 
 
 def _norm_size(config: ModelConfig) -> int:

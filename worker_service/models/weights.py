@@ -12,8 +12,9 @@ from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint import Piece, Tensors
 from worker_service.models.checkpoint_files import CheckpointError
+from worker_service.models.config import ModelConfig
 from worker_service.models.families.family import Weight
-from worker_service.models.linear import Embedding, KeptProduct, Linear
+from worker_service.models.linear import Embedding, ExpertLinear, KeptProduct, Linear
 from worker_service.models.shard import Shard, Split
 
 # Of each parameter: its name in the checkpoint, and what is read of it and where it goes.
@@ -36,7 +37,7 @@ def load_weights(
 
     Args:
         model: its parameters are allocated, but of what stays quantised, and `check_weights` has passed it.
-        table: with `{layer}` filled in.
+        table: as `fill_layers` gives it.
         find_kept: finds the weight of a module that stays quantised where it is packed already.
 
     Raises:
@@ -76,7 +77,7 @@ def _add_codes(product: Linear, checkpoint: Tensors, name: str, piece: Piece) ->
 
 
 def list_targets(model: nn.Module, table: Iterable[Weight], shard: Shard) -> Targets:
-    """Return where this rank's part of every parameter is in the checkpoint. `table`: with `{layer}` filled in."""
+    """Return where this rank's part of every parameter is in the checkpoint. `table`: as `fill_layers` gives it."""
     return [target for weight in table for target in _targets(model, weight, shard)]
 
 
@@ -106,15 +107,20 @@ def hold_dtypes(
 ) -> None:
     """Gives weights of products and embeddings the dtype of their tensors in the checkpoint, where that can be held.
 
-    The parts of a merged one must agree. Parameters hold no values yet.
+    The parts of a merged one must agree, and all experts of a layer. Parameters hold no values yet.
     """
-    found: dict[Linear | Embedding, set[torch.dtype | None]] = {}
+    found: dict[nn.Module, set[torch.dtype | None]] = {}
+    modules: dict[Linear | Embedding, nn.Module] = {}
     for weight in table:
         module, name = model.get_submodule(weight.target), f"{weight.source}.weight"
-        if isinstance(module, Linear | Embedding) and not checkpoint.names.isdisjoint(checkpoint.stored_names(name)):
-            found.setdefault(module, set()).add(checkpoint.dtype(name))
-    for module, dtypes in found.items():
-        dtype = dtypes.pop() if len(dtypes) == 1 else None
+        if not isinstance(module, Linear | Embedding) or (isinstance(module, Linear) and module.is_float32):
+            continue
+        if not checkpoint.names.isdisjoint(checkpoint.stored_names(name)):
+            holder = model.get_submodule(weight.target.rpartition(".")[0])
+            modules[module] = holder if isinstance(holder, ExpertLinear) else module
+            found.setdefault(modules[module], set()).add(checkpoint.dtype(name))
+    for module, holder in modules.items():
+        dtype = next(iter(found[holder])) if len(found[holder]) == 1 else None
         if dtype is not None and module.weight is not None and can_hold(dtype):
             module.weight = nn.Parameter(module.weight.to(dtype), requires_grad=False)
 
@@ -126,11 +132,12 @@ def working_bytes(checkpoint: Tensors, targets: Targets) -> int:
 
 
 def keep_quantized(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight]) -> None:
-    """Tells the products all of whose weights the checkpoint has as codes, or all in FP8, that they stay so."""
+    """Tells the products all of whose weights the checkpoint has as codes, or all in FP8, that they stay so: of experts
+    all or none."""
     found: dict[Linear, list[QuantizedFormat | Float8Format | None]] = {}
     for weight in table:
         module = model.get_submodule(weight.target)
-        if isinstance(module, Linear) and module.weight is not None:
+        if isinstance(module, Linear) and module.weight is not None and not module.is_float32:
             stored = checkpoint.quantized_format(f"{weight.source}.weight", module.weight.shape[1])
             found.setdefault(module, []).append(None if weight.is_transposed else stored)
     for module, stored_formats in found.items():
@@ -140,13 +147,25 @@ def keep_quantized(model: nn.Module, checkpoint: Tensors, table: Iterable[Weight
             module.quantized_format = QuantizedFormat.join(codes)
         elif len(floats) == len(stored_formats):
             module.quantized_format = Float8Format.join(floats)
+    for experts in model.modules():
+        if isinstance(experts, ExpertLinear):
+            linears = experts.linears
+            if len({type(linear.quantized_format) for linear in linears}) > 1:
+                for linear in linears:
+                    linear.quantized_format = None
 
 
-def fill_layers(table: Iterable[Weight], num_layers: int) -> Iterator[Weight]:
-    """Repeats the entries that name `{layer}` for every layer."""
+def fill_layers(table: Iterable[Weight], config: ModelConfig) -> Iterator[Weight]:
+    """Repeats the entries that name `{layer}` for every layer that has such weights, and those that name `{expert}` for
+    every expert."""
     for weight in table:
-        for layer in range(num_layers if "{layer}" in weight.source else 1):
-            yield replace(weight, source=weight.source.format(layer=layer), target=weight.target.format(layer=layer))
+        for layer in range(config.num_layers if "{layer}" in weight.source else 1):
+            if weight.layers != "all" and config.has_experts(layer) != (weight.layers == "experts"):
+                continue
+            num_experts = config.experts.num_experts if config.experts and "{expert}" in weight.source else 1
+            for expert in range(num_experts):
+                source, target = (name.format(layer=layer, expert=expert) for name in (weight.source, weight.target))
+                yield replace(weight, source=source, target=target)
 
 
 def _targets(model: nn.Module, weight: Weight, shard: Shard) -> Iterator[tuple[str, list[Piece]]]:

@@ -10,9 +10,12 @@
 // itself, in its own memory, which takes less time than to meet once more.
 
 // Kinds of operations.
-enum { EMBED, ADD, NORMALIZE, NORMALIZE_PARTS, MULTIPLY, ACTIVATE, TURN, ATTEND, PREDICT, ALL_REDUCE };
+enum {
+  EMBED, ADD, NORMALIZE, NORMALIZE_PARTS, MULTIPLY, ACTIVATE, CHOOSE, MULTIPLY_CHOSEN, SUM_SLOTS, GATE, TURN, ATTEND,
+  PREDICT, ALL_REDUCE, CLIP
+};
 
-enum { SILU, GELU, GELU_TANH, RELU };  // functions of ACTIVATE
+enum { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };  // functions of ACTIVATE
 
 enum { NO_BUFFER = -1, MAX_BUFFERS = 32 };
 
@@ -31,10 +34,20 @@ typedef struct {
   // Of the update; of the table's rows of EMBED; of the logits of PREDICT, which are then bounded to softcap * tanh(logit /
   // softcap), unless that is 0.
   float factor, softcap;
+  // CLIP: output = input, bounded to it on both sides. ACTIVATE by CLAMPED_SWIGLU: of gates, above, and of ups, on both
+  // sides; the sigmoid is of gates times `factor`.
+  float limit;
   // MULTIPLY: output = input W^T + b, or, gated, silu of its first half times its second. PREDICT: the head.
   linear_layer layer;
   int64_t is_gated;
   int64_t function;  // ACTIVATE: output = function(input), or, gated, that of its first half times its second
+  int64_t num_parts;  // ACTIVATE: of the input, each with such halves
+  // CHOOSE: output = choices of the input, a router's logits. MULTIPLY_CHOSEN: output = products of the input, which is of
+  // tokens or slots, with `experts`, [num_experts], by `choices`. SUM_SLOTS: output = the sums of slots by `choices`. These
+  // use a part of `choice`; GATE: output = input * sigmoid(choices), which are [num_tokens, 1].
+  int64_t choices;
+  expert_choice choice;
+  const linear_layer* experts;
   // EMBED: output = table[token] * factor + positions[position]. Tables are [rows, width] of an element type; without one the rows are those
   // of `layer`; positions may be NULL.
   const void *table, *positions;
@@ -46,7 +59,8 @@ typedef struct {
   const float *query_norm, *key_norm, *cos, *sin, *query_scales;
   int64_t rotary_size;
   void *key_cache, *value_cache;
-  int64_t window;  // positions that a query attends to, its own included; 0: all up to its own
+  int64_t window;      // positions that a query attends to, its own included; 0: all up to its own
+  const float* sinks;  // ATTEND: [num_heads]; NULL: there are none
 } operation;
 
 // `decoder.py` mirrors this structure.
@@ -78,8 +92,10 @@ static const attention_functions ATTENTION_OVER[] = {
 enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, RANKS, NUM_PARTS };
 
 static const int PART_OF[] = {[EMBED] = NORMS, [ADD] = NORMS, [NORMALIZE] = NORMS, [NORMALIZE_PARTS] = NORMS,
-                              [MULTIPLY] = PRODUCTS, [ACTIVATE] = PRODUCTS, [TURN] = ROTARY, [ATTEND] = ATTENTION,
-                              [PREDICT] = HEAD, [ALL_REDUCE] = RANKS};
+                              [MULTIPLY] = PRODUCTS, [ACTIVATE] = PRODUCTS, [CHOOSE] = PRODUCTS,
+                              [MULTIPLY_CHOSEN] = PRODUCTS, [SUM_SLOTS] = PRODUCTS, [GATE] = PRODUCTS,
+                              [TURN] = ROTARY, [ATTEND] = ATTENTION, [PREDICT] = HEAD, [ALL_REDUCE] = RANKS,
+                              [CLIP] = PRODUCTS};
 
 enum {
   FEW_TOKENS = 8,
@@ -111,6 +127,7 @@ typedef struct {
   // of own_size floats, and what is done by tasks the place of its operation; else each buffer has one place.
   int64_t *buffer_places, *operation_places;  // [num_buffers], [num_operations]
   int64_t prepared;                           // what a product reads; in the thread's part where there are few tokens
+  int64_t expert_rows;                        // the same of which rows experts have
   int64_t raw_logits;                         // the head's product, where the logits are made of it
   int64_t own, own_size;
   work_list* works;     // [num_operations]: those of ATTEND with equal windows are one
@@ -130,7 +147,8 @@ typedef struct {
 } walk;
 
 INLINE int is_by_tasks(int64_t kind) {
-  return kind == MULTIPLY || kind == TURN || kind == ATTEND || kind == PREDICT || kind == ALL_REDUCE;
+  return kind == MULTIPLY || kind == MULTIPLY_CHOSEN || kind == TURN || kind == ATTEND || kind == PREDICT ||
+         kind == ALL_REDUCE;
 }
 
 static int64_t nanoseconds(void) {
@@ -248,6 +266,14 @@ INLINE floats activated(floats x, int64_t function) {
   }
 }
 
+INLINE floats gated(const operation* o, floats gate, floats up) {
+  if (o->function != CLAMPED_SWIGLU) return activated(gate, o->function) * up;
+  const floats limit = splat(o->limit);
+  gate = choose(gate > limit, limit, gate);
+  up = choose(up > limit, limit, choose(up < -limit, -limit, up));
+  return (up + splat(1.0f)) * (gate / (splat(1.0f) + exponential(-gate * splat(o->factor))));
+}
+
 // input: [size] of the output, or twice that where it is gates and ups.
 static NOINLINE void activate_token(const operation* o, const float* input, float* output, int64_t size) {
   if (o->is_gated && o->function == SILU) {
@@ -258,14 +284,21 @@ static NOINLINE void activate_token(const operation* o, const float* input, floa
     float part[LANES] = {0}, up[LANES] = {0};
     const int64_t num = size - i < LANES ? size - i : LANES;
     memcpy(part, input + i, sizeof(float) * (size_t)num);
-    floats values = activated(load_float(part), o->function);
-    if (o->is_gated) {
-      memcpy(up, input + size + i, sizeof(float) * (size_t)num);
-      values = values * load_float(up);
-    }
-    store_float(part, values);
+    if (o->is_gated) memcpy(up, input + size + i, sizeof(float) * (size_t)num);
+    const floats values = load_float(part);
+    store_float(part, o->is_gated ? gated(o, values, load_float(up)) : activated(values, o->function));
     memcpy(output + i, part, sizeof(float) * (size_t)num);
   }
+}
+
+static NOINLINE void gate_token(const float* input, float gate, float* output, int64_t size) {
+  const float factor = (splat(1.0f) / (splat(1.0f) + exponential(splat(-gate))))[0];
+  for (int64_t i = 0; i < size; i++) output[i] = input[i] * factor;
+}
+
+static void clip_token(const operation* o, const float* input, float* output, int64_t size) {
+  for (int64_t i = 0; i < size; i++)
+    output[i] = input[i] > o->limit ? o->limit : input[i] < -o->limit ? -o->limit : input[i];
 }
 
 // By tasks
@@ -328,6 +361,29 @@ static void turn_task(const void* context, int64_t task, int64_t next) {
   }
 }
 
+// How many rows an expert has is known to those that have sorted the slots: each thread where there are few tokens.
+static void multiply_chosen(walk* w, int64_t op, const float* input, int64_t in_width, float* output, const float* choices) {
+  const decoding* d = w->d;
+  const operation* o = &d->model->operations[op];
+  const int64_t num_tokens = d->step->num_tokens, num_chosen = o->choice.num_chosen, in_size = o->experts->in_size;
+  float* memory = d->is_few ? w->own : d->memory;
+  const expert_rows rows = place_expert_rows(memory + d->expert_rows, o->choice.num_experts, num_tokens * num_chosen);
+  if (d->is_few) {
+    sort_slots(choices, num_tokens, num_chosen, o->choice.num_experts, &rows);
+  } else {
+    settle(w);
+#pragma omp single
+    sort_slots(choices, num_tokens, num_chosen, o->choice.num_experts, &rows);
+  }
+  const expert_products p = {o->experts, &rows, memory + d->prepared, output, (int)o->is_gated};
+  const int64_t stride = in_width == in_size ? 0 : in_size;  // from slot to slot
+  FOR_TOKENS(w, num_tokens, for (int64_t i = 0; i < num_chosen; i++)
+    prepare_slot(&p, ids_of(choices + token * 2 * num_chosen)[i], token * num_chosen + i,
+                 input + token * in_width + i * stride, memory + d->prepared))
+  d->lists[op * LISTS].num_tasks = *rows.num_used * num_expert_tasks(o->experts, (int)o->is_gated);
+  run_tasks(w, op, 0, multiply_experts_task, &p);
+}
+
 static void turn(walk* w, int64_t op, const float* input, float* output) {
   const turning t = {w->d, &w->d->model->operations[op], input, output};
   run_tasks(w, op, 0, turn_task, &t);
@@ -339,6 +395,7 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
   const work_list* list = &d->works[d->work_of[op]];
   attention_step step = *d->step;
   step.window = o->window;
+  step.sinks = o->sinks;
   step.query_token_stride = step.num_heads * step.head_dim;
   const attention a = {&step, list, input, o->key_cache, o->value_cache, output};
   const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
@@ -453,6 +510,7 @@ static void carry_out(walk* w, int64_t op) {
   float* output = place_output(w, op);
   const int64_t in_size = input ? d->model->widths[o->input] : 0, size = output ? d->model->widths[o->output] : 0;
   const float* update = o->update == NO_BUFFER ? NULL : w->places[o->update];
+  const float* choices = o->choices == NO_BUFFER ? NULL : w->places[o->choices];
   switch (o->kind) {
     case EMBED:
       FOR_TOKENS(w, num_tokens, embed_token(o, tokens->token_ids[token], tokens->positions[token], output + token * size, size))
@@ -468,7 +526,23 @@ static void carry_out(walk* w, int64_t op) {
                                                 output + token * size, size))
       break;
     case ACTIVATE:
-      FOR_TOKENS(w, num_tokens, activate_token(o, input + token * in_size, output + token * size, size))
+      FOR_TOKENS(w, num_tokens, for (int64_t part = 0; part < o->num_parts; part++)
+        activate_token(o, input + token * in_size + part * (in_size / o->num_parts),
+                       output + token * size + part * (size / o->num_parts), size / o->num_parts))
+      break;
+    case CHOOSE:
+      FOR_TOKENS(w, num_tokens, choose_experts(&o->choice, input + token * in_size, output + token * size))
+      break;
+    case MULTIPLY_CHOSEN: multiply_chosen(w, op, input, in_size, output, choices); break;
+    case SUM_SLOTS:
+      FOR_TOKENS(w, num_tokens, sum_slots(choices + token * 2 * o->choice.num_chosen, o->choice.num_chosen,
+                                          input + token * in_size, output + token * size, size))
+      break;
+    case GATE:
+      FOR_TOKENS(w, num_tokens, gate_token(input + token * size, choices[token], output + token * size, size))
+      break;
+    case CLIP:
+      FOR_TOKENS(w, num_tokens, clip_token(o, input + token * size, output + token * size, size))
       break;
     case MULTIPLY: multiply(w, op, input, output); break;
     case TURN: turn(w, op, input, output); break;
@@ -500,6 +574,10 @@ INLINE int64_t aligned(int64_t size) { return (size + 15) / 16 * 16; }
 
 // How much a product's input takes, prepared.
 static int64_t prepared_floats(const decoding* d, const operation* o) {
+  if (o->kind == MULTIPLY_CHOSEN) {
+    const int64_t num_slots = d->step->num_tokens * o->choice.num_chosen;
+    return ceil_div(prepared_bytes(activation_kind(o->experts), num_slots, o->experts->in_size), (int64_t)sizeof(float));
+  }
   if (o->kind != MULTIPLY && o->kind != PREDICT) return 0;
   const int64_t num_rows = o->kind == PREDICT ? d->tokens->num_logits : d->step->num_tokens;
   return ceil_div(prepared_bytes(activation_kind(&o->layer), num_rows, o->layer.in_size), (int64_t)sizeof(float));
@@ -509,17 +587,22 @@ static int64_t prepared_floats(const decoding* d, const operation* o) {
 static int64_t share_out(decoding* d) {
   const decoder* model = d->model;
   const int64_t num_tokens = d->step->num_tokens;
-  int64_t buffers = 0, prepared = 0, total;
+  int64_t buffers = 0, prepared = 0, rows = 0, total;
   for (int64_t i = 0; i < model->num_buffers; i++) {
     d->buffer_places[i] = buffers;
     buffers += aligned(model->widths[i] * num_tokens);
   }
   for (int64_t op = 0; op < model->num_operations; op++) {
-    const int64_t size = prepared_floats(d, &model->operations[op]);
+    const operation* o = &model->operations[op];
+    const int64_t size = prepared_floats(d, o);
     prepared = size > prepared ? size : prepared;
+    if (o->kind != MULTIPLY_CHOSEN) continue;
+    const int64_t words = expert_rows_words(o->choice.num_experts, num_tokens * o->choice.num_chosen);
+    rows = words > rows ? words : rows;
   }
   d->prepared = buffers;
-  total = buffers + aligned(prepared);
+  d->expert_rows = buffers + aligned(prepared);
+  total = d->expert_rows + aligned(rows);
   d->own = 0;
   d->own_size = d->is_few ? total : 0;
   if (d->is_few) total *= d->step->num_threads;
@@ -561,6 +644,10 @@ static int count_tasks(const decoding* d, int64_t op, int64_t* counts) {
     const product p = o->is_gated ? gated_product(&o->layer, groups, NULL, NULL) : plain_product(&o->layer, groups, NULL, NULL);
     counts[0] = num_product_tasks(&p);
     counts[1] = o->kind == PREDICT ? d->tokens->num_logits : 0;
+  } else if (o->kind == MULTIPLY_CHOSEN) {
+    const int64_t num_slots = d->step->num_tokens * o->choice.num_chosen, num_experts = o->choice.num_experts;
+    const int64_t num_used = num_slots < num_experts ? num_slots : num_experts;  // at most
+    counts[0] = num_used * num_expert_tasks(o->experts, (int)o->is_gated);
   } else if (o->kind == TURN) {
     counts[0] = ceil_div(num_turned, HEADS_PER_TASK);
   } else if (o->kind == ALL_REDUCE) {
@@ -626,10 +713,12 @@ static int64_t count_products(const decoder* model, const attention_step* step, 
   for (int64_t op = 0; op < model->num_operations; op++) {
     const operation* o = &model->operations[op];
     const int64_t num_weights = o->layer.in_size * o->layer.out_size;
-    num_products += o->kind == MULTIPLY  ? num_weights * step->num_tokens
-                    : o->kind == PREDICT ? num_weights * num_logits
-                    : o->kind == ATTEND  ? 2 * num_positions * step->num_heads * step->head_dim
-                                         : 0;
+    const int64_t num_chosen = o->kind == MULTIPLY_CHOSEN ? o->experts->in_size * o->experts->out_size * o->choice.num_chosen : 0;
+    num_products += o->kind == MULTIPLY          ? num_weights * step->num_tokens
+                    : o->kind == MULTIPLY_CHOSEN ? num_chosen * step->num_tokens
+                    : o->kind == PREDICT         ? num_weights * num_logits
+                    : o->kind == ATTEND          ? 2 * num_positions * step->num_heads * step->head_dim
+                                                 : 0;
   }
   return num_products;
 }

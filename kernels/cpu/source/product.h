@@ -44,24 +44,26 @@ INLINE const char* nth_panel(const product* p, int64_t panel) {
   return (const char*)p->layer->panels + panel * num_units(p) * p->by.weight_bytes;
 }
 
-// One row and four panels from `panel` on: as fast as memory by itself.
-static void multiply_row(const product* p, int64_t panel) {
-  const int64_t num = num_units(p), run = p->by.run;
+// One row and four panels from `panel` on: as fast as memory by itself, but over codes of 4 bits, which take as long to
+// multiply. So as many panels of `later` are fetched meanwhile there, unless it is NULL.
+static void multiply_row(const product* p, int64_t panel, const product* later, int64_t later_panel) {
+  const int64_t num = num_units(p), run = p->by.run, stride = later ? 4 * p->by.turn * p->by.weight_bytes : 0;
   float totals[2][4 * PANEL] __attribute__((aligned(64))) = {{0}};
   for (int half = 0; half <= p->is_gated; half++) {
     const char* weights = nth_panel(p, panel + half * p->num_panels);
+    const char* ahead = later ? nth_panel(later, later_panel + half * later->num_panels) : NULL;
     for (int64_t start = 0; start < num; start += run)
       p->by.runs[0](p->layer, weights + start * p->by.weight_bytes, num * p->by.weight_bytes,
-                (const char*)p->x + start * p->by.row_bytes, num - start < run ? num - start : run, NULL, 0,
-                totals[half]);
+                (const char*)p->x + start * p->by.row_bytes, num - start < run ? num - start : run,
+                later ? ahead + 4 * start * p->by.weight_bytes : NULL, stride, totals[half]);
   }
   store_products(p, 0, 1, panel * PANEL, 4 * PANEL, totals[0], totals[1]);
 }
 
 // totals: [num_groups, rows of a group, PANEL], zeros, += the products of one panel. Its runs are taken one after the
 // other, so that a run stays in the nearest cache while all groups use it; each group fetches its part of the same run
-// of `ahead` meanwhile.
-static void multiply_panel(const product* p, int64_t panel, int64_t first_group, int64_t num_groups, int64_t ahead,
+// of the panel at `ahead` meanwhile.
+static void multiply_panel(const product* p, int64_t panel, int64_t first_group, int64_t num_groups, const char* ahead,
                            float (*totals)[GROUP_ROWS * PANEL]) {
   const arithmetic* by = &p->by;
   const int64_t num = num_units(p), run = by->run;
@@ -70,7 +72,7 @@ static void multiply_panel(const product* p, int64_t panel, int64_t first_group,
   for (int64_t start = 0; start < num; start += run) {
     const int64_t length = num - start < run ? num - start : run, part = length / by->turn * stride;
     const char* weights = nth_panel(p, panel) + start * by->weight_bytes;
-    const char* fetched = nth_panel(p, ahead) + start * by->weight_bytes + first_group * part;
+    const char* fetched = ahead + start * by->weight_bytes + first_group * part;
     for (int64_t g = 0; g < num_groups; g++, fetched += part) {
       const row_group group = nth_group(p->groups, first_group + g);
       const char* x = (const char*)p->x + group.start * row_size + start * by->row_bytes * group.num_rows;
@@ -79,15 +81,15 @@ static void multiply_panel(const product* p, int64_t panel, int64_t first_group,
   }
 }
 
-// One panel, and `later`, which is computed later and fetched meanwhile.
-static void multiply_groups(const product* p, int64_t panel, int64_t later) {
+// One panel; another, of the same product or one like it, is computed later and fetched meanwhile.
+static void multiply_groups(const product* p, int64_t panel, const product* later, int64_t later_panel) {
   for (int64_t first = 0; first < p->groups->num_groups; first += MAX_GROUPS) {
     const int64_t rest = p->groups->num_groups - first, num_groups = rest < MAX_GROUPS ? rest : MAX_GROUPS;
     float totals[2][MAX_GROUPS][GROUP_ROWS * PANEL] __attribute__((aligned(64)));
     for (int half = 0; half <= p->is_gated; half++) {
       const int64_t skipped = half * p->num_panels;
       memset(totals[half], 0, sizeof totals[half][0] * (size_t)num_groups);
-      multiply_panel(p, panel + skipped, first, num_groups, later + skipped, totals[half]);
+      multiply_panel(p, panel + skipped, first, num_groups, nth_panel(later, later_panel + skipped), totals[half]);
     }
     for (int64_t g = 0; g < num_groups; g++) {
       const row_group group = nth_group(p->groups, first + g);
@@ -96,20 +98,30 @@ static void multiply_groups(const product* p, int64_t panel, int64_t later) {
   }
 }
 
-// A `task_function` of a product; repeatable. Meanwhile a panel is fetched that is computed AHEAD panels later, or that the
-// thread's next task begins with at `next` (-1: there is none).
-static void multiply_task(const void* context, int64_t task, int64_t next) {
-  const product* p = context;
+// The panels of a task. Meanwhile a panel is fetched that is computed AHEAD panels later, or that the thread's next task
+// begins with, which is one of the product `then` (NULL: there is none).
+static void multiply_panels(const product* p, int64_t task, const product* then, int64_t next) {
   int64_t panel = task * PANELS_PER_TASK;
   const int64_t end = panel + PANELS_PER_TASK < p->num_panels ? panel + PANELS_PER_TASK : p->num_panels;
   if (p->groups->num_rows == 1)
-    for (; panel + 4 <= end; panel += 4) multiply_row(p, panel);
+    for (; panel + 4 <= end; panel += 4) {
+      const int64_t later = next * PANELS_PER_TASK;
+      const int fetches = p->layer->element == ELEMENT_INT4 && then && later + 4 <= then->num_panels;
+      multiply_row(p, panel, fetches ? then : NULL, later);
+    }
   for (; panel < end; panel++) {
-    const int64_t later = panel + AHEAD < end ? panel + AHEAD
-                          : next < 0          ? panel
-                                              : next * PANELS_PER_TASK + panel + AHEAD - end;
-    multiply_groups(p, panel, later < p->num_panels ? later : panel);
+    const int is_of_task = panel + AHEAD < end;
+    const int64_t later = is_of_task ? panel + AHEAD : next * PANELS_PER_TASK + panel + AHEAD - end;
+    if (is_of_task || (then && later < then->num_panels))
+      multiply_groups(p, panel, is_of_task ? p : then, later);
+    else
+      multiply_groups(p, panel, p, panel);
   }
+}
+
+// A `task_function` of a product; repeatable. `next`: -1 if there is none.
+static void multiply_task(const void* context, int64_t task, int64_t next) {
+  multiply_panels(context, task, next < 0 ? NULL : context, next);
 }
 
 // Of packed weights of LinearLayer, whose panels are not there yet.

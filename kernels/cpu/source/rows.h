@@ -21,13 +21,13 @@ typedef struct {
   int64_t activation;  // what the product reads: ACTIVATION_FLOAT and so on
   int64_t group_size;  // of inputs that share a scale: 16 or 32; of ELEMENT_FLOAT8 a multiple of 16 that divides in_size
   // Of ELEMENT_INT8 and ELEMENT_INT4 alone.
-  int64_t scale_element;  // of scales and minima: ELEMENT_INT8, which have factors, or one of floats
+  int64_t scale_element;  // of scales and minima: ELEMENT_INT8, which have factors, ELEMENT_POWER, or one of floats
   int64_t has_minima;
   int64_t has_zeros;
   int8_t table[16];  // what 4 bits stand for; products are fastest where that counts upwards from -8 or 0
 } linear_layer;
 
-enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_INT8, ELEMENT_INT4, ELEMENT_FLOAT8 };
+enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_INT8, ELEMENT_INT4, ELEMENT_FLOAT8, ELEMENT_POWER };
 
 enum {
   PANELS_PER_TASK = 4,
@@ -70,9 +70,12 @@ typedef struct {
   float* y;            // [num_rows, out_size]; of a gated one, [num_rows, out_size / 2]
   int64_t num_panels;  // of all outputs; of a gated one, of the gates
   int is_gated;        // the outputs are gates and as many ups, in whole panels, and y is silu(gate) * up
+  const int32_t* places;  // [num_rows]: where y has each row; NULL: where x has it
 } product;
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+INLINE int64_t place_of(const product* p, int64_t row) { return p->places ? p->places[row] : row; }
 
 // Asks for large pages, of which memory that is read in order needs fewer. Nothing depends on whether there are any.
 INLINE void use_large_pages(void* memory, int64_t size) {
@@ -135,7 +138,7 @@ INLINE void store_outputs(const product* p, int64_t row, int64_t num_rows, int64
 #pragma GCC unroll 8
     for (int j = 0; j < num; j += LANES) {
       const int64_t output = first + j;
-      float* y = p->y + (row + r) * size;
+      float* y = p->y + place_of(p, row + r) * size;
       const floats sums = load_float(outputs + r * num + j);
       if (output + LANES <= size)
         store_float(y + output, bias ? sums + load_float(bias + output) : sums);
@@ -156,7 +159,7 @@ INLINE void store_gated(const product* p, int64_t row, int64_t num_rows, int64_t
         gate += load_float(bias + first + j);
         up += load_float(bias + size + first + j);
       }
-      store_float(p->y + (row + r) * size + first + j, gate / (splat(1.0f) + exponential(-gate)) * up);
+      store_float(p->y + place_of(p, row + r) * size + first + j, gate / (splat(1.0f) + exponential(-gate)) * up);
     }
 }
 

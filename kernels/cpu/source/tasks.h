@@ -11,7 +11,8 @@ typedef struct {
   _Alignas(64) _Atomic int64_t next;  // task to be taken
   _Alignas(64) _Atomic int64_t num_done;
   _Atomic uint8_t* done;  // [num_tasks], where it is repeatable; else NULL
-  int64_t num_tasks;
+  // Where it is known only in the step, every thread sets it to the same number before its first task.
+  _Atomic int64_t num_tasks;
 } task_list;
 
 // Does a task. `next` is the one that the thread does after it, -1 if none.
@@ -34,19 +35,21 @@ INLINE void relax(void) {
 
 // Does the tasks that nobody else takes, and returns at once.
 static void share_tasks(task_list* tasks, task_function run, const void* context) {
-  for (int64_t task = take_task(tasks), next; task < tasks->num_tasks; task = next) {
+  const int64_t num_tasks = tasks->num_tasks;
+  for (int64_t task = take_task(tasks), next; task < num_tasks; task = next) {
     next = take_task(tasks);  // known ahead, so that what it reads can be fetched meanwhile
-    run(context, task, next < tasks->num_tasks ? next : -1);
+    run(context, task, next < num_tasks ? next : -1);
     finish_task(tasks, task);
   }
 }
 
 // Does the tasks that nobody else takes, and returns when all are done.
 static void finish_tasks(task_list* tasks, task_function run, const void* context) {
+  const int64_t num_tasks = tasks->num_tasks;
   share_tasks(tasks, run, context);
-  for (int64_t spins = 1; atomic_load_explicit(&tasks->num_done, memory_order_acquire) < tasks->num_tasks; spins++) {
+  for (int64_t spins = 1; atomic_load_explicit(&tasks->num_done, memory_order_acquire) < num_tasks; spins++) {
     if (spins == PATIENCE && tasks->done)
-      for (int64_t task = 0; task < tasks->num_tasks; task++)
+      for (int64_t task = 0; task < num_tasks; task++)
         if (!atomic_load_explicit(&tasks->done[task], memory_order_acquire)) {
           run(context, task, -1);
           finish_task(tasks, task);

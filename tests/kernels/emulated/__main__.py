@@ -21,6 +21,7 @@ from tests.kernels.emulated.library import EmulatedLibrary
 
 TESTS = (
     "tests/kernels/test_cpu_products.py",
+    "tests/kernels/test_cpu_experts.py",
     "tests/kernels/test_cpu_kernels.py::test_every_variant_that_runs_here_equals_reference",
     "tests/kernels/test_cpu_kernels.py::test_every_float8_is_widened_exactly",
     "tests/kernels/test_cpu_kernels.py::test_portable_conversions_are_those_of_torch",

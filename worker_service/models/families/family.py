@@ -1,20 +1,23 @@
 """What a family is: the architectures it serves, how their config.json is read, and the names of their weights."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
+from typing import Any, Literal
 
-from worker_service.models.config import MAX_LAYERS, ModelConfig, RopeConfig
+from pagewire.kernels.expert_choice import ExpertChoice
+from worker_service.models.config import MAX_EXPERTS, MAX_LAYERS, Experts, ModelConfig, RopeConfig
 from worker_service.models.families.positions import read_no_windows, read_rope
-from worker_service.models.families.reading import activation, dtype, flag, number, positive, split_evenly
+from worker_service.models.families.reading import activation, dtype, flag, number, positive, split_evenly, unserved
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.shard import Split
+from worker_service.models.stacks import STACKS, Stacks
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The place in the model of a checkpoint module's weight, and of its bias if there is one. `{layer}` counts from
-    0."""
+    """The place in the model of a checkpoint module's weight, and of its bias if there is one. `{layer}` and `{expert}`
+    count from 0."""
 
     source: str  # module in the checkpoint
     target: str  # module of the model
@@ -25,6 +28,7 @@ class Weight:
     # rank.
     split: Split | tuple[Split, ...] | None = None
     axis: int = 0
+    layers: Literal["all", "dense", "experts"] = "all"  # which layers have it: those with an MLP, or with experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,9 @@ class Family:
     weights: tuple[Weight, ...]
     ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of checkpoint names that hold no weights
     optional_prefix: str = ""  # of checkpoint names; some published files lack it
+    # Tensors that may be there of all experts, whose parts have the names of `weights`.
+    stacks: Stacks = field(default_factory=lambda: STACKS)
+    alternatives: tuple[tuple[Weight, ...], ...] = ()  # to `weights`, of which the one that names most is taken
 
 
 # The names of Llama's weights, which most families have.
@@ -65,6 +72,44 @@ HEAD = (Weight("model.norm", "norm"), Weight("lm_head", "head", split=Split.VOCA
 LLAMA_WEIGHTS = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *GATED_MLP, MLP_OUTPUT, *HEAD)
 
 
+# Experts, in the names of most families.
+_EXPERTS = f"{_LAYER}.mlp.experts.{{expert}}"
+ROUTER = Weight(f"{_LAYER}.mlp.gate", f"{_OURS}.mlp.router", layers="experts")
+EXPERTS = (
+    Weight(f"{_EXPERTS}.gate_proj", f"{_OURS}.mlp.up.{{expert}}", 0, split=Split.EXPERT_INTERMEDIATE, layers="experts"),
+    Weight(f"{_EXPERTS}.up_proj", f"{_OURS}.mlp.up.{{expert}}", 1, split=Split.EXPERT_INTERMEDIATE, layers="experts"),
+    Weight(
+        f"{_EXPERTS}.down_proj",
+        f"{_OURS}.mlp.down.{{expert}}",
+        split=Split.EXPERT_INTERMEDIATE,
+        axis=1,
+        layers="experts",
+    ),
+)
+
+
+def shared_expert(source: str) -> tuple[Weight, ...]:
+    """The weights of an expert that every token goes to. `source`: its name in the MLP."""
+    return tuple(
+        replace(
+            weight,
+            source=weight.source.replace(".mlp.", f".mlp.{source}."),
+            target=weight.target.replace(".mlp.", ".mlp.shared."),
+            split=Split.SHARED_INTERMEDIATE,
+            layers="experts",
+        )
+        for weight in (*GATED_MLP, MLP_OUTPUT)
+    )
+
+
+def in_dense_layers(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    return tuple(replace(weight, layers="dense") for weight in weights)
+
+
+# What config.json may have the number of experts in: transformers 5 writes other names than published files have.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
 def num_layers_of(config: Mapping[str, Any]) -> int:
     return positive(config, "num_hidden_layers", limit=MAX_LAYERS)
 
@@ -74,6 +119,35 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
     if config.get("head_dim") is not None:
         return positive(config, "head_dim")
     return split_evenly("hidden_size", positive(config, "hidden_size"), positive(config, "num_attention_heads"))
+
+
+def read_experts(
+    config: Mapping[str, Any],
+    num_key: str = "num_experts",
+    intermediate_key: str = "moe_intermediate_size",
+    **fields: Any,
+) -> Experts:
+    """Read experts of which num_experts_per_tok are chosen.
+
+    Args:
+        num_key, intermediate_key: where config.json says how many experts there are, and of what size.
+        fields: of `Experts`, and of its choice.
+    """
+    num_key = next((key for key in (num_key, *_NUM_EXPERTS) if config.get(key) is not None), num_key)
+    num_experts = positive(config, num_key, limit=MAX_EXPERTS)
+    num_chosen = positive(config, "num_experts_per_tok", limit=MAX_EXPERTS)
+    if num_chosen > num_experts:
+        raise unserved("num_experts_per_tok", num_chosen, f"at most {num_key}, {num_experts}")
+    num_groups, num_chosen_groups = fields.get("num_groups", 1), fields.get("num_chosen_groups", 1)
+    if num_experts % num_groups:
+        raise unserved(num_key, num_experts, f"a multiple of n_group, {num_groups}")
+    num_eligible = num_experts // num_groups * num_chosen_groups
+    if num_chosen_groups > num_groups or num_chosen > num_eligible:
+        raise unserved(
+            "topk_group", num_chosen_groups, f"at most n_group, {num_groups}, with {num_chosen} experts at least"
+        )
+    of_choice = {field.name: fields.pop(field.name) for field in dataclass_fields(ExpertChoice) if field.name in fields}
+    return Experts(ExpertChoice(num_chosen, **of_choice), num_experts, positive(config, intermediate_key), **fields)
 
 
 def read_decoder(

@@ -1,13 +1,39 @@
 """Mistral (Jiang et al., 2023, https://arxiv.org/abs/2310.06825): a Llama whose layers all have a sliding window.
-Ministral 3 (2025, https://arxiv.org/abs/2601.08584) lets queries grow with their position instead."""
+Ministral 3 (2025, https://arxiv.org/abs/2601.08584) lets queries grow with their position instead. Mixtral (2024,
+https://arxiv.org/abs/2401.04088) has experts in all layers."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from worker_service.models.config import ModelConfig, QueryGrowth
-from worker_service.models.families.family import LLAMA_WEIGHTS, Family, num_layers_of, read_decoder
-from worker_service.models.families.positions import read_equal_windows, rope_settings
+from worker_service.models.families.family import (
+    ATTENTION_OUTPUT,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    LLAMA_WEIGHTS,
+    PRE_NORMS,
+    QKV,
+    ROUTER,
+    Family,
+    Weight,
+    num_layers_of,
+    read_decoder,
+    read_experts,
+)
+from worker_service.models.families.positions import read_equal_windows, read_rope, rope_settings
 from worker_service.models.families.reading import number, positive
+from worker_service.models.shard import Split
+
+_MOE, _OURS = "model.layers.{layer}.block_sparse_moe", "layers.{layer}.mlp"
+_ATTENTION = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *HEAD)
+_MIXTRAL_WEIGHTS = (
+    *_ATTENTION,
+    Weight(f"{_MOE}.gate", f"{_OURS}.router"),
+    Weight(f"{_MOE}.experts.{{expert}}.w1", f"{_OURS}.up.{{expert}}", part=0, split=Split.EXPERT_INTERMEDIATE),
+    Weight(f"{_MOE}.experts.{{expert}}.w3", f"{_OURS}.up.{{expert}}", part=1, split=Split.EXPERT_INTERMEDIATE),
+    Weight(f"{_MOE}.experts.{{expert}}.w2", f"{_OURS}.down.{{expert}}", split=Split.EXPERT_INTERMEDIATE, axis=1),
+)
 
 # What files may leave out.
 _MINISTRAL3_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128}
@@ -32,5 +58,26 @@ def _read_ministral3(config: Mapping[str, Any], architecture: str) -> ModelConfi
     )
 
 
+def _read_mixtral(config: Mapping[str, Any], architecture: str) -> ModelConfig:
+    num_layers = num_layers_of(config)
+    rope, num_positions = read_rope(config, positive(config, "max_position_embeddings"), default_theta=1_000_000.0)
+    return read_decoder(
+        config,
+        architecture,
+        ropes=((rope,) * num_layers, num_positions),
+        windows=read_equal_windows(config, num_layers, default_window=None),
+        default_eps=1e-5,
+        experts=read_experts(config, "num_local_experts", "intermediate_size"),
+        expert_layers=(True,) * num_layers,
+    )
+
+
 MISTRAL = Family(("MistralForCausalLM",), _read, LLAMA_WEIGHTS)
 MINISTRAL3 = Family(("Ministral3ForCausalLM",), _read_ministral3, LLAMA_WEIGHTS)
+MIXTRAL = Family(
+    ("MixtralForCausalLM",),
+    _read_mixtral,
+    _MIXTRAL_WEIGHTS,
+    # As transformers 5 can write them.
+    alternatives=((*_ATTENTION, ROUTER, *EXPERTS),),
+)

@@ -1,0 +1,326 @@
+"""Mixtures of experts in C, against their specification in plain torch and, bit for bit, against single products."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagewire.kernels.arguments import Scoring
+from pagewire.kernels.cpu import (
+    Activate,
+    Choose,
+    CpuKernels,
+    DecoderKernel,
+    Embed,
+    Gate,
+    Multiply,
+    MultiplyChosen,
+    Operation,
+    PackedExperts,
+    PackedLinear,
+    PagedRows,
+    Predict,
+    SumSlots,
+)
+from pagewire.kernels.cpu.library import VARIANTS
+from pagewire.kernels.experts import ExpertChoice, choose_experts, multiply_chosen, sum_slots
+from pagewire.kernels.float8 import Float8Weight
+from tests.kernels.test_cpu_products import compact, threads
+from tests.kernels.variants import load_variant
+
+NUM_TOKENS = (1, 2, 7, 8, 9, 40)
+CHOICES = (
+    ExpertChoice(1),
+    ExpertChoice(4, renormalizes=False),
+    ExpertChoice(8),
+    ExpertChoice(3, scoring="sigmoid", factor=2.5),
+    ExpertChoice(4, scoring="sigmoid", num_groups=8, num_chosen_groups=2),
+    ExpertChoice(2, num_groups=4, num_chosen_groups=3),
+    ExpertChoice(2, num_groups=24, num_chosen_groups=2),  # of one expert each
+)
+NUM_EXPERTS = 24
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request) -> CpuKernels:
+    """For every processor that has no more than this one."""
+    return load_variant(request.param)
+
+
+def run(
+    kernels: CpuKernels, operations: list[Operation], table: Tensor, token_ids: Tensor, read: str, width: int
+) -> Tensor:
+    """What a buffer holds in the end, [T, width]; the buffer x begins with rows of the table."""
+    head = kernels.pack_linear(torch.zeros(1, width))
+    kernel = DecoderKernel(kernels, [Embed("x", table), *operations, Predict(read, head)], 1)
+    num_tokens = len(token_ids)
+    cache = (torch.zeros(num_tokens, 1, 1, 1),) * 2
+    rows = PagedRows.of([0, num_tokens], [num_tokens], torch.zeros(1, num_tokens), torch.arange(num_tokens))
+    none = torch.zeros(0, dtype=torch.int64)
+    return kernel.forward(token_ids, torch.zeros_like(token_ids), none, rows, [Scoring(1.0)], [cache])[0]
+
+
+# The choice
+
+
+def check_choice(kernels, logits, choice, correction=None):
+    rows = torch.arange(len(logits))
+    choose = Choose("x", "choices", choice, correction)
+    found = run(kernels, [choose], logits, rows, "choices", 2 * choice.num_chosen)
+    ids, weights = choose_experts(logits, choice, correction)
+    assert torch.equal(found[:, : choice.num_chosen].contiguous().view(torch.int32), ids.int())
+    torch.testing.assert_close(found[:, choice.num_chosen :], weights, rtol=2e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("has_correction", [False, True])
+def test_experts_are_chosen(variant, choice, has_correction):
+    """Logits are multiples of 1/16, so that many are equal, and what differs does so by more than rounding."""
+    generator = torch.Generator().manual_seed(1)
+    for num_experts in (NUM_EXPERTS, 5 * NUM_EXPERTS):
+        logits = torch.randint(-64, 64, (40, num_experts), generator=generator) / 16
+        correction = torch.randint(0, 3, (num_experts,), generator=generator) / 4 if has_correction else None
+        check_choice(variant, logits, choice, correction)
+
+
+def test_of_equal_scores_the_lower_id_is_chosen(variant):
+    logits = torch.zeros(9, 100)
+    logits[1:, 99] = 1.0
+    logits[:, 3] = -0.0
+    check_choice(variant, logits, ExpertChoice(4))
+    check_choice(variant, logits, ExpertChoice(4, scoring="sigmoid"))
+
+
+def test_logits_that_the_softmax_makes_equal_are_told_apart(variant):
+    logits = torch.full((1, 20), -200.0)
+    logits[0, 0], logits[0, 11] = 0.0, -199.0
+    check_choice(variant, logits, ExpertChoice(2))
+
+
+def test_all_experts_may_be_chosen(variant):
+    logits = torch.randn(9, 7, generator=torch.Generator().manual_seed(2))
+    check_choice(variant, logits, ExpertChoice(7))
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_what_is_no_number_is_seen(variant, choice):
+    """Whatever of a token's logits is NaN, a weight of the token is; other tokens are as without it."""
+    logits = torch.randn(9, NUM_EXPERTS, generator=torch.Generator().manual_seed(3))
+
+    def choices(of):
+        return run(variant, [Choose("x", "choices", choice)], of, torch.arange(9), "choices", 2 * choice.num_chosen)
+
+    spoilt = logits.clone()
+    spoilt[4, NUM_EXPERTS - 1] = torch.nan
+    found, others = choices(spoilt), [row for row in range(9) if row != 4]
+    assert torch.equal(found[others], choices(logits)[others])
+    ids = found[4, : choice.num_chosen].clone().view(torch.int32).tolist()
+    assert sorted(set(ids)) == ids
+    assert 0 <= ids[0] <= ids[-1] < NUM_EXPERTS
+    assert found[4, choice.num_chosen :].isnan().any()
+
+
+# Products
+
+
+def packed_weight(kernels: CpuKernels, kind: str, out_size: int, in_size: int, seed: int) -> PackedLinear:
+    """A random weight in panels of some kind; in_size is a multiple of 256."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(out_size, in_size, generator=generator) / in_size**0.5
+    bias = torch.randn(out_size, generator=generator) if seed % 2 else None
+    match kind:
+        case "float32":
+            return kernels.pack_linear(values, bias)
+        case "bfloat16 held" | "bfloat16":
+            activation = torch.bfloat16 if kind == "bfloat16" else torch.float32
+            return kernels.pack_linear(values.bfloat16(), bias, activation)
+        case "int8" | "int4":
+            return kernels.pack_quantized(kernels.quantize(values, 8 if kind == "int8" else 4), bias)
+        case "K-quant":
+            weight = compact(seed, 4, 32, has_minima=True, has_factors=True)
+            cut = {
+                name: None if (tensor := getattr(weight, name)) is None else tensor[:out_size].contiguous()
+                for name in ("codes", "scale", "minimum", "zero", "scale_factor", "minimum_factor")
+            }
+            return kernels.pack_quantized(replace(weight, **cut), bias)
+        case _:
+            return kernels.pack_float8(Float8Weight(values.to(torch.float8_e4m3fn), torch.rand(out_size, 1), in_size))
+
+
+KINDS = ("float32", "bfloat16 held", "bfloat16", "int8", "int4", "K-quant", "float8")
+
+
+def random_ids(num_tokens, num_experts, num_chosen, generator):
+    logits = torch.randn(num_tokens, num_experts, generator=generator)
+    return choose_experts(logits, ExpertChoice(num_chosen))[0]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slot_is_what_a_single_product_gives(variant, kind, num_threads):
+    """Bit for bit, whatever shares the step with it; of tokens, and of slots."""
+    rng, generator = random.Random(kind), torch.Generator().manual_seed(4)
+    in_size = 9 * 256 if kind == "K-quant" else 512
+    for seed in range(3):
+        num_experts, num_chosen = rng.randint(1, 12), rng.randint(1, 5)
+        num_chosen = min(num_chosen, num_experts)
+        out_size = rng.choice([7, 32, 64, 70])
+        print(f"{num_chosen} of {num_experts} experts, {out_size} outputs")
+        linears = [packed_weight(variant, kind, out_size, in_size, 10 * seed + n) for n in range(num_experts)]
+        experts = PackedExperts(linears)
+        for num_tokens in NUM_TOKENS:
+            ids = random_ids(num_tokens, num_experts, num_chosen, generator)
+            slots = torch.randn(num_tokens * num_chosen, in_size, generator=generator)
+            of_tokens = slots[:num_tokens].repeat_interleave(num_chosen, 0)
+            with threads(num_threads):
+                found = variant.multiply_chosen(slots, experts, ids)
+                found_of_tokens = variant.multiply_chosen(slots[:num_tokens].contiguous(), experts, ids)
+            for slot, expert in enumerate(ids.flatten().tolist()):
+                assert torch.equal(found[slot], variant.linear(slots[slot][None], linears[expert])[0])
+                alone = variant.linear(of_tokens[slot][None], linears[expert])[0]
+                assert torch.equal(found_of_tokens[slot], alone)
+
+
+def test_slots_are_those_of_the_specification(variant):
+    generator = torch.Generator().manual_seed(5)
+    weights, biases = torch.randn(6, 40, 64, generator=generator), torch.randn(6, 40, generator=generator)
+    experts = PackedExperts([variant.pack_linear(weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+    ids = random_ids(20, 6, 3, generator)
+    for num_rows in (20, 60):
+        x = torch.randn(num_rows, 64, generator=generator)
+        expected = multiply_chosen(x, weights, ids, biases)
+        torch.testing.assert_close(variant.multiply_chosen(x, experts, ids), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_no_token_has_no_slot(cpu_kernels):
+    experts = PackedExperts([cpu_kernels.pack_linear(torch.ones(4, 8))])
+    assert cpu_kernels.multiply_chosen(torch.ones(0, 8), experts, torch.zeros(0, 1, dtype=torch.int64)).shape == (0, 4)
+
+
+def test_arguments_that_do_not_fit_are_refused(cpu_kernels):
+    linears = [cpu_kernels.pack_linear(torch.ones(4, 8)), cpu_kernels.pack_linear(torch.ones(5, 8))]
+    with pytest.raises(ValueError, match=r"weights \[4, 8\] over torch.float32 and \[5, 8\] over torch.float32"):
+        PackedExperts(linears)
+    with pytest.raises(ValueError, match="of no kind"):
+        PackedExperts([])
+    experts = PackedExperts(linears[:1])
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"x is .*\(6, 8\)"):
+        cpu_kernels.multiply_chosen(torch.ones(4, 8), experts, ids)
+    with pytest.raises(ValueError, match=r"ids is torch.int32"):
+        cpu_kernels.multiply_chosen(torch.ones(3, 8), experts, ids.int())
+
+
+# Within a step
+
+
+HIDDEN, INNER = 256, 256
+
+
+class Layer:
+    """Experts that are gated, and their router, in panels of a kind."""
+
+    def __init__(self, kernels: CpuKernels, kind: str, choice: ExpertChoice, *, is_fused: bool = True) -> None:
+        self.kernels, self.choice = kernels, choice
+        generator = torch.Generator().manual_seed(6)
+        self.router = torch.randn(NUM_EXPERTS, HIDDEN, generator=generator)
+        self.table = torch.randn(50, HIDDEN, generator=generator)
+        numbers = range(NUM_EXPERTS)
+        self.ups = [packed_weight(kernels, kind, 2 * INNER, HIDDEN, number) for number in numbers]
+        self.downs = [packed_weight(kernels, kind, HIDDEN, INNER, 100 + number) for number in numbers]
+        self.operations: list[Operation] = [
+            Multiply("x", "logits", kernels.pack_linear(self.router)),
+            Choose("logits", "choices", choice),
+        ]
+        if is_fused:
+            self.operations += [MultiplyChosen("x", "activated", "choices", self.ups, is_gated=True)]
+        else:
+            activate = Activate("ups", "activated", "silu", is_gated=True, num_parts=choice.num_chosen)
+            self.operations += [MultiplyChosen("x", "ups", "choices", self.ups), activate]
+        self.operations += [
+            MultiplyChosen("activated", "slots", "choices", self.downs),
+            SumSlots("slots", "y", "choices"),
+        ]
+
+    def compute(self, token_ids: Tensor) -> Tensor:
+        return run(self.kernels, self.operations, self.table, token_ids, "y", HIDDEN)
+
+    def expected(self, token_ids: Tensor) -> Tensor:
+        """By the specification of choices, and the kernels' single products."""
+        x = self.table[token_ids]
+        ids, weights = choose_experts(x @ self.router.T, self.choice)
+        slots = []
+        for token, experts in enumerate(ids.tolist()):
+            for expert in experts:
+                gate, up = self.kernels.linear(x[token][None], self.ups[expert]).chunk(2, 1)
+                slots.append(self.kernels.linear(F.silu(gate) * up, self.downs[expert]))
+        return sum_slots(torch.cat(slots), weights)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+def test_experts_of_a_step(variant, kind, is_fused):
+    layer = Layer(variant, kind, ExpertChoice(3), is_fused=is_fused)
+    generator = torch.Generator().manual_seed(7)
+    # What is rounded to 8 bits may be rounded to the next code where it was computed in another order.
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2}.get(kind, 3e-2)
+    for num_tokens in NUM_TOKENS:
+        token_ids = torch.randint(0, 50, (num_tokens,), generator=generator)
+        found, expected = layer.compute(token_ids), layer.expected(token_ids)
+        assert (found - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS[:5])
+def test_a_token_depends_on_no_other_and_on_no_thread(variant, kind):
+    """The bits of tokens in random steps, with few tokens and many, are those that they have alone."""
+    layer = Layer(variant, kind, ExpertChoice(4))
+    generator = torch.Generator().manual_seed(8)
+    with threads(1):
+        alone = torch.cat([layer.compute(torch.tensor([token])) for token in range(50)])
+    for num_tokens in (2, 5, 8, 9, 16, 50):
+        token_ids = torch.randint(0, 50, (num_tokens,), generator=generator)
+        for num_threads in (1, 2):
+            with threads(num_threads):
+                assert torch.equal(layer.compute(token_ids), alone[token_ids])
+
+
+def test_a_shared_expert_is_gated(variant):
+    generator = torch.Generator().manual_seed(9)
+    table, weight = torch.randn(20, 40, generator=generator), torch.randn(1, 40, generator=generator)
+    operations = [Multiply("x", "gate", variant.pack_linear(weight)), Gate("x", "gate", "gated")]
+    for num_tokens in (3, 20):
+        token_ids = torch.randperm(20, generator=generator)[:num_tokens]
+        x = table[token_ids]
+        found = run(variant, operations, table, token_ids, "gated", 40)
+        torch.testing.assert_close(found, x * (x @ weight.T).sigmoid(), rtol=1e-5, atol=1e-6)
+
+
+def refused_operations(kernels: CpuKernels) -> dict[str, list[Operation]]:
+    """By a part of the message."""
+
+    def linears(number: int, out_size: int = 4, in_size: int = 8) -> list[PackedLinear]:
+        return [kernels.pack_linear(torch.ones(out_size, in_size))] * number
+
+    choose = Choose("x", "choices", ExpertChoice(2))
+    return {
+        "9 of 8 experts cannot be chosen": [Choose("x", "choices", ExpertChoice(9))],
+        "0 of 8 experts cannot be chosen": [Choose("x", "choices", ExpertChoice(0))],
+        "1 of 3 groups of 8 experts cannot be chosen": [Choose("x", "choices", ExpertChoice(1, num_groups=3))],
+        r"correction is .*\(8,\)": [Choose("x", "choices", ExpertChoice(1), torch.ones(7))],
+        "buffer x is read as choices": [MultiplyChosen("x", "slots", "x", linears(8))],
+        "there are 7 weights of 8 experts": [choose, MultiplyChosen("x", "slots", "choices", linears(7))],
+        "buffer x is 8 wide; 3 inputs are read": [choose, MultiplyChosen("x", "y", "choices", linears(8, 4, 3))],
+        "experts have weights": [choose, MultiplyChosen("x", "y", "choices", [*linears(7), *linears(1, 5)])],
+        "not 3 slots of one width": [Choose("x", "choices", ExpertChoice(3)), SumSlots("x", "y", "choices")],
+        "does not have 3 parts": [Activate("x", "y", "silu", num_parts=3)],
+        "buffer x is 8; 1 is read": [Gate("x", "x", "y")],
+    }
+
+
+def test_operations_that_do_not_fit_are_refused(cpu_kernels):
+    for message, operations in refused_operations(cpu_kernels).items():
+        with pytest.raises(ValueError, match=message):
+            run(cpu_kernels, operations, torch.ones(3, 8), torch.zeros(2, dtype=torch.int64), "x", 8)

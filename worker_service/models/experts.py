@@ -1,0 +1,79 @@
+"""Experts in place of an MLP: a router chooses a few for each token (Shazeer et al., 2017,
+https://arxiv.org/abs/1701.06538). `pagewire.kernels.experts` specifies what is computed."""
+
+import torch
+from torch import Tensor, nn
+
+from worker_service.models.communicator import Communicator
+from worker_service.models.config import ModelConfig
+from worker_service.models.linear import ExpertLinear, Linear
+from worker_service.models.mlp import MLP, ActivationFunction, up_sizes
+from worker_service.models.operations import Operations
+
+
+class ExpertMLP(nn.Module):
+    """The sum of what a token's experts make of it, times their weights, and of what the shared one does, if there is
+    one. Ranks have some columns of each expert, and all of the router."""
+
+    def __init__(self, config: ModelConfig, operations: Operations, communicator: Communicator) -> None:
+        super().__init__()
+        experts = config.experts
+        assert experts is not None
+        self.choice = experts.choice
+        self.operations = operations
+        self.communicator = communicator
+        self.router = Router(config, operations)
+        self.activate = ActivationFunction(config, operations)
+        self.up = ExpertLinear(
+            experts.num_experts,
+            config.hidden_size,
+            up_sizes(config, experts.intermediate_size),
+            operations,
+            bias=experts.bias,
+        )
+        self.down = ExpertLinear(
+            experts.num_experts,
+            experts.intermediate_size,
+            [config.hidden_size],
+            operations,
+            bias=experts.bias,
+            adds_bias=communicator.rank == 0,
+        )
+        self.shared = self.shared_gate = None
+        if experts.shared_intermediate_size:
+            self.shared = MLP(config, experts.shared_intermediate_size, operations, communicator)
+        if experts.has_shared_gate:
+            self.shared_gate = Linear(config.hidden_size, [1], operations, bias=False, is_float32=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        operations = self.operations
+        ids, weights = operations.choose_experts(self.router(x.float()), self.choice, self.router.correction)
+        slots = self.down(self.activate(self.up(x, ids)), ids)
+        update = operations.sum_slots(slots, weights)
+        if self.shared is not None:
+            update = update + self._shared(self.shared, x)
+        return self.communicator.all_reduce(update)
+
+    def _shared(self, shared: MLP, x: Tensor) -> Tensor:
+        update = shared.partial(x)
+        if self.shared_gate is None:
+            return update
+        return (update * self.shared_gate(x.float()).sigmoid()).to(x.dtype)
+
+
+class Router(Linear):
+    """A token's logits of experts, in float32."""
+
+    def __init__(self, config: ModelConfig, operations: Operations) -> None:
+        experts = config.experts
+        assert experts is not None
+        sizes = [experts.num_experts]
+        super().__init__(config.hidden_size, sizes, operations, bias=experts.has_router_bias, is_float32=True)
+        correction = nn.Parameter(torch.empty(experts.num_experts), requires_grad=False)
+        self.e_score_correction_bias = correction if experts.has_correction else None  # as checkpoints call it
+
+    @property
+    def correction(self) -> Tensor | None:
+        """[num_experts] float32 that is added to scores for the choice."""
+        return None if self.e_score_correction_bias is None else self.e_score_correction_bias.data

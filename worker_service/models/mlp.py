@@ -1,0 +1,80 @@
+"""The MLP of a layer, and what it has in common with experts."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from worker_service.models.communicator import Communicator
+from worker_service.models.config import ModelConfig
+from worker_service.models.linear import Linear
+from worker_service.models.operations import Operations
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class MLP(nn.Module):
+    """An activation between two products; or gated, as GLU variants are (Shazeer, 2020,
+    https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(
+        self, config: ModelConfig, intermediate_size: int, operations: Operations, communicator: Communicator
+    ) -> None:
+        super().__init__()
+        self.communicator = communicator
+        self.activate = ActivationFunction(config, operations)
+        self.up = Linear(config.hidden_size, up_sizes(config, intermediate_size), operations, bias=config.mlp_bias)
+        self.down = Linear(
+            intermediate_size,
+            [config.hidden_size],
+            operations,
+            bias=config.mlp_bias,
+            adds_bias=communicator.rank == 0,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.communicator.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """What this rank has of the sum over ranks."""
+        return self.down(self.activate(self.up(x)))
+
+
+class ActivationFunction:
+    """What stands between the products of MLPs and of experts: [T, up] to [T, intermediate_size]."""
+
+    def __init__(self, config: ModelConfig, operations: Operations) -> None:
+        self.is_gated = config.is_gated
+        self.function = config.activation
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self._operations = operations
+
+    def __call__(self, up: Tensor) -> Tensor:
+        if self.is_gated and self.function == "silu":
+            return self._operations.silu_mul(up)
+        if self.function == "clamped_swiglu":
+            return clamped_swiglu(up, self.alpha, self.limit)
+        function = _ACTIVATIONS[self.function]
+        if not self.is_gated:
+            return function(up)
+        gate, up = up.chunk(2, dim=-1)
+        return function(gate) * up
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), of gates up to a limit, and ups up to it on both sides: that of gpt-oss
+    (OpenAI, 2025, https://arxiv.org/abs/2508.10925), gates first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * (gate * alpha).sigmoid())
+
+
+def up_sizes(config: ModelConfig, intermediate_size: int) -> list[int]:
+    """The rows of the first product's projections. Gates come first."""
+    return [intermediate_size] * (2 if config.is_gated else 1)
