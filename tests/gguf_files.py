@@ -1,6 +1,7 @@
 """GGUF files of checkpoints, written with PyPI `gguf` as llama.cpp's converter writes them."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ ARCHITECTURES = {
     "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
 }
+_GEMMAS = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)  # whose files hold 1 + w of norms
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _K_BLOCK_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 
@@ -56,9 +61,11 @@ def write_gguf(
         if arch is gguf.MODEL_ARCH.LLAMA and (".attn_q." in own_name or ".attn_k." in own_name):
             heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
             tensor = permuted(tensor, heads)
+        if arch in _GEMMAS and own_name.endswith("_norm.weight"):
+            tensor = tensor.float() + 1
         own_type = next((kind for ending, kind in (types or {}).items() if own_name.endswith(ending)), type_name)
         add_tensor(writer, own_name, tensor, "F32" if tensor.dim() == 1 else own_type)
-    for own_name, (tensor, own_type) in (replaced or {}).items():
+    for own_name, (tensor, own_type) in {**_rope_factors(config), **(replaced or {})}.items():
         add_tensor(writer, own_name, tensor, own_type)
     for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         finish()
@@ -109,6 +116,8 @@ def dequantized(path: Path) -> dict[str, np.ndarray]:
 def _settings(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    local_rope = rope.get("sliding_attention", {})
+    rope = rope.get("full_attention", rope)
     found = {
         "general.type": "model",
         f"{arch}.block_count": config["num_hidden_layers"],
@@ -120,17 +129,38 @@ def _settings(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         f"{arch}.attention.key_length": head_dim,
         f"{arch}.attention.value_length": head_dim,
-        f"{arch}.rope.dimension_count": head_dim,
+        f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         f"{arch}.rope.freq_base": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        f"{arch}.attention.sliding_window": config.get("sliding_window") if arch == "llama" else None,
+        f"{arch}.attention.sliding_window": None if arch.startswith("qwen") else config.get("sliding_window"),
+        f"{arch}.attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        f"{arch}.final_logit_softcapping": config.get("final_logit_softcapping"),
         "general.file_type": 1,
     }
+    if arch == "gemma3":
+        found[f"{arch}.rope.freq_base_swa"] = float(local_rope.get("rope_theta", 10_000.0))
+        found[f"{arch}.attention.sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
+    if rope.get("rope_type") == "longrope":
+        found[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        found[f"{arch}.rope.scaling.attn_factor"] = _attention_factor(rope, config["max_position_embeddings"])
     if rope.get("rope_type") in ("linear", "yarn"):
         found[f"{arch}.rope.scaling.type"] = rope["rope_type"]
         found[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
     if rope.get("rope_type") == "yarn":
         found[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     return found
+
+
+def _attention_factor(rope: Mapping[str, Any], num_positions: int) -> float:
+    """As llama.cpp's converter computes LongRoPE's."""
+    original = rope["original_max_position_embeddings"]
+    scale = num_positions / original
+    return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+
+
+def _rope_factors(config: Mapping[str, Any]) -> dict[str, tuple[torch.Tensor, str]]:
+    rope = config.get("rope_parameters") or {}
+    kinds = ("long", "short") if rope.get("rope_type") == "longrope" else ()
+    return {f"rope_factors_{kind}.weight": (torch.tensor(rope[f"{kind}_factor"]), "F32") for kind in kinds}
 
 
 def _tokenizer_keys(checkpoint: Path, config: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -187,6 +217,8 @@ def write_dequantized(directory: Path, path: Path, checkpoint: Path) -> Path:
             heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
             # As transformers does it.
             tensor = tensor.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(2, 1).reshape(tensor.shape)
+        if arch in _GEMMAS and own_name.endswith("_norm.weight"):
+            tensor = tensor - 1
         weights[name] = tensor.contiguous()
     directory.mkdir()
     for file in checkpoint.iterdir():

@@ -4,17 +4,21 @@ Reading costs neither torch nor numpy, and a file is data of strangers: whatever
 before it is believed. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+from pagewire.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, architecture_of
 from pagewire.gguf.checkpoint_files import config_json, generation_config_json, tokenizer_config_json
 from pagewire.gguf.element_types import SERVED_TYPES, ElementType
 from pagewire.gguf.file import GgufError, GgufFile, TensorInfo, is_gguf
 from pagewire.gguf.tokenizer import tokenizer_json
 
 __all__ = [
+    "ARCHITECTURES",
+    "ROPE_FACTORS",
     "SERVED_TYPES",
     "ElementType",
     "GgufError",
     "GgufFile",
     "TensorInfo",
+    "architecture_of",
     "config_json",
     "generation_config_json",
     "is_gguf",

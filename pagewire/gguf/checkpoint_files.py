@@ -6,12 +6,11 @@ nobody computes is refused by its key, never ignored.
 
 from typing import Any
 
+from pagewire.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, Architecture, architecture_of, longrope
 from pagewire.gguf.file import GgufError, GgufFile
 from pagewire.gguf.metadata import Metadata
 from pagewire.gguf.special_tokens import SpecialTokens
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_WITH_WINDOWS = "MistralForCausalLM"  # which differs from Llama by its windows, and is "llama" here too
 # Settings that change what is computed, with the values that change nothing.
 _INERT: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
@@ -24,6 +23,7 @@ _INERT: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
+    "attention.sliding_window": (0,),
     "pooling_type": (0, 1, 3),  # none, mean, last: of embeddings alone
     "nextn_predict_layers": (0,),
     "rope.scaling.alpha": (0.0,),
@@ -39,39 +39,32 @@ _SAMPLING = {
 
 def config_json(file: GgufFile) -> dict[str, Any]:
     """Return the model of a file as config.json would describe it. Raises GgufError."""
-    architecture = Metadata(file, "general.").text("architecture")
-    if architecture not in _ARCHITECTURES:
-        raise GgufError(
-            f"{file.path}: general.architecture is {architecture!r}, which is not served; "
-            f"{', '.join(_ARCHITECTURES)} are"
-        )
-    keys = Metadata(file, f"{architecture}.")
-    _refuse_unsupported(keys)
+    name = architecture_of(file)
+    architecture, keys = ARCHITECTURES[name], Metadata(file, f"{name}.")
+    _refuse_unsupported(keys, architecture.served)
     hidden_size, num_heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
-    window = keys.whole("attention.sliding_window", 0)
-    if window and architecture != "llama":
-        raise keys.error("attention.sliding_window", f"0 for {architecture}")
+    head_dim = _head_dim(keys, hidden_size, num_heads, turns_a_part=architecture.turns_a_part)
     return {
-        "architectures": [_WITH_WINDOWS if window else _ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [architecture.in_config],
+        "model_type": name,
         "hidden_size": hidden_size,
         "intermediate_size": keys.whole("feed_forward_length"),
         "num_hidden_layers": keys.whole("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.whole("attention.head_count_kv", num_heads),
-        "head_dim": _head_dim(keys, hidden_size, num_heads),
+        "head_dim": head_dim,
         "vocab_size": _vocab_size(file),
         "max_position_embeddings": keys.whole("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        "sliding_window": window or None,
         "use_sliding_window": False,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
-        **_rope(keys),
+        **_rope(keys, architecture, head_dim),
         **SpecialTokens.of(file).ids(),
+        **architecture.settings(keys),
     }
 
 
@@ -93,21 +86,22 @@ def tokenizer_config_json(file: GgufFile) -> dict[str, Any]:
     return found
 
 
-def _refuse_unsupported(keys: Metadata) -> None:
+def _refuse_unsupported(keys: Metadata, served: frozenset[str]) -> None:
     for key, inert in _INERT.items():
         value = keys.file.metadata.get(keys.prefix + key)
-        if value is not None and value not in inert:
+        if value is not None and key not in served and value not in inert:
             raise keys.error(key, f"{inert[-1]!r}: nothing else is served")
 
 
-def _head_dim(keys: Metadata, hidden_size: int, num_heads: int) -> int:
+def _head_dim(keys: Metadata, hidden_size: int, num_heads: int, *, turns_a_part: bool) -> int:
     if not num_heads:
         raise keys.error("attention.head_count", "a whole number from 1")
     if not keys.has("attention.key_length") and hidden_size % num_heads:
         raise keys.error("embedding_length", f"a multiple of {num_heads} attention heads")
     head_dim = keys.whole("attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if keys.whole(key, head_dim) != head_dim:
+        may_be_less = turns_a_part and key == "rope.dimension_count"
+        if keys.whole(key, head_dim) != head_dim and not (may_be_less and keys.whole(key) < head_dim):
             raise keys.error(key, f"{head_dim}, the length of a key")
     return head_dim
 
@@ -124,11 +118,16 @@ def _dtype(file: GgufFile) -> str:
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(names), "bfloat16")
 
 
-def _rope(keys: Metadata) -> dict[str, Any]:
+def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str, Any]:
     """Frequencies that a file scales one by one, in its tensor rope_freqs.weight, are read with the weights."""
     scaling = Metadata(keys.file, f"{keys.prefix}rope.scaling.")
     kind = scaling.text("type", "linear" if scaling.has("factor") else "none")
     rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}
+    if architecture.turns_a_part:
+        rope["partial_rotary_factor"] = keys.whole("rope.dimension_count", head_dim) / head_dim
+    if architecture.has_rope_factors and not keys.file.tensors.keys().isdisjoint(ROPE_FACTORS.values()):
+        rope |= longrope(keys, scaling.number("attn_factor", 1.0))
+        return {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
     if kind not in ("none", "linear", "yarn"):
         raise scaling.error("type", "none, linear or yarn")
     factor = scaling.number("factor", keys.number("rope.scale_linear", 1.0))

@@ -12,6 +12,9 @@ from pagewire.gguf.special_tokens import SpecialTokens
 
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"  # of tokenizer.ggml.model
 _SPACE = "▁"  # in tokens of SentencePiece
+# Special tokens that leave white space alone where others take it: files do not say which do, and llama.cpp, too,
+# knows it of Phi-3.
+_KEEPING = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 # Of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
@@ -40,6 +43,7 @@ class _Vocabulary:
     tokens: list[str]
     types: Sequence[float]
     ids: Mapping[str, int]  # without the tokens that only fill the embedding up
+    strips_behind: bool  # special tokens take the white space that follows them
 
     @staticmethod
     def of(keys: Metadata) -> "_Vocabulary":
@@ -60,7 +64,8 @@ class _Vocabulary:
                     f"{keys.file.path}: tokenizer.ggml.tokens has {shown(token)} twice, as {ids[token]} and {token_id}"
                 )
             ids[token] = token_id
-        return _Vocabulary(tokens, types, ids)
+        is_phi3 = keys.file.metadata.get("general.architecture") == "phi3" and keys.text("model") == _SENTENCEPIECE
+        return _Vocabulary(tokens, types, ids, strips_behind=is_phi3)
 
     def added_tokens(self) -> Iterator[dict[str, Any]]:
         """Yield the tokens that are found in a text as they are, before anything else is done to it."""
@@ -71,7 +76,7 @@ class _Vocabulary:
                     "content": token,
                     "single_word": False,
                     "lstrip": False,
-                    "rstrip": False,
+                    "rstrip": self.types[token_id] == _CONTROL and self.strips_behind and token not in _KEEPING,
                     "normalized": False,
                     "special": self.types[token_id] != _USER_DEFINED,
                 }

@@ -26,6 +26,7 @@ from worker_service.models.source import load_config, model_digest, read_headers
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ALL_FAMILIES = (*FAMILIES, "gemma2", "gemma3_text", "phi3")
 # Several chunks of rows, heads and groups of which some ranks cut through.
 WIDE = {
     "hidden_size": 256,
@@ -41,7 +42,7 @@ QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MX
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {family: make_checkpoint(folder / family, family, seed=7, **WIDE) for family in FAMILIES}
+    return {family: make_checkpoint(folder / family, family, seed=7, **WIDE) for family in ALL_FAMILIES}
 
 
 def read(source: Checkpoint | GgufCheckpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -55,7 +56,7 @@ def shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     return {name: header.shape for name, header in read_headers(checkpoint).items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_weights_have_the_names_and_order_of_the_checkpoint(
     checkpoints: dict[str, Path], family: str, tmp_path: Path
 ) -> None:
@@ -63,14 +64,17 @@ def test_weights_have_the_names_and_order_of_the_checkpoint(
     ours = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", source, "F32"))
     theirs = Checkpoint(source)
     assert ours.names == theirs.names
+    # A file has 1 + w of Gemma's norms in float32, which is what the model multiplies with.
+    added = {name: float(family.startswith("gemma") and name.endswith("norm.weight")) for name in theirs.names}
     for name, shape in shapes(source).items():
-        assert torch.equal(read(ours, name, shape), read(theirs, name, shape)), name
+        assert torch.equal(read(ours, name, shape) + added[name], read(theirs, name, shape) + added[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_configuration_is_the_checkpoints(tmp_path: Path, family: str, tied: bool) -> None:
-    source = make_checkpoint(tmp_path / "model", family, seed=3, tie_word_embeddings=tied)
+    scalar = {"query_pre_attn_scalar": 16} if family.startswith("gemma") else {}  # files have none but the usual
+    source = make_checkpoint(tmp_path / "model", family, seed=3, tie_word_embeddings=tied, **scalar)
     expected = ModelConfig.load(source)
     assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
 
@@ -88,6 +92,55 @@ def test_scaled_rotations_are_the_checkpoints(tmp_path: Path, rope: dict[str, An
     assert expected.rope is not None
     assert expected.rope.rope_type == rope["rope_type"]
     assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
+
+
+@pytest.mark.parametrize("original", [128, 32])
+def test_phi3_has_its_factors_in_tensors(tmp_path: Path, original: int) -> None:
+    """Those for long sequences where the model serves such, and a part of each head is turned."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 1.25, 1.5, 2.0],
+        "long_factor": [1.0, 2.5, 7.5, 24.0],
+    }
+    changes = {"rope_parameters": rope, "max_position_embeddings": 128, "sliding_window": None}
+    source = make_checkpoint(tmp_path / "model", "phi3", seed=3, **changes)
+    ours, expected = load_config(write_gguf(tmp_path / "model.gguf", source, "F32")), ModelConfig.load(source)
+    assert ours.rope is not None
+    assert expected.rope is not None
+    assert ours.rope.divisors == tuple(rope["long_factor" if original < 128 else "short_factor"])
+    factor = expected.rope.attention_factor  # of which a file has float32
+    assert ours.rope.attention_factor == pytest.approx(factor, rel=1e-7)
+    ropes = tuple(dataclasses.replace(of_layer, attention_factor=factor) for of_layer in ours.ropes if of_layer)
+    assert dataclasses.replace(ours, ropes=ropes) == expected
+
+
+def test_gemma3_scales_the_layers_without_a_window_alone(tmp_path: Path) -> None:
+    kinds = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    }
+    source = make_checkpoint(
+        tmp_path / "model", "gemma3_text", seed=3, rope_parameters=kinds, query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention"] * 3, final_logit_softcapping=5.0,
+    )  # fmt: skip
+    ours = load_config(write_gguf(tmp_path / "model.gguf", source, "F32"))
+    assert ours == ModelConfig.load(source)
+    assert [(rope.theta, rope.factor) for rope in ours.ropes if rope] == [(5_000.0, 1.0), (1_000_000.0, 8.0)] * 3
+    assert ours.logits_softcap == 5.0
+
+
+@pytest.mark.parametrize(("architecture", "num_layers"), [("gemma2", 46), ("gemma3_text", 62)])
+def test_the_largest_gemma_scales_scores_by_what_a_head_has_of_the_hidden_size(
+    tmp_path: Path, architecture: str, num_layers: int
+) -> None:
+    source = make_checkpoint(
+        tmp_path / "model", architecture, seed=3, num_hidden_layers=num_layers, query_pre_attn_scalar=8,
+        hidden_size=32, intermediate_size=32, num_key_value_heads=1,
+    )  # fmt: skip
+    assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == ModelConfig.load(source)
 
 
 def test_frequencies_are_divided_by_the_files_own_numbers(tmp_path: Path) -> None:
@@ -225,6 +278,7 @@ def broken(tmp_path: Path, source: Path, **changes: Any) -> Path:
             {"settings": {"qwen3.attention.head_count_kv": 3}},
             r"model\.gguf: what it says of the model makes no config\.json: .*num_key_value_heads is 3",
         ),
+        ({"settings": {"qwen3.attention.sliding_window": 9}}, r"qwen3\.attention\.sliding_window is 9, but must be 0"),
         ({"settings": {"qwen3.rope.dimension_count": 32}}, r"qwen3\.rope\.dimension_count is 32, but must be 64"),
         ({"settings": {"qwen3.expert_count": 8}}, r"qwen3\.expert_count is 8, but must be 0: nothing else is served"),
         ({"settings": {"qwen3.context_length": None}}, r"has no qwen3\.context_length, which must be a whole number"),

@@ -79,7 +79,7 @@ def _read_gemma3(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     # The positions that config.json names are those that scaling has stretched.
     num_positions = positive(config, "max_position_embeddings")
     thetas = {FULL: 1_000_000.0, SLIDING: number(config, "rope_local_base_freq", 10_000.0)}
-    ropes, _ = read_ropes_by_kind(config, num_positions, thetas)
+    ropes, _ = read_ropes_by_kind(config, num_positions, thetas, shares_theta=False)
     of_layers = tuple(ropes[layer_type] for layer_type in layer_types)
     flags = _flags(config, 0.0, 0.0)
     if flags["attention_softcap"]:

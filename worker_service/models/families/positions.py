@@ -45,16 +45,21 @@ def read_rope(
 
 
 def read_ropes_by_kind(
-    config: Mapping[str, Any], max_position_embeddings: int, default_thetas: Mapping[str, float]
+    config: Mapping[str, Any],
+    max_position_embeddings: int,
+    default_thetas: Mapping[str, float],
+    *,
+    shares_theta: bool = True,
 ) -> tuple[dict[str, RopeConfig], int]:
     """The rope settings of each kind of layers, and how many positions those of full attention serve.
 
-    Where there is but one set, of transformers 4, its scaling is that of full attention alone.
+    Where there is but one set, of transformers 4, its scaling is that of full attention alone, and so is its base
+    unless `shares_theta`.
     """
     settings = rope_settings(config)
     nested = {kind: json_object(settings, kind) for kind in default_thetas}
     if not any(nested.values()):
-        unscaled = {"rope_theta": settings["rope_theta"]}
+        unscaled = {"rope_theta": settings["rope_theta"]} if shares_theta else {}
         nested = {kind: settings if kind == FULL else unscaled for kind in default_thetas}
     ropes, num_positions = {}, max_position_embeddings
     for kind, theta in default_thetas.items():

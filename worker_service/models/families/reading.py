@@ -47,7 +47,9 @@ def checked_number(key: str, value: object) -> float:
 
 def number_or_none(config: Mapping[str, Any], key: str, default: float) -> float:
     """0 where it is null; the default where it is missing."""
-    return 0.0 if config.get(key, default) is None else number(config, key, default)
+    if key not in config:
+        return default
+    return 0.0 if config[key] is None else number(config, key)
 
 
 def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:

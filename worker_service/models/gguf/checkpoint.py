@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagewire.gguf import ElementType, GgufError, config_json
+from pagewire.gguf import ARCHITECTURES, ROPE_FACTORS, ElementType, GgufError, config_json
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models import packing
 from worker_service.models.checkpoint import Piece
@@ -30,9 +30,19 @@ _LAYER_MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_OWN_LAYER_MODULES = {ours: own for own, ours in _LAYER_MODULES.items()}
+# What some architectures call otherwise, or have beside these.
+_GEMMA_MODULES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OTHER_LAYER_MODULES = {
+    "gemma2": _GEMMA_MODULES,
+    "gemma3": _GEMMA_MODULES,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
 _OWN_MODULES = {ours: own for own, ours in _MODULES.items()}
-_IN_CONFIG = frozenset({"rope_freqs.weight"})  # tensors that hold no weights
+_IN_CONFIG = frozenset({"rope_freqs.weight", *ROPE_FACTORS.values()})  # tensors that hold no weights
 # Files of this architecture turn pairs of neighbours: halves of heads are interleaved in what makes queries and keys.
 _INTERLEAVED = "llama"
 _TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
@@ -46,8 +56,11 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError for a file that cannot be served."""
         self._file = open_gguf(path)
-        self._names = {_our_name(name): name for name in self._file.tensors if name not in _IN_CONFIG}
-        is_interleaved = self._file.metadata.get("general.architecture") == _INTERLEAVED
+        architecture = self._file.metadata.get("general.architecture", "")
+        self._layer_modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}
+        self._names = {self._our_name(name): name for name in self._file.tensors if name not in _IN_CONFIG}
+        self._adds_one = architecture in ARCHITECTURES and ARCHITECTURES[architecture].adds_one_to_norms
+        is_interleaved = architecture == _INTERLEAVED
         self._turned_rows = config_json(self._file)["head_dim"] if is_interleaved else 0
 
     @property
@@ -91,7 +104,7 @@ class GgufCheckpoint:
         expected = list(piece.shape or piece.target.shape)
         if name not in self._names:
             raise CheckpointError(
-                f"tensor {_own_name(name)} is missing in {self._file.path}; expected shape {expected}"
+                f"tensor {self._own_name(name)} is missing in {self._file.path}; expected shape {expected}"
             )
         own_name = self._names[name]
         shape = list(self._file.tensors[own_name].shape)
@@ -150,11 +163,32 @@ class GgufCheckpoint:
     ) -> Tensor | QuantizedWeight:
         """Decode whole rows, which the file has in pairs of neighbours if heads have more than one."""
         if not element_type.is_quantized:
-            return _halved(torch.frombuffer(buffer, dtype=_DTYPES[element_type.name]).view(shape), head_dim)
+            rows = _halved(torch.frombuffer(buffer, dtype=_DTYPES[element_type.name]).view(shape), head_dim)
+            # What a file has of 1 + w comes out bit for bit when 1 is added again.
+            return rows.float() - 1 if self._adds_one and own_name.endswith("_norm.weight") else rows
         weight = decode_rows(element_type.name, torch.frombuffer(buffer, dtype=torch.uint8).view(shape[0], -1))
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not a number")
         return weight.with_each(lambda rows: _halved(rows, head_dim))
+
+    def _our_name(self, own_name: str) -> str:
+        """Return the name that checkpoint directories have for a tensor; its own for one that they do not have."""
+        module, _, kind = own_name.rpartition(".")
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
+        if match is None:
+            return f"{_MODULES[module]}.{kind}" if module in _MODULES else own_name
+        layer, part = match.groups()
+        return f"model.layers.{layer}.{self._layer_modules[part]}.{kind}" if part in self._layer_modules else own_name
+
+    def _own_name(self, name: str) -> str:
+        """Return the name that GGUF files have for a tensor of a checkpoint directory."""
+        module, _, kind = name.rpartition(".")
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        if match is None:
+            return f"{_OWN_MODULES[module]}.{kind}"
+        layer, part = match.groups()
+        own_part = next(own for own, ours in self._layer_modules.items() if ours == part)
+        return f"blk.{layer}.{own_part}.{kind}"
 
 
 def _halved(rows: Tensor, head_dim: int) -> Tensor:
@@ -164,23 +198,3 @@ def _halved(rows: Tensor, head_dim: int) -> Tensor:
         return rows
     heads = rows.unflatten(0, (-1, head_dim // 2, 2))
     return heads.swapaxes(1, 2).flatten(0, 2)
-
-
-def _our_name(own_name: str) -> str:
-    """Return the name that checkpoint directories have for a tensor; its own for one that they do not have."""
-    module, _, kind = own_name.rpartition(".")
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
-    if match is None:
-        return f"{_MODULES[module]}.{kind}" if module in _MODULES else own_name
-    layer, part = match.groups()
-    return f"model.layers.{layer}.{_LAYER_MODULES[part]}.{kind}" if part in _LAYER_MODULES else own_name
-
-
-def _own_name(name: str) -> str:
-    """Return the name that GGUF files have for a tensor of a checkpoint directory."""
-    module, _, kind = name.rpartition(".")
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-    if match is None:
-        return f"{_OWN_MODULES[module]}.{kind}"
-    layer, part = match.groups()
-    return f"blk.{layer}.{_OWN_LAYER_MODULES[part]}.{kind}"

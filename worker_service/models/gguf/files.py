@@ -5,7 +5,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
-from pagewire.gguf import GgufError, GgufFile, config_json
+from pagewire.gguf import ROPE_FACTORS, GgufError, GgufFile, config_json
 from worker_service.models.checkpoint_files import CheckpointError, TensorHeader
 from worker_service.models.config import ModelConfig, parse_config
 
@@ -28,13 +28,18 @@ def load_gguf_config(path: Path) -> ModelConfig:
         config = config_json(file)
     except GgufError as error:
         raise CheckpointError(str(error)) from error
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") == "longrope":
+        num_pairs = int(config["head_dim"] * rope["partial_rotary_factor"]) // 2
+        found = {key: name for key, name in ROPE_FACTORS.items() if name in file.tensors}
+        rope |= {key: list(_read_divisors(file, name, num_pairs)) for key, name in found.items()}
     try:
         model = parse_config(config)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: what it says of the model makes no config.json: {error}") from error
     if _FREQUENCIES not in file.tensors or model.rope is None:
         return model
-    divisors = _read_divisors(file, model.head_dim // 2)
+    divisors = _read_divisors(file, _FREQUENCIES, model.head_dim // 2)
     return replace(model, ropes=tuple(rope and replace(rope, divisors=divisors) for rope in model.ropes))
 
 
@@ -43,17 +48,17 @@ def read_gguf_headers(path: Path) -> dict[str, TensorHeader]:
     return {name: TensorHeader(path.name, info.type_name, info.shape) for name, info in open_gguf(path).tensors.items()}
 
 
-def _read_divisors(file: GgufFile, length: int) -> tuple[float, ...]:
+def _read_divisors(file: GgufFile, name: str, length: int) -> tuple[float, ...]:
     """Return what each frequency of the rotary embedding is divided by."""
-    info = file.tensors[_FREQUENCIES]
+    info = file.tensors[name]
     if info.type_name != "F32" or info.shape != (length,):
         raise CheckpointError(
-            f"{file.path}: tensor {_FREQUENCIES} is {info.type_name} of shape {list(info.shape)}, but must be F32 of "
+            f"{file.path}: tensor {name} is {info.type_name} of shape {list(info.shape)}, but must be F32 of "
             f"shape {[length]}"
         )
     with file.path.open("rb") as stream:
         stream.seek(info.offset)
         divisors = array("f", stream.read(4 * length))
     if not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
-        raise CheckpointError(f"{file.path}: tensor {_FREQUENCIES} has numbers that are not finite and above 0")
+        raise CheckpointError(f"{file.path}: tensor {name} has numbers that are not finite and above 0")
     return tuple(divisors)
