@@ -83,6 +83,8 @@ ALLOWED_IMPORTS = {
         "worker_service.models",
         "pagewire.gguf",
         "pagewire.kernels.arguments",
+        "pagewire.kernels.expert_choice",
+        "pagewire.kernels.experts",
         "pagewire.kernels.float8",
         "pagewire.kernels.quantized",
         "pagewire.kernels.rounding",

@@ -110,6 +110,7 @@ CASES = {
     ),
     "olmoe, norm over projections": ParityCase("olmoe", {}, 32),
     "qwen2_moe, shared expert, small pool": ParityCase("qwen2_moe", {}, 16, {"num_device_blocks": 70}),
+    "glm4_moe, groups of experts, chunks of 64": ParityCase("glm4_moe", {}, 8, {"max_num_batched_tokens": 64}),
 }
 
 

@@ -29,6 +29,7 @@ FAMILIES = (
     "bloom",
     "mpt",
     "gpt_oss",
+    "glm4_moe",
 )
 
 DECODER = {
@@ -80,6 +81,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**DECODER, "num_experts": 8, "num_experts_per_tok": 3},
     "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 96},
+    "glm4_moe": {
+        **DECODER,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
     "gpt_oss": {
         **DECODER,
         "num_local_experts": 4,
@@ -101,7 +112,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
-NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_oss": 4}
+NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_oss": 4, "glm4_moe": 8}
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -124,7 +135,8 @@ def make_checkpoint(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
+        for name, parameter in [*model.named_parameters(), *corrections]:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_scaled(name, noise, around=0 if family.startswith("gemma") else 1))
     model.generation_config = transformers.GenerationConfig()

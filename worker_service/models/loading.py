@@ -129,16 +129,7 @@ def prepare_model(
     elif is_tied:
         model.head.weight = None
     model.to(dtype)
-    for module in model.modules():
-        is_exact = (
-            module.is_float32 if isinstance(module, Linear) else isinstance(module, Norm | HeadNorm) and module.adds_one
-        )
-        if is_exact:
-            module.float()
-        elif isinstance(module, Attention) and module.sinks is not None:
-            module.sinks.data = module.sinks.data.float()
-    if device.type == "cpu":
-        _keep_tables(model)
+    _keep_float32(model, device)
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     if stays_quantized:
         keep_quantized(model, checkpoint, table)
@@ -165,11 +156,22 @@ def _quantizing(
     return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
 
 
-def _keep_tables(model: nn.Module) -> None:
-    """Cosines and sines stay float32, which a fused decoder reads: it would make tables of its own of others."""
+def _keep_float32(model: nn.Module, device: torch.device) -> None:
+    """Leaves in float32 what is computed in it: routers, sinks, and weights of norms to which one is added. On a CPU
+    cosines and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
-            module.keep_float32()
+            if device.type == "cpu":
+                module.keep_float32()
+        elif isinstance(module, Attention):
+            if module.sinks is not None:
+                module.sinks.data = module.sinks.data.float()
+        elif module.is_float32 if isinstance(module, Linear) else _adds_one(module):
+            module.float()
+
+
+def _adds_one(module: nn.Module) -> bool:
+    return isinstance(module, Norm | HeadNorm) and module.adds_one
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ _FAMILIES = (
     bloom.FAMILY,
     mpt.FAMILY,
     gpt_oss.FAMILY,
+    glm.GLM4_MOE,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures

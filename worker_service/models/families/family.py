@@ -111,7 +111,7 @@ def in_dense_layers(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
 
 
 # What config.json may have the number of experts in: transformers 5 writes other names than published files have.
-_NUM_EXPERTS = ("num_experts", "num_local_experts")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def num_layers_of(config: Mapping[str, Any]) -> int:
