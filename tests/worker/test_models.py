@@ -1,6 +1,7 @@
 """Every family against transformers, run on the spot on random checkpoints, in uneven chunks over the paged cache."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ VARIANTS = [
     ("gemma3_text", {**KINDS, "final_logit_softcapping": 5.0, **SPREAD}),
     ("starcoder2", {"use_bias": False, "hidden_act": "gelu", "sliding_window": None}),
     ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "relu"}),
-    ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.5, "hidden_act": "gelu_new", **TIED}),
+    ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.5, "hidden_act": "gelu_fast", **TIED}),
     ("qwen3_moe", {**WINDOWED, "decoder_sparse_step": 2, "mlp_only_layers": None, "attention_bias": True}),
     ("qwen3_moe", {"num_experts_per_tok": 8, "norm_topk_prob": False, **SPREAD}),
     ("mixtral", {"sliding_window": 20, "num_experts_per_tok": 1, **TIED}),
@@ -269,6 +270,15 @@ def test_names_without_their_prefix(load_model, tmp_path, family):
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     save_file(tensors, path / "model.safetensors")
     assert torch.equal(compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens()), expected)
+
+
+def test_bloom_and_mpt_as_their_publishers_spell_them(tmp_path):
+    config = read_config(make_checkpoint(tmp_path / "bloom", "bloom", seed=14))
+    published = {{"hidden_size": "n_embed", "n_head": "num_attention_heads"}.get(k, k): v for k, v in config.items()}
+    assert parse_config(published) == parse_config(config)
+    config = read_config(make_checkpoint(tmp_path / "mpt", "mpt", seed=14))
+    published = {**config, "architectures": ["MPTForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling.MPT"}}
+    assert parse_config(published) == replace(parse_config(config), architecture="MPTForCausalLM")
 
 
 def test_mpt_with_biases_as_its_own_code_has_them(load_model, tmp_path):
@@ -480,7 +490,7 @@ def test_positions_served(tmp_path):
         ("gemma3_text", {"attn_logit_softcapping": 2.0}, r"attn_logit_softcapping is 2.0, but must be null: Gemma"),
         ("gemma2", {"hidden_activation": "relu"}, r'hidden_activation is "relu", but must be one of gelu_pytorch_tanh'),
         ("olmo3", {"layer_types": ["chunked_attention"] * 4}, r'layer_types is "chunked_attention", but must be full'),
-        ("gpt_neox", {"hidden_act": "quick_gelu"}, r'hidden_act is "quick_gelu", but must be one of gelu, gelu_new'),
+        ("gpt_neox", {"hidden_act": "quick_gelu"}, r'hidden_act is "quick_gelu", but must be one of gelu, gelu_fast'),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, r"_post_layernorm is true, but must be false"),
         ("bloom", {"n_head": 3}, r"hidden_size is 64, but must be a multiple of 3 attention heads"),
         ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, r'"multiquery_attention", but must be one of'),

@@ -15,7 +15,7 @@ class UnavailableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Values that a backend takes. Every backend takes any window in any layer."""
+    """Values that a backend takes. Every backend takes any window in any layer, any soft cap, and slopes."""
 
     backend: str
     device_types: tuple[str, ...]
