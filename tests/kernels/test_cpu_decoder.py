@@ -134,6 +134,27 @@ def test_projections_are_clipped(cpu_kernels):
     torch.testing.assert_close(kernel.forward(*step)[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_gates_are_clamped(cpu_kernels, num_parts):
+    """As gpt-oss does: gates above, ups on both sides; of each slot, and where vectors are not full."""
+    size, alpha, limit = 37, 1.702, 1.5
+    table = torch.randn(2, num_parts, 2, size, generator=torch.Generator().manual_seed(6)) * 2
+    table[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, -30.0])
+    table[1, 0, 1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    gate, up = table[:, :, 0].clamp(max=limit), table[:, :, 1].clamp(-limit, limit)
+    expected = ((up + 1) * gate * (alpha * gate).sigmoid()).flatten(1)
+    operations = [
+        Embed("x", table.flatten(1)),
+        Activate("x", "activated", "clamped_swiglu", is_gated=True, num_parts=num_parts, alpha=alpha, limit=limit),
+        Predict("activated", cpu_kernels.pack_linear(torch.eye(num_parts * size))),
+    ]
+    rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
+    caches = [(torch.zeros(2, 16, 1, 4),) * 2]
+    step = torch.arange(2), torch.arange(2), torch.empty(0, dtype=torch.int64), rows, [Scoring(1.0)], caches
+    actual = DecoderKernel(cpu_kernels, operations, 1).forward(*step)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize("num_tokens", [3, 13])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_fits_is_computed(cpu_kernels, is_tied, num_tokens):

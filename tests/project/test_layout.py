@@ -86,11 +86,13 @@ ALLOWED_IMPORTS = {
         "pagewire.kernels.expert_choice",
         "pagewire.kernels.experts",
         "pagewire.kernels.float8",
+        "pagewire.kernels.mxfp4",
         "pagewire.kernels.quantized",
         "pagewire.kernels.rounding",
     ),
     "worker_service.models.checkpoint": (
         "worker_service.models.checkpoint_files",
+        "worker_service.models.stacks",
         "pagewire.kernels.float8",
         "pagewire.kernels.quantized",
     ),

@@ -116,6 +116,16 @@ def test_a_tensor_of_all_experts(tmp_path, shape, message):
         load(path)
 
 
+def test_layers_that_predict_further_tokens_are_left_alone(tmp_path):
+    """GLM-4.5 is published with one behind its last layer, 45 or 91."""
+    path = make_checkpoint(tmp_path, "glm4_moe", seed=1)
+    edit_tensors(path, **{"model.layers.46.eh_proj.weight": torch.zeros(64, 128)})
+    load(path)
+    edit_tensors(path, **{"model.layers.47.eh_proj.weight": torch.zeros(64, 128)})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.47\.eh_proj\.weight in .* has no place in"):
+        load(path)
+
+
 @pytest.mark.parametrize(("num_layers", "more"), [(1, ""), (2, " and 1 more")])
 def test_tensors_without_a_place(path, num_layers, more):
     extra = {f"model.layers.{layer}.self_attn.o_proj.bias": torch.zeros(64) for layer in range(num_layers)}

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.kernels import mxfp4
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import GROUP, QuantizedWeight
-from worker_service.models import mxfp4
 from worker_service.models.quantization import WeightFormat
 
 # What a weight is decoded to. A tensor is of float32: no groups of whole numbers say the same.

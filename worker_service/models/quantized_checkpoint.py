@@ -6,9 +6,9 @@ from typing import NoReturn
 
 import torch
 
+from pagewire.kernels import mxfp4
 from pagewire.kernels.float8 import Float8Format, unit_size
 from pagewire.kernels.quantized import GROUP, QuantizedFormat
-from worker_service.models import mxfp4
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError
 from worker_service.models.packing import (

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.kernels import mxfp4
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
-from worker_service.models import mxfp4
 
 _CODE_BITS = torch.arange(8, dtype=torch.uint8)
 
