@@ -56,6 +56,9 @@ NUM_BF16_TOKENS = 60
 # Heads that the Triton kernels compute; those of the random checkpoints are smaller.
 WIDE_HEADS: dict[str, dict[str, Any]] = {
     **{family: {"head_dim": 32} for family in FAMILIES},
+    "gpt_neox": {"num_attention_heads": 2},
+    "bloom": {"n_head": 2},
+    "mpt": {"n_heads": 2},
     "gpt2": {"n_embd": 128},
 }
 # Every family at their block sizes, with heads as published models have them.

@@ -18,12 +18,17 @@ class Scoring:
             (ALiBi: Press et al., "Train Short, Test Long", 2021, https://arxiv.org/abs/2108.12409). None: by nothing.
         softcap: bounds the scores to softcap * tanh(score / softcap), before ALiBi; 0: leaves them as they are
             (Gemma 2, https://arxiv.org/abs/2408.00118).
+        sinks: [num_heads] float32; a score of each head that no query, position or softcap changes, and that has no
+            value: weights are shares of a sum in which it counts (gpt-oss, https://arxiv.org/abs/2508.10925; after Xiao
+            et al., "Efficient Streaming Language Models with Attention Sinks", 2023, https://arxiv.org/abs/2309.17453).
+            None: there are none.
     """
 
     scale: float
     window: int = 0
     alibi_slopes: Tensor | None = None
     softcap: float = 0.0
+    sinks: Tensor | None = None
 
 
 class Selection(NamedTuple):

@@ -23,12 +23,14 @@ class QuantizedFormat:
     has_minima: bool
     has_zeros: bool = False
     has_factors: bool = False  # scales and minima are integers of 8 bits with a factor for each 256 inputs
+    has_power_scales: bool = False  # scales are powers of two
 
     def num_bytes(self, out_size: int, in_size: int) -> int:
         """Estimate the memory that a weight takes in the panels of the CPU kernels."""
         num_scales = 2 if self.has_minima else 1
         has_factors = self.has_factors and in_size % BLOCK == 0
-        scales = num_scales * (1 if has_factors else 2 if self.has_half_scales else 4) + self.has_zeros
+        has_bytes = has_factors or self.has_power_scales
+        scales = num_scales * (1 if has_bytes else 2 if self.has_half_scales else 4) + self.has_zeros
         groups = -(-in_size // min(self.group_size, 32))
         factors = in_size // BLOCK * 2 * num_scales if has_factors else 0
         return out_size * (in_size * (4 if self.bits <= 4 else 8) // 8 + groups * scales + factors)
@@ -43,6 +45,7 @@ class QuantizedFormat:
             any(each.has_minima for each in formats),
             any(each.has_zeros for each in formats),
             all(each.has_factors for each in formats),
+            all(each.has_power_scales for each in formats),
         )
 
 

@@ -84,6 +84,7 @@ def paged_attention(
     groups = query.unflatten(1, (num_kv_heads, -1)).to(torch.promote_types(query.dtype, torch.float32))
     slopes = query.new_zeros(query.shape[1]) if scoring.alibi_slopes is None else scoring.alibi_slopes
     slopes, window = slopes.view(num_kv_heads, -1), scoring.window
+    sinks = None if scoring.sinks is None else scoring.sinks.to(groups.dtype).view(num_kv_heads, -1)
     output = torch.zeros_like(groups)  # [T, num_kv_heads, num_groups, head_dim]
     for row, seq_len in enumerate(seq_lens):
         start, end = query_start_loc[row], query_start_loc[row + 1]
@@ -99,12 +100,15 @@ def paged_attention(
             keys, values = (read_rows(cache[slots], groups.dtype) for cache in (key_cache, value_cache))
             scores = torch.einsum("qgd,nd->gqn", groups[start:end, head], keys) * scoring.scale
             distances = query_positions[:, None] - positions  # [queries, N]
-            weights = attention_weights(scores, distances, window, slopes[head], scoring.softcap)
+            own_sinks = None if sinks is None else sinks[head]
+            weights = attention_weights(scores, distances, window, slopes[head], scoring.softcap, own_sinks)
             output[start:end, head] = torch.einsum("gqn,nd->qgd", weights, values)
     return output.flatten(1, 2).to(query.dtype)
 
 
-def attention_weights(scores: Tensor, distances: Tensor, window: int, slopes: Tensor, softcap: float) -> Tensor:
+def attention_weights(
+    scores: Tensor, distances: Tensor, window: int, slopes: Tensor, softcap: float, sinks: Tensor | None = None
+) -> Tensor:
     """The weights of the values that each query attends to; zeros where it attends to nothing.
 
     Args:
@@ -113,6 +117,7 @@ def attention_weights(scores: Tensor, distances: Tensor, window: int, slopes: Te
         window: hides keys at a distance of `window` or more; 0: none.
         slopes: [num_heads], what a score falls by for each position of distance.
         softcap: bounds the scores to softcap * tanh(score / softcap), before the slopes; 0: leaves them.
+        sinks: [num_heads], scores without a value that count in each query's sum of weights; None: there are none.
 
     Returns:
         [num_heads, queries, N].
@@ -123,7 +128,10 @@ def attention_weights(scores: Tensor, distances: Tensor, window: int, slopes: Te
     is_hidden = distances < 0
     if window:
         is_hidden |= distances >= window
-    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(is_hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : distances.shape[1]]
     return weights.masked_fill(is_hidden.all(dim=-1, keepdim=True), 0.0)
 
 

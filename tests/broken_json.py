@@ -55,6 +55,6 @@ def refusal_of(read: Callable[[], object], *errors: type[Exception]) -> str | No
     except errors as error:
         text = str(error)
         assert "\n" not in text
-        assert 0 < len(text) < 600
+        assert 0 < len(text) < 800  # the architectures that are served take most of it
         return text
     return None

@@ -81,13 +81,19 @@ class Multiply:
 @dataclass(frozen=True, slots=True, eq=False)
 class Activate:
     """output = f(input); gated, that of the first half of the input times the second. The input may have several parts
-    as wide as one another, each with such halves: the slots of a token."""
+    as wide as one another, each with such halves: the slots of a token.
+
+    `clamped_swiglu` is gated: (up + 1) * gate * sigmoid(alpha * gate), of gates up to a limit, and ups up to it on both
+    sides.
+    """
 
     input: str
     output: str
-    function: Literal["silu", "gelu", "gelu_tanh", "relu"]
+    function: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
     is_gated: bool = False
     num_parts: int = 1
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +160,16 @@ class AttendTo:
     input: str
     output: str
     layer: int
+    sinks: Tensor | None = None  # [num_heads] float32; see `Scoring`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clip:
+    """output = input, bounded to -limit and limit; NaN stays."""
+
+    input: str
+    output: str
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,14 +206,15 @@ Operation: TypeAlias = (
     | AttendTo
     | Predict
     | AllReduce
+    | Clip
 )
 
 # The orders of source/decoder.h.
 _KINDS = (
     *(Embed, Add, Normalize, NormalizeParts, Multiply, Activate, Choose, MultiplyChosen, SumSlots, Gate),
-    *(Turn, AttendTo, Predict, AllReduce),
+    *(Turn, AttendTo, Predict, AllReduce, Clip),
 )
-_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 _SCORINGS = ("softmax", "sigmoid")
 _NO_BUFFER, _MAX_BUFFERS = -1, 32
 MAX_EXPERTS = 1024
@@ -226,7 +243,7 @@ class _Operation(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         ("part_sizes", ctypes.c_int64 * 2),
         ("is_centered", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in ("eps", "factor", "softcap")),
+        *((name, ctypes.c_float) for name in ("eps", "factor", "softcap", "limit")),
         ("layer", LinearLayer),
         *((name, ctypes.c_int64) for name in ("is_gated", "function", "num_parts", "choices")),
         ("choice", _ExpertChoice),
@@ -237,6 +254,7 @@ class _Operation(ctypes.Structure):
         ("rotary_size", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("key_cache", "value_cache")),
         ("window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -306,6 +324,7 @@ class DecoderKernel:
         if self._exchange is not None:
             self._decoder.all_reduce = self._exchange.callback
         self._kv_cache: Sequence[LayerCache] | None = None
+        self._scorings: Sequence[Scoring] = ()
         self._step: PagedStep | None = None  # over that cache
         self._times = (ctypes.c_int64 * _NUM_TIMES)()
 
@@ -335,6 +354,7 @@ class DecoderKernel:
             case Activate():
                 mirror.function, mirror.is_gated = _FUNCTIONS.index(operation.function), operation.is_gated
                 mirror.num_parts = operation.num_parts
+                mirror.factor, mirror.limit = operation.alpha, operation.limit
             case Choose():
                 mirror.output = self._number(operation.choices)
                 mirror.choice = _choice(operation, self._widths[operation.input])
@@ -352,6 +372,10 @@ class DecoderKernel:
                     setattr(mirror, name, _pointer(getattr(operation, name)))
                 mirror.eps = operation.eps
                 mirror.rotary_size = 0 if operation.cos is None else operation.cos.shape[1]
+            case AttendTo():
+                mirror.sinks = _pointer(operation.sinks)
+            case Clip():
+                mirror.limit = operation.limit
             case Predict():
                 mirror.layer, mirror.softcap = operation.head.layer(), operation.softcap
         return mirror
@@ -374,7 +398,7 @@ class DecoderKernel:
             token_ids, positions: [T] int64; trusted.
             logit_rows: [R] int64, the tokens that have logits, R at most T; trusted.
             rows: the step's; they hold T tokens.
-            scorings: of each layer; all but the window is the first one's.
+            scorings: of each layer; all but the window is the first one's, and sinks are the operations'.
             kv_cache: of each layer, all of the same dtype, shape and strides.
 
         Returns:
@@ -447,12 +471,14 @@ class DecoderKernel:
         self._decoder.cache_element = CACHE_ELEMENTS[first_key.dtype]
         # The stride of queries is the operation's, and rows are put in at each step.
         self._step = cache_step(NO_ROWS, scorings[0], 0, self._num_heads, 0, first_key, first_value)
-        self._kv_cache = kv_cache
+        self._kv_cache, self._scorings = kv_cache, scorings
 
     def _check_heads(self, num_kv_heads: int, head_dim: int) -> None:
         """Raises ValueError unless heads have this number and size."""
         num_all = self._num_heads + 2 * num_kv_heads
         for operation in self._model:
+            if isinstance(operation, AttendTo) and operation.sinks is not None:
+                check("sinks", operation.sinks, torch.float32, (self._num_heads,))
             if not isinstance(operation, Turn):
                 continue
             sizes = (self._widths[operation.input], self._widths[operation.output])
@@ -551,7 +577,8 @@ class _Widths:
             raise ValueError(f"buffer {buffer} is {self.of[buffer]} wide and {width} elsewhere")
 
     def _width(
-        self, operation: Embed | Normalize | NormalizeParts | Multiply | Activate | Gate | Turn | AttendTo | AllReduce
+        self,
+        operation: Embed | Normalize | NormalizeParts | Multiply | Activate | Gate | Turn | AttendTo | AllReduce | Clip,
     ) -> int:
         """The width of an operation's output."""
         match operation:
@@ -585,7 +612,7 @@ class _Widths:
             case Turn(input):
                 self._read(input)
                 width = self._num_heads * operation.head_dim
-            case AttendTo(input) | AllReduce(input):
+            case AttendTo(input) | AllReduce(input) | Clip(input):
                 width = self._read(input)
         return width
 

@@ -12,8 +12,8 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Those of quantised weights, by their bits.
 QUANTIZED_ELEMENTS = {8: 3, 4: 4}
 FLOAT8_ELEMENT = 5
-# Of scales. Those of 8 bits have a factor of float16 for each 256 inputs.
-SCALE_ELEMENTS = {**ELEMENTS, torch.int8: QUANTIZED_ELEMENTS[8]}
+# Of scales. Those of int8 have a factor of float16 for each 256 inputs.
+SCALE_ELEMENTS = {**ELEMENTS, torch.int8: QUANTIZED_ELEMENTS[8], torch.float8_e8m0fnu: 6}
 # The kinds of source/activations.h: what a product rounds its input to.
 ACTIVATIONS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -61,7 +61,8 @@ class QuantizedPanels:
     Attributes:
         bits: of a code, 8 or 4.
         group_size: of inputs that share a scale, 16 or 32.
-        scale_dtype: of scales and minima: int8, where 256 inputs have a factor of float16; float16, bfloat16, float32.
+        scale_dtype: of scales and minima: int8, where 256 inputs have a factor of float16; float8_e8m0fnu, powers of
+            two, and 0, by their exponents; float16, bfloat16, float32.
         has_minima: whether groups have one.
         table: what the codes of 4 bits stand for, 16.
         has_zeros: whether groups have a zero point.

@@ -40,6 +40,9 @@ _PAIRS = (
     (torch.float32, torch.float16),
     *((dtype, cache_dtype) for dtype in _NAMES for cache_dtype in EIGHT_BITS),
 )
+# Of scales that are floats, the smallest first.
+_FLOAT_SCALES = (torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32)
+_EXPONENT_BITS = 0x7F800000  # of float32
 _PAGED_NAMES = {**_NAMES, torch.float8_e4m3fn: "float8", torch.int8: "int8"}
 
 
@@ -272,7 +275,7 @@ class CpuKernels:
         self._library.find_codes(codes.data_ptr(), codes.numel(), present.data_ptr(), torch.get_num_threads())
         table = code_table([code - 128 for code in present.nonzero().flatten().tolist()])
         floats = [values for values in (weight.scale, weight.minimum) if values is not None]
-        dtypes = (torch.float16, torch.bfloat16, torch.float32) if weight.scale_factor is None else (torch.int8,)
+        dtypes = _FLOAT_SCALES if weight.scale_factor is None else (torch.int8,)
         return QuantizedPanels(
             bits=4 if table else 8,
             group_size=16 if weight.group_size % 32 else 32,
@@ -428,4 +431,6 @@ def _is_narrow(weight: QuantizedWeight) -> bool:
 
 
 def _holds(dtype: torch.dtype, values: Tensor) -> bool:
+    if dtype == torch.float8_e8m0fnu:
+        return not (values.view(torch.int32) & ~_EXPONENT_BITS).any()
     return torch.equal(values.to(dtype).float(), values)

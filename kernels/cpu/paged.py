@@ -20,7 +20,7 @@ class PagedStep(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "block_tables")),
-        *((name, ctypes.c_void_p) for name in ("slot_mapping", "alibi_slopes")),
+        *((name, ctypes.c_void_p) for name in ("slot_mapping", "alibi_slopes", "sinks")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "max_blocks", "num_heads", "num_kv_heads")),
         *((name, ctypes.c_int64) for name in ("head_dim", "block_size")),
         *((f"key_{name}_stride", ctypes.c_int64) for name in ("block", "position", "head")),
@@ -155,4 +155,7 @@ def cache_step(
     if scoring.alibi_slopes is not None:
         check("alibi_slopes", scoring.alibi_slopes, torch.float32, (num_heads,))
         step.alibi_slopes = scoring.alibi_slopes.data_ptr()
+    if scoring.sinks is not None:
+        check("sinks", scoring.sinks, torch.float32, (num_heads,))
+        step.sinks = scoring.sinks.data_ptr()
     return step

@@ -16,11 +16,13 @@ LOG2_E = 1.4426950408889634
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _LOG2_E = tl.constexpr(LOG2_E)
+# Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
+LOWEST = tl.constexpr(-3.0e38)
 
 
-# A `Scoring` in units of log 2: the factor of products (see `score_factor`), the softcap or None, and the slopes,
+# A `Scoring` in units of log 2: the factor of products (see `score_factor`), the softcap or None, and slopes and sinks,
 # [num_heads] float32 in units of 1, or None.
-Weighing = namedtuple("Weighing", "factor cap slopes")
+Weighing = namedtuple("Weighing", "factor cap slopes sinks")
 # What a kernel is compiled for: query heads that share a KV head, the size of a head and the power of two that holds
 # it, positions of a block, rows of queries and positions of keys that a program takes at a time, and the type of the
 # operands of its products.
@@ -71,7 +73,7 @@ def prepare_launch(
     arguments = (
         *(Strided.of(output), Strided.of(query), (Strided.of(key_cache), Strided.of(value_cache))),
         *(block_tables, block_tables.stride(0), seq_lens, window),
-        *(selected, Weighing(score_factor(scoring), cap, scoring.alibi_slopes)),
+        *(selected, Weighing(score_factor(scoring), cap, scoring.alibi_slopes, scoring.sinks)),
     )
     options = {"SHAPE": shape, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return AttentionLaunch(output, arguments, tile, options)
@@ -101,13 +103,13 @@ def operand(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> object:
 
 def check_scoring(scoring: Scoring, num_heads: int) -> None:
     """Raises ValueError unless it is for so many heads."""
-    slopes = scoring.alibi_slopes
-    if slopes is not None and (
-        slopes.shape != (num_heads,) or slopes.dtype != torch.float32 or not slopes.is_contiguous()
-    ):
-        raise ValueError(
-            f"alibi_slopes are {list(slopes.shape)} {slopes.dtype}; make them [{num_heads}] float32, dense"
-        )
+    for name, numbers in (("alibi_slopes", scoring.alibi_slopes), ("sinks", scoring.sinks)):
+        if numbers is not None and (
+            numbers.shape != (num_heads,) or numbers.dtype != torch.float32 or not numbers.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} are {list(numbers.shape)} {numbers.dtype}; make them [{num_heads}] float32, dense"
+            )
     if not scoring.scale > 0:
         raise ValueError(f"scale is {scoring.scale}; it must be greater than 0")
     if scoring.window < 0 or scoring.softcap < 0:
@@ -173,3 +175,27 @@ def load_slopes(weighing, factors, heads, is_head):
     if weighing.slopes is not None:
         slopes = tl.load(weighing.slopes + heads, mask=is_head, other=0.0) * _LOG2_E
     return slopes
+
+
+@triton.jit
+def count_sinks(sums, highest, totals, weighing, heads, is_head):
+    """What was read, and the sinks of its heads, where there are any: scores without a value. They come last, so that
+    weights of positions keep all the bits of their type however high a sink is."""
+    if weighing.sinks is not None:
+        sinks = tl.load(weighing.sinks + heads, mask=is_head, other=0.0) * _LOG2_E
+        new_highest = tl.maximum(highest, sinks)
+        rescale = tl.exp2(highest - new_highest)
+        sums *= rescale[:, None]
+        totals = totals * rescale + tl.exp2(sinks - new_highest)
+        highest = new_highest
+    return sums, highest, totals
+
+
+@triton.jit
+def bend(scores, distances, slopes, weighing):
+    """Scores as softcap and slopes change them, where there are any; distances are positions from key to query."""
+    if weighing.cap is not None:  # tanh(y) as 1 - 2 / (exp(2 * y) + 1); scores are 2 * y, see `score_factor`
+        scores = weighing.cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    if weighing.slopes is not None:
+        scores -= slopes[:, None] * distances.to(tl.float32)
+    return scores

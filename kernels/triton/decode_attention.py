@@ -15,14 +15,18 @@ from torch import Tensor
 import triton
 import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
-from pagewire.kernels.triton.attention_arguments import load_slopes, prepare_launch, prepare_queries
+from pagewire.kernels.triton.attention_arguments import (
+    LOWEST,
+    bend,
+    count_sinks,
+    load_slopes,
+    prepare_launch,
+    prepare_queries,
+)
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.strided import Strided
 
 REDUCTION_TILE = 16  # splits
-
-# Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
-_LOWEST = tl.constexpr(-3.0e38)
 
 
 def paged_attention_v1(
@@ -172,14 +176,14 @@ def _reduction_kernel(
         return
     dims = tl.arange(0, PADDED_DIM)
     is_dim = dims < HEAD_DIM
-    highest = tl.full([], _LOWEST, tl.float32)
+    highest = tl.full([], LOWEST, tl.float32)
     total = tl.full([], 0.0, tl.float32)
     sums = tl.zeros([PADDED_DIM], tl.float32)
     for start in tl.range(first_split, past_split, TILE):
         index = start + tl.arange(0, TILE)
         is_split = index < past_split
         heads = index.to(tl.int64) * NUM_HEADS + head
-        peaks = tl.load(splits.highest + heads, mask=is_split, other=_LOWEST)
+        peaks = tl.load(splits.highest + heads, mask=is_split, other=LOWEST)
         parts = tl.load(splits.totals + heads, mask=is_split, other=0.0)
         pointers = splits.sums + heads[:, None] * HEAD_DIM + dims[None, :]
         part_sums = tl.load(pointers, mask=is_split[:, None] & is_dim[None, :], other=0.0)
@@ -222,7 +226,7 @@ def _attend_split(
     keys, values = caches
     key_cache = keys.data + head * keys.strides[2] + dims[None, :]
     value_cache = values.data + head * values.strides[2] + dims[None, :]
-    highest = tl.full([SHAPE.block_m], _LOWEST, tl.float32)
+    highest = tl.full([SHAPE.block_m], LOWEST, tl.float32)
     totals = tl.zeros([SHAPE.block_m], tl.float32)
     sums = tl.zeros([SHAPE.block_m, SHAPE.padded_dim], tl.float32)
     position, block, is_read = _locate(begin + columns, end, first, seq_len, block_table, blocks, BLOCK_SIZE)
@@ -233,10 +237,7 @@ def _attend_split(
         values_at = value_cache + (block * values.strides[0] + offset * values.strides[1])[:, None]
         value_tile = _load_values(values_at, is_read[:, None], is_dim, SHAPE.operand)
         scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee") * factors[:, None]
-        if weighing.cap is not None:  # see `score_factor`
-            scores = weighing.cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-        if weighing.slopes is not None:
-            scores -= slopes[:, None] * (seq_len - 1 - position).to(tl.float32)[None, :]
+        scores = bend(scores, (seq_len - 1 - position)[None, :], slopes, weighing)
         scores = tl.where(is_read[None, :], scores, float("-inf"))
         sums, highest, totals = _accumulate(scores, value_tile, sums, highest, totals)
         # Block ids of the next tile: were they loaded where they are used, its keys and values could not be on their
@@ -244,6 +245,8 @@ def _attend_split(
         position, block, is_read = _locate(
             start + BLOCK_N + columns, end, first, seq_len, block_table, blocks, BLOCK_SIZE
         )
+    if split == 0:
+        sums, highest, totals = count_sinks(sums, highest, totals, weighing, heads, is_group)
     return sums, highest, totals
 
 

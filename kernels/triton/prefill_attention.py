@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from pagewire.kernels.arguments import Scoring, Selection
 from pagewire.kernels.triton.attention_arguments import (
+    LOWEST,
+    bend,
     check_integers,
+    count_sinks,
     load_slopes,
     prepare_launch,
     prepare_queries,
 )
-
-# Below every score and finite: where a tile has nothing to read, the difference of two infinities would be NaN.
-_LOWEST = tl.constexpr(-3.0e38)
 
 
 def paged_prefill(
@@ -116,7 +116,7 @@ def _paged_prefill_kernel(
         begin, end = 0, tl.load(selected[1] + line) * SHAPE.block_size
     sums = tl.zeros([SHAPE.block_m, SHAPE.padded_dim], tl.float32)
     totals = tl.zeros([SHAPE.block_m], tl.float32)
-    highest = tl.full([SHAPE.block_m], _LOWEST, tl.float32)
+    highest = tl.full([SHAPE.block_m], LOWEST, tl.float32)
     block_table = block_tables + row.to(tl.int64) * table_stride
     of_tile = (queries, factors, slopes, seq_len - num_queries + queries_of)
     for part in tl.static_range(3):  # before what all queries of the tile see, that, and past it
@@ -131,6 +131,7 @@ def _paged_prefill_kernel(
                 state, of_tile, span, block_table, blocks, caches, head, window, weighing, SHAPE, part != 1
             )
             begin = tl.maximum(begin, until)
+    sums, highest, totals = count_sinks(sums, highest, totals, weighing, heads, is_member)
     result = sums * (1.0 / tl.where(totals == 0.0, 1.0, totals))[:, None]
     output_at = output.data + (tokens * output.strides[0] + heads * output.strides[1])[:, None] + dims[None, :]
     tl.store(output_at, result.to(output.data.dtype.element_ty), mask=mask)
@@ -170,18 +171,9 @@ def _bound(first_position, last_position, window, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _attend(
-    state,
-    of_tile,
-    span,
-    block_table,
-    blocks,
-    caches,
-    head,
-    window,
-    weighing,
-    SHAPE: tl.constexpr,
+    state, of_tile, span, block_table, blocks, caches, head, window, weighing, SHAPE: tl.constexpr,
     IS_MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Adds what lies in a span of what may be read: of positions, or of those of the selected blocks in turn.
 
     A span is (begin, end, first, last): indexes begin to end, of which nothing before position `first` or after `last`
@@ -212,11 +204,7 @@ def _attend(
         scores = tl.dot(queries, tl.trans(key_tile), input_precision="ieee")
 
         if IS_BENT:
-            scores *= factors[:, None]
-        if weighing.cap is not None:  # tanh(y) as 1 - 2 / (exp(2 * y) + 1); scores are 2 * y, see `score_factor`
-            scores = weighing.cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-        if weighing.slopes is not None:
-            scores -= slopes[:, None] * (positions[:, None] - position[None, :])
+            scores = bend(scores * factors[:, None], positions[:, None] - position[None, :], slopes, weighing)
         if IS_MASKED:
             is_seen = is_read[None, :] & (position[None, :] <= positions[:, None])
             if window is not None:

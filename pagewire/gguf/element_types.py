@@ -28,6 +28,7 @@ SERVED_TYPES = {
     13: ElementType("Q5_K", 256, 176),
     14: ElementType("Q6_K", 256, 210),
     30: ElementType("BF16", 1, 2),
+    39: ElementType("MXFP4", 32, 17),
 }
 _OTHER_NAMES = {
     9: "Q8_1",
@@ -50,7 +51,6 @@ _OTHER_NAMES = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
 }
 

@@ -13,7 +13,9 @@ from scheduler_service.serving.chat_template import ChatTemplate, read_chat_temp
 from scheduler_service.serving.sampling_options import API_DEFAULTS, SAMPLING_OPTIONS
 
 # The keys under which the families of models give their greatest length.
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+# Those of families whose files may leave it out, by model_type.
+_DEFAULT_LENGTHS = {"bloom": 2048}
 _MAX_SIZE = 1 << 24  # of a vocabulary and of a length: far above any model there is
 _MAX_SHOWN = 100  # characters of a value in an error
 
@@ -128,14 +130,15 @@ def _read_gguf(path: Path) -> _Settings:
 
 def _model_info(settings: _Settings) -> ModelInfo:
     config, config_path = settings.config, settings.config_path
+    model_type = _text(config, "model_type", config_path)
     return ModelInfo(
         name=settings.name,
         directory=settings.path.resolve(),
-        model_type=_text(config, "model_type", config_path),
+        model_type=model_type,
         architectures=_names(config, "architectures", config_path),
         digest=settings.digest,
         vocab_size=_positive(config, ("vocab_size",), config_path),
-        max_model_len=_positive(config, _LENGTH_KEYS, config_path),
+        max_model_len=_positive(config, _LENGTH_KEYS, config_path, _DEFAULT_LENGTHS.get(model_type)),
         eos_token_ids=_end_token_ids(config, config_path, settings.generation, settings.generation_path),
         bos_token_id=_token_id(config, "bos_token_id"),
         pad_token_id=_token_id(config, "pad_token_id"),
@@ -186,10 +189,11 @@ def _names(config: dict[str, Any], key: str, file: Path) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _positive(config: dict[str, Any], keys: tuple[str, ...], file: Path) -> int:
-    value = next((config[key] for key in keys if config.get(key) is not None), None)
+def _positive(config: dict[str, Any], keys: tuple[str, ...], file: Path, default: int | None = None) -> int:
+    found = next((key for key in keys if config.get(key) is not None), " or ".join(keys))
+    value = config.get(found, default)
     if not _is_whole(value) or not 1 <= value <= _MAX_SIZE:
-        raise _error(file, " or ".join(keys), value, f"a whole number from 1 to {_MAX_SIZE}")
+        raise _error(file, found, value, f"a whole number from 1 to {_MAX_SIZE}")
     return value
 
 

@@ -64,11 +64,29 @@ def test_a_file_that_is_no_json_is_one_line(tmp_path: Path, name: str, seed: int
 
 
 @pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("gpt2", {"n_positions": 7}, 7),
+        ("mpt", {"max_seq_len": 8}, 8),
+        ("bloom", {"seq_length": 9}, 9),
+        ("bloom", {"seq_length": None}, 2048),  # as in bigscience/bloom-560m
+    ],
+)
+def test_every_family_has_a_length(
+    tmp_path: Path, model_type: str, fields: dict[str, int | None], expected: int
+) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "max_position_embeddings"}
+    write(tmp_path, {**config, "model_type": model_type, **fields}, {})
+    assert read_model_info(str(tmp_path)).max_model_len == expected
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"vocab_size": 2**31}, "config.json: vocab_size is 2147483648, but must be a whole number from 1 to 16777216"),
         ({"vocab_size": True}, "config.json: vocab_size is true, but"),
-        ({"max_position_embeddings": 2**40}, "max_position_embeddings or n_positions is 1099511627776, but must be"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings is 1099511627776, but must be a whole number"),
+        ({"max_position_embeddings": None}, "max_position_embeddings or n_positions or max_seq_len or .* is null, but"),
         ({"architectures": [{}]}, r"config.json: architectures is \[{}\], but must be a list of names"),
         ({"eos_token_id": [2**31]}, r"config.json: eos_token_id is \[2147483648\], but must be a token id from 0 to"),
         ({"model_type": 7}, "config.json: model_type is 7, but must be a text"),

@@ -58,13 +58,16 @@ class Company:
 ALONE = Company()
 
 
-def make_prompt(rng, length, dtypes, *, head_dim, num_kv_heads=1, group=2, window=0, softcap=0.0, is_biased=False):
+def make_prompt(
+    rng, length, dtypes, *, head_dim, num_kv_heads=1, group=2, window=0, softcap=0.0, is_biased=False, has_sinks=False
+):
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     num_heads = num_kv_heads * group
     query = 3 * torch.randn(length, num_heads, head_dim, generator=generator)
     key, value = write_rows(torch.randn(2, length, num_kv_heads, head_dim, generator=generator), dtypes[1])
     slopes = torch.rand(num_heads, generator=generator) if is_biased else None
-    return Prompt(query.to(dtypes[0]), key, value, Scoring(head_dim**-0.5, window, slopes, softcap))
+    sinks = 3 * torch.randn(num_heads, generator=generator) if has_sinks else None
+    return Prompt(query.to(dtypes[0]), key, value, Scoring(head_dim**-0.5, window, slopes, softcap, sinks))
 
 
 def attend(rng, kernels, prompt, start, end, company=ALONE):
@@ -138,6 +141,7 @@ def test_chunks_neighbours_blocks_and_threads_change_no_bit(kernels, dtypes, see
         "window": rng.choice([0, 0, 0, 1, 5, 40, 300, 600]),
         "softcap": rng.choice([0.0, 0.0, 5.0]),
         "is_biased": rng.random() < 0.3,
+        "has_sinks": seed % 2 == 0,
     }
     length = rng.choice([5, 70, 300, 530, 1100])
     print(f"seed {seed}: {length} positions, {shape}")

@@ -7,6 +7,7 @@ from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cpu import (
     Activate,
     AttendTo,
+    Clip,
     DecoderKernel,
     Embed,
     Multiply,
@@ -19,7 +20,7 @@ from pagewire.kernels.cpu import (
 HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB = 32, 4, 2, 8, 50
 
 
-def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=None):
+def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=None, sinks=None):
     def packed(out_size, in_size):
         return cpu_kernels.pack_linear(torch.randn(out_size, in_size))
 
@@ -29,7 +30,7 @@ def layer(cpu_kernels, number, *, head_dim=HEAD_DIM, norm_dim=HEAD_DIM, angles=N
         Normalize("x", "normed", torch.ones(HIDDEN), 1e-6, update),
         Multiply("normed", "heads", packed((NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, HIDDEN)),
         Turn("heads", "queries", number, head_dim, torch.ones(norm_dim), torch.ones(norm_dim), 1e-6, angles, angles),
-        AttendTo("queries", "attended", number),
+        AttendTo("queries", "attended", number, sinks),
         Multiply("attended", "update", packed(HIDDEN, NUM_HEADS * head_dim)),
         Normalize("x", "normed", torch.ones(HIDDEN), 1e-6, "update"),
         Multiply("normed", "gate_up", packed(96, HIDDEN)),
@@ -69,6 +70,7 @@ def forward(kernel, *, num_slots=3, dtypes=(torch.float32,) * 2, num_tokens=3, l
         ({}, {"logit_rows": (0, 1, 2, 0)}, "4 of 3 tokens are to have logits"),
         ({}, {"dtypes": (torch.float32, torch.bfloat16)}, "all layers have one shape, in one of torch.float32"),
         ({}, {"dtypes": (torch.float64,) * 2}, "all layers have one shape, in one of torch.float32"),
+        ({"sinks": torch.ones(NUM_KV_HEADS)}, {}, r"sinks is .*must be torch.float32 \(4,\)"),
         ({"norm_dim": 4}, {}, r"query_norm is .*must be torch.float32 \(8,\)"),
     ],
 )
@@ -108,6 +110,49 @@ def test_a_cache_of_16_bits_rounds_what_it_holds(cpu_kernels, dtype, tolerance):
         outputs.append(forward(kernel, dtypes=(cache_dtype,) * 2)[0])
     assert torch.equal(outputs[0], outputs[2])
     assert 0 < (outputs[0] - outputs[1]).abs().max() < tolerance * outputs[0].abs().max()
+
+
+def test_sinks_beside_which_all_else_is_nothing_leave_nothing_of_a_layer(cpu_kernels):
+    outputs = []
+    for sinks in (None, torch.full((NUM_HEADS,), -1e4), torch.full((NUM_HEADS,), 1e4)):
+        torch.manual_seed(4)
+        kernel = decoder(cpu_kernels, sinks=sinks)
+        torch.manual_seed(5)
+        outputs.append(forward(kernel)[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.allclose(outputs[0], outputs[2], atol=1e-2)
+
+
+def test_projections_are_clipped(cpu_kernels):
+    table = torch.tensor([[-3.0, 0.5, torch.nan, 2.0], [torch.inf, -torch.inf, 1.0, -1.0]])
+    head = cpu_kernels.pack_linear(torch.eye(4))
+    kernel = DecoderKernel(cpu_kernels, [Embed("x", table), Clip("x", "clipped", 1.0), Predict("clipped", head)], 1)
+    rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
+    caches = [(torch.zeros(2, 16, 1, 4),) * 2]
+    step = torch.arange(2), torch.arange(2), torch.empty(0, dtype=torch.int64), rows, [Scoring(1.0)], caches
+    expected = torch.tensor([[-1.0, 0.5, torch.nan, 1.0], [1.0, -1.0, 1.0, -1.0]])
+    torch.testing.assert_close(kernel.forward(*step)[0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_gates_are_clamped(cpu_kernels, num_parts):
+    """As gpt-oss does: gates above, ups on both sides; of each slot, and where vectors are not full."""
+    size, alpha, limit = 37, 1.702, 1.5
+    table = torch.randn(2, num_parts, 2, size, generator=torch.Generator().manual_seed(6)) * 2
+    table[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, -30.0])
+    table[1, 0, 1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    gate, up = table[:, :, 0].clamp(max=limit), table[:, :, 1].clamp(-limit, limit)
+    expected = ((up + 1) * gate * (alpha * gate).sigmoid()).flatten(1)
+    operations = [
+        Embed("x", table.flatten(1)),
+        Activate("x", "activated", "clamped_swiglu", is_gated=True, num_parts=num_parts, alpha=alpha, limit=limit),
+        Predict("activated", cpu_kernels.pack_linear(torch.eye(num_parts * size))),
+    ]
+    rows = PagedRows.of([0, 2], [2], torch.tensor([[1]]), torch.arange(2))
+    caches = [(torch.zeros(2, 16, 1, 4),) * 2]
+    step = torch.arange(2), torch.arange(2), torch.empty(0, dtype=torch.int64), rows, [Scoring(1.0)], caches
+    actual = DecoderKernel(cpu_kernels, operations, 1).forward(*step)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_tokens", [3, 13])

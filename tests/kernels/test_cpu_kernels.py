@@ -43,8 +43,10 @@ class Step:
     seq_lens: list[int]
     query_start_loc: list[int]
 
-    def check(self, cpu_kernels, *, tolerance=None, num_threads=None, window=0, alibi_slopes=None, softcap=0.0):
-        scoring = Scoring(self.query.shape[-1] ** -0.5, window, alibi_slopes, softcap)
+    def check(
+        self, cpu_kernels, *, tolerance=None, num_threads=None, window=0, alibi_slopes=None, softcap=0.0, sinks=None
+    ):
+        scoring = Scoring(self.query.shape[-1] ** -0.5, window, alibi_slopes, softcap, sinks)
         rows = (self.block_tables, self.seq_lens, self.query_start_loc, scoring)
         # In float64, so that the tolerance is for the roundings of the kernels alone.
         expected = reference.paged_attention(self.query.double(), self.key_cache, self.value_cache, *rows)
@@ -120,9 +122,10 @@ def test_paged_attention_equals_reference_on_random_steps(cpu_kernels, seed, dty
     lengths = [random_lengths(rng, block_size, max_queries) for _ in range(rng.randint(1, 6))]
     window = rng.choice([0, 0, 1, block_size, rng.randint(2, 200)])
     num_threads = rng.choice([None, 4])
-    print(f"seed {seed}: {shape}, (context, queries): {lengths}, window {window}, threads {num_threads}")
+    sinks = torch.tensor([rng.uniform(-3, 3) for _ in range(group * shape["num_kv_heads"])]) if seed % 3 == 0 else None
+    print(f"seed {seed}: {shape}, (context, queries): {lengths}, window {window}, threads {num_threads}, {sinks}")
     step = make_step(rng, lengths, **shape, dtype=dtype, cache_dtype=cache_dtype, window=window)
-    step.check(cpu_kernels, window=window, num_threads=num_threads)
+    step.check(cpu_kernels, window=window, num_threads=num_threads, sinks=sinks)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -179,13 +182,16 @@ def test_windows_read_nothing_before(cpu_kernels, window):
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("softcap", [0.0, 1.5, 50.0])
 @pytest.mark.parametrize("is_biased", [False, True])
-def test_alibi_and_softcap(cpu_kernels, window, softcap, is_biased):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_alibi_softcap_and_sinks(cpu_kernels, window, softcap, is_biased, has_sinks):
     lengths = [(300, 1), (0, 90), (50, 30), (7, 1)]
     shape = {"head_dim": 64, "group": 4, "num_kv_heads": 2, "block_size": 16}
     step = make_step(random.Random(6), lengths, **shape, window=window)
     step.query *= 4  # scores of up to some tens
     slopes = torch.tensor([2 ** -(head + 1) for head in range(8)]) if is_biased else None
-    step.check(cpu_kernels, tolerance=2e-5, window=window, alibi_slopes=slopes, softcap=softcap)
+    # Some that are as nothing, and some beside which all else is.
+    sinks = torch.tensor([-torch.inf, -200.0, -3.0, 0.0, 2.0, 30.0, 300.0, 1e4]) if has_sinks else None
+    step.check(cpu_kernels, tolerance=2e-5, window=window, alibi_slopes=slopes, softcap=softcap, sinks=sinks)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 16])

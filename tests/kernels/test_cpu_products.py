@@ -173,22 +173,26 @@ TABLES = (tuple(range(-128, 128)), Q4_0, tuple(range(16)), (120, 127), MXFP4, IQ
 
 
 def random_quantized(seed, rng=None):
-    """Codes of 8 bits or from a table, in groups of some size, with scales of float16 or float32 and perhaps minima."""
+    """Codes of 8 bits or from a table, in groups of some size, with scales of some kind and perhaps minima."""
     rng = rng or random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     group_size = rng.choice([16, 32, 32, 48, 64, 128])
     in_size = group_size * rng.choice([1, 2, 3, 9, 1200 // group_size])
     out_size = rng.choice([1, 15, 16, 17, 32, 63, 64, 65, 150])
     table = torch.tensor(rng.choice(TABLES), dtype=torch.int8)
-    is_half, has_minima = rng.random() < 0.5, rng.random() < 0.5
+    kind, has_minima = rng.choice(["float16", "float32", "powers"]), rng.random() < 0.5
     print(
         f"seed {seed}: {in_size} inputs, {out_size} outputs, groups of {group_size}, {len(table)} codes,",
-        f"half scales: {is_half}, minima: {has_minima}",
+        f"scales: {kind}, minima: {has_minima}",
     )
 
     def floats():
-        values = torch.randn(out_size, in_size // group_size, generator=generator)
-        return values.half().float() if is_half else values
+        shape = (out_size, in_size // group_size)
+        if kind == "powers":
+            exponents = torch.randint(-20, 3, shape, generator=generator)
+            return torch.where(exponents == -20, 0.0, torch.ldexp(torch.ones(shape), exponents))
+        values = torch.randn(shape, generator=generator)
+        return values.half().float() if kind == "float16" else values
 
     codes = table[torch.randint(0, len(table), (out_size, in_size), generator=generator)]
     return QuantizedWeight(codes, floats(), floats() if has_minima else None, group_size)
@@ -369,19 +373,27 @@ def test_compact_weights_take_few_bits(cpu_kernels):
 
 def test_panels_take_as_little_as_holds_the_weight(cpu_kernels):
     codes = torch.randint(-8, 8, (64, 256), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
-    weight = QuantizedWeight(codes, torch.full((64, 8), 0.5), None, 32)
+    weight = QuantizedWeight(codes, torch.full((64, 8), 0.75), None, 32)
     sizes = {}
     for name, changed in {
         "4 bits": weight,
+        "powers of two": replace(weight, scale=torch.full((64, 8), 0.5)),
+        "powers of two and 0": replace(weight, scale=torch.tensor([2.0**127, 2.0**-126, 0, 1]).repeat(64, 2)),
+        "below all normal powers": replace(weight, scale=torch.full((64, 8), 2.0**-127)),
         "minima": replace(weight, minimum=torch.ones(64, 8)),
         "float32": replace(weight, scale=torch.full((64, 8), 0.1)),
-        "groups of 16": QuantizedWeight(codes, torch.ones(64, 16), None, 16),
-        "groups of 128": QuantizedWeight(codes, torch.ones(64, 2), None, 128),
+        "groups of 16": QuantizedWeight(codes, torch.full((64, 16), 0.75), None, 16),
+        "groups of 128": QuantizedWeight(codes, torch.full((64, 2), 0.75), None, 128),
         "8 bits": replace(weight, codes=codes + torch.arange(64, dtype=torch.int8)[:, None]),
     }.items():
-        sizes[name] = cpu_kernels.pack_quantized(changed).panels.numel() * 8 / codes.numel()
+        packed = cpu_kernels.pack_quantized(changed)
+        assert torch.equal(cpu_kernels.take_rows(packed, torch.arange(64)), changed.dequantized())
+        sizes[name] = packed.panels.numel() * 8 / codes.numel()
     assert sizes == {
         "4 bits": 4.5,
+        "powers of two": 4.25,
+        "powers of two and 0": 4.25,
+        "below all normal powers": 4.5,
         "minima": 5,
         "float32": 5,
         "groups of 16": 5,

@@ -73,6 +73,27 @@ def test_paged_attention_of_selected_blocks_equals_dense_attention_under_their_m
     torch.testing.assert_close(actual, dense, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_sink_is_a_position_that_every_query_sees_and_whose_value_is_0(window):
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 7, 1, 8)
+    query, sinks = torch.randn(2, 2, 8), torch.tensor([0.5, -torch.inf])
+    scoring = Scoring(0.3, window, softcap=2.0, sinks=sinks)
+    rows = query, keys[None], values[None], torch.tensor([[0]]), [7], [0, 2]
+    actual = reference.paged_attention(*rows, scoring)
+
+    scores = 2.0 * (torch.einsum("qhd,nd->hqn", query, keys[:, 0]) * 0.3 / 2.0).tanh()
+    mask = torch.ones(2, 7, dtype=torch.bool).tril(5)
+    if window:
+        mask &= torch.ones_like(mask).triu(6 - window)
+    shares = scores.exp() * mask
+    shares = shares / (shares.sum(-1, keepdim=True) + sinks.exp()[:, None, None])
+    torch.testing.assert_close(actual, torch.einsum("hqn,nd->qhd", shares, values[:, 0]), rtol=0, atol=1e-6)
+    without = reference.paged_attention(*rows, Scoring(0.3, window, softcap=2.0))
+    torch.testing.assert_close(actual[:, 1], without[:, 1], rtol=0, atol=1e-6)
+    assert (actual[:, 0] - without[:, 0]).abs().max() > 0.01
+
+
 def test_padding_rows_and_rows_without_a_selected_block_give_zeros():
     query, cache = torch.ones(2, 2, 16), torch.full((3, 4, 1, 16), float("nan"))
     rows = query, cache, cache, torch.tensor([[-1], [1]]), [0, 4], [0, 1, 2], Scoring(1.0)

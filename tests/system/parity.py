@@ -82,6 +82,11 @@ CASES = {
     ),
     "gemma3, two kinds of layers, chunks of 64": ParityCase("gemma3_text", {}, 32, {"max_num_batched_tokens": 64}),
     "gpt_neox, parallel, small pool": ParityCase("gpt_neox", {}, 16, {"num_device_blocks": 70}),
+    "starcoder2, window of 50, chunks of 100": ParityCase(
+        "starcoder2", {"sliding_window": 50}, 8, {"max_num_batched_tokens": 100}
+    ),
+    "bloom, 7 heads, small pool": ParityCase("bloom", {"n_head": 7, "hidden_size": 56}, 8, {"num_device_blocks": 140}),
+    "mpt, chunks of 64": ParityCase("mpt", {}, 16, {"max_num_batched_tokens": 64}),
     "mistral, window of 50, chunks of 64": ParityCase(
         "mistral", {"sliding_window": 50}, 16, {"max_num_batched_tokens": 64}
     ),
@@ -105,6 +110,10 @@ CASES = {
     ),
     "olmoe, norm over projections": ParityCase("olmoe", {}, 32),
     "qwen2_moe, shared expert, small pool": ParityCase("qwen2_moe", {}, 16, {"num_device_blocks": 70}),
+    "gpt_oss, two kinds of layers, small pool, chunks of 100": ParityCase(
+        "gpt_oss", {}, 8, {"num_device_blocks": 140, "max_num_batched_tokens": 100}
+    ),
+    "glm4_moe, groups of experts, chunks of 64": ParityCase("glm4_moe", {}, 8, {"max_num_batched_tokens": 64}),
 }
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from pagewire import Client, SamplingParams
 from tests.compiler import skip_without_compiler
@@ -14,6 +15,8 @@ from tests.system import oracle
 from tests.system.services import ENVIRON, System, running
 from tests.system.streams import until_lost
 from tests.worker.checkpoints import make_checkpoint
+from tests.worker.test_models import compute_logits
+from tests.worker.test_quantizing import load as load_here
 from worker_service.startup.cpu_kernels import cache_folder, load_cpu_kernels
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, logprobs=1)
@@ -61,6 +64,32 @@ async def test_answers_are_those_of_the_quantised_file(
     assert len(list((cache / "quantized").iterdir())) == 1
     with serving(source, "--quantization", quantization) as system:
         assert await answers(system.url) == expected, "what was packed at the first start is the same"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+async def test_tokens_of_experts_are_the_best_where_rounding_leaves_no_doubt(
+    tmp_path: Path, cache: Path, family: str
+) -> None:
+    """A token is beyond doubt where the reference's best is further ahead than twice what rounding moves a logit by."""
+    source = make_checkpoint(tmp_path / "model", family, seed=43)
+    reference, ours = oracle.load(source), load_here(source, "int8")
+    prompts = oracle.random_prompts(13, 151, (1, 9, 40, 90))
+    with serving(source, "--quantization", "int8", "--dtype", "float32") as system:
+        async with Client(system.url) as client:
+            sent = [client.acomplete(sampling=GREEDY, prompt_token_ids=prompt) for prompt in prompts]
+            served = [list(answer.outputs[0].token_ids) for answer in await asyncio.gather(*sent)]
+    num_checked = 0
+    for prompt, tokens in zip(prompts, served, strict=True):
+        sequence = torch.tensor(prompt + tokens)
+        with torch.inference_mode():
+            exact = reference(sequence[None]).logits[0, len(prompt) - 1 : -1].float()
+        error = (compute_logits(ours, sequence, (len(sequence),))[len(prompt) - 1 : -1] - exact).abs().amax(1)
+        best = exact.topk(2)
+        is_plain = best.values[:, 0] - best.values[:, 1] > 2 * error
+        assert torch.equal(torch.tensor(tokens)[is_plain], best.indices[is_plain, 0])
+        num_checked += int(is_plain.sum())
+    print(f"{num_checked} of {sum(map(len, served))} tokens are beyond doubt")
+    assert num_checked > sum(map(len, served)) / 3, "an error this large leaves little to compare"
 
 
 async def test_a_stream_goes_on_with_the_same_bits_after_a_crash(tmp_path: Path, cache: Path) -> None:

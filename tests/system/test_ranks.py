@@ -19,7 +19,7 @@ from tests.worker.checkpoints import FIRST_FAMILIES, make_checkpoint
 FLOAT32 = ["--dtype", "float32"]
 PROMPTS = oracle.random_prompts(41, 151, (1, 16, 17, 64, 100, 300))
 VARIANTS = [
-    *[(family, {}) for family in (*FIRST_FAMILIES, "olmo2", "gpt_neox")],  # test_tensor_parallel.py has all
+    *[(family, {}) for family in (*FIRST_FAMILIES, "olmo2", "gpt_neox", "bloom")],  # test_tensor_parallel.py has all
     ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),  # both ranks hold the KV head
 ]
 

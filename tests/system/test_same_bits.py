@@ -18,7 +18,7 @@ from tests.system.forked import running
 from tests.system.services import System
 from tests.system.streams import Progress, Request, until_connected, until_lost
 from tests.worker.checkpoints import make_checkpoint
-from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
+from tests.worker.quantized_checkpoints import BY_NAME, make_mxfp4, make_quantized
 
 VOCAB_SIZE = 151
 NUM_REQUESTS = 32
@@ -56,6 +56,7 @@ CASES = {
     "bfloat16, gpt2": Case(floats("gpt2", "bfloat16"), ("--dtype", "bfloat16")),
     "bfloat16, cache fp8": Case(floats("qwen3", "bfloat16"), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),
     "bfloat16, experts": Case(floats("qwen2_moe", "bfloat16"), ("--dtype", "bfloat16")),
+    "MXFP4": Case(lambda path: make_mxfp4(path, seed=12, dtype="bfloat16")[0], ("--dtype", "bfloat16")),
     "Q8_0": Case(from_gguf("Q8_0"), ("--dtype", "bfloat16")),
     "Q4_0, cache int8": Case(from_gguf("Q4_0"), ("--dtype", "float32", "--kv-cache-dtype", "int8")),
     "Q4_K_M": Case(from_gguf("Q4_K", **MIXTURE), ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")),

@@ -26,6 +26,10 @@ FAMILIES = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "bloom",
+    "mpt",
+    "gpt_oss",
+    "glm4_moe",
 )
 
 DECODER = {
@@ -77,9 +81,38 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {**DECODER, "num_experts": 8, "num_experts_per_tok": 3},
     "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 96},
+    "glm4_moe": {
+        **DECODER,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "gpt_oss": {
+        **DECODER,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+        "swiglu_limit": 1.5,  # as large as gates are
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "truncate": False,
+        },
+    },
+    "bloom": {"vocab_size": 151, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "mpt": {
+        **{"vocab_size": 151, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024},
+        "attn_config": {"clip_qkv": 1.0},
+    },
     "gpt2": {"vocab_size": 151, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024},
 }
-NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8}
+NUM_EXPERTS = {"qwen3_moe": 8, "mixtral": 4, "olmoe": 8, "qwen2_moe": 8, "gpt_oss": 4, "glm4_moe": 8}
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -102,7 +135,8 @@ def make_checkpoint(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
+        for name, parameter in [*model.named_parameters(), *corrections]:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(_scaled(name, noise, around=0 if family.startswith("gemma") else 1))
     model.generation_config = transformers.GenerationConfig()
@@ -115,7 +149,7 @@ def _scaled(name: str, noise: torch.Tensor, around: int) -> torch.Tensor:
     if noise.dim() == 1:
         is_scale = name.endswith("weight")  # of a norm
         return around + 0.1 * noise if is_scale else 0.2 * noise
-    if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out")):
+    if any(part in name for part in ("embed_tokens", "wte", "wpe", "lm_head", "embed_in", "embed_out", "word_emb")):
         return 0.4 * noise
     fan_in = noise.shape[0] if "c_" in name else noise.shape[-1]  # GPT-2's layers are [in, out]
     return 1.5 * fan_in**-0.5 * noise

@@ -1,6 +1,7 @@
 """Attention as kernels on a GPU see a step: by the reference, reading nothing but what is on the device."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from torch import Tensor
@@ -19,21 +20,22 @@ class DeviceAttention:
     is_head_major = False
     is_capturable = True
 
-    def __init__(self, windows: Sequence[int] = ()) -> None:
+    def __init__(self, windows: Sequence[int] = (), scoring: Scoring | None = None) -> None:
         self._windows = windows
+        self._scoring = scoring
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         rows = batch.device_rows
         assert rows is not None
-        scale = kv_cache[0][0].shape[3] ** -0.5
+        shared = self._scoring or Scoring(kv_cache[0][0].shape[3] ** -0.5)
         windows = self._windows or (0,) * len(kv_cache)
 
         @as_kernel
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
             query_start_loc, seq_lens = rows.query_start_loc.tolist(), rows.seq_lens.tolist()
             _check(batch, rows.num_decodes, query_start_loc, seq_lens, kv_cache[layer][0].shape[1])
             reshape_and_cache(key, value, *kv_cache[layer], batch.slot_mapping)
-            scoring = Scoring(scale, windows[layer])
+            scoring = replace(shared, window=windows[layer], sinks=sinks)
             return paged_attention(query, *kv_cache[layer], batch.block_tables, seq_lens, query_start_loc, scoring)
 
         return attend

@@ -30,7 +30,8 @@ def flash_attn_varlen_func(
     out, start = torch.empty_like(q), 0
     for row, (queries, keys) in enumerate(zip(num_queries, num_keys, strict=True)):
         tokens = slice(start, start + queries)
-        out[tokens] = _attend(q[tokens], k, v, block_table[row], keys, softmax_scale, causal, window_size)
+        table = block_table[row]
+        out[tokens] = _attend(q[tokens], k, v, table, keys, softmax_scale, causal, window_size, alibi_slopes)
         start += queries
     return out
 
@@ -49,9 +50,8 @@ def flash_attn_with_kvcache(
     assert cache_seqlens.shape == (len(q),)
     assert cache_seqlens.max() <= block_table.shape[1] * k_cache.shape[1]
     rows = zip(q, block_table, cache_seqlens.tolist(), strict=True)
-    return torch.stack(
-        [_attend(row, k_cache, v_cache, table, keys, softmax_scale, causal, window_size) for row, table, keys in rows]
-    )
+    options = (softmax_scale, causal, window_size, alibi_slopes)
+    return torch.stack([_attend(row, k_cache, v_cache, table, keys, *options) for row, table, keys in rows])
 
 
 def _check(q, k, v, block_table, num_rows):
@@ -72,8 +72,9 @@ def _check(q, k, v, block_table, num_rows):
     assert len(block_table) == num_rows
 
 
-def _attend(q, k_cache, v_cache, block_table, num_keys, scale, causal, window_size):
-    """One row: [queries, heads, head_dim] over the pages of its table."""
+def _attend(q, k_cache, v_cache, block_table, num_keys, scale, causal, window_size, alibi_slopes):
+    """One row: [queries, heads, head_dim] over the pages of its table. Slopes are [heads] float32; a bias of
+    -slope * |i + seqlen_k - seqlen_q - j| is added to the score of query i and key j."""
     num_queries, page_size = len(q), k_cache.shape[1]
     positions = torch.arange(num_keys, device=q.device)
     pages, offsets = block_table.long()[positions // page_size], positions % page_size
@@ -82,6 +83,11 @@ def _attend(q, k_cache, v_cache, block_table, num_keys, scale, causal, window_si
     values = v_cache[pages, offsets].float().repeat_interleave(num_groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
     ends = torch.arange(num_queries, device=q.device)[:, None] + num_keys - num_queries  # the key beside each query
+    if alibi_slopes is not None:
+        assert alibi_slopes.dtype == torch.float32, "ALiBi slopes must have dtype fp32"
+        assert alibi_slopes.shape == (q.shape[1],)
+        assert alibi_slopes.is_contiguous()
+        scores -= alibi_slopes[:, None, None] * (ends - positions).abs()
     left, right = window_size
     if causal:
         right = 0

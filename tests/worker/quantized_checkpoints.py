@@ -1,10 +1,11 @@
 """Quantised weights and checkpoints of every format, made of random codes, with the weights that they mean.
 
 compressed-tensors packs its own formats, and says what they mean. AWQ and GPTQ are packed here, number by number, from
-the codes, and FP8 by torch's conversion.
+the codes, FP8 by torch's conversion, and what MXFP4 means is said by transformers.
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.worker.checkpoints import make_checkpoint
 
@@ -236,6 +238,21 @@ def compressed_in_order(name: str, zero_dtype: torch.dtype) -> Case:
     return Case(name, section, draw)
 
 
+def mxfp4(name: str) -> Case:
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+    def draw(generator: torch.Generator, out_size: int, in_size: int) -> tuple[Tensors, torch.Tensor]:
+        blocks = torch.randint(0, 256, (out_size, in_size // 32, 16), generator=generator, dtype=torch.uint8)
+        common = 127 + round(math.log2(0.35 * in_size**-0.5))  # with which weights are as large as others'
+        exponents = common + torch.randint(-1, 2, blocks.shape[:2], generator=generator)
+        blocks[0, 0], exponents[0, 0] = 0, 0  # what is written of groups of zeros
+        scales = exponents.to(torch.uint8)
+        meant = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].t().contiguous()
+        return {"blocks": blocks, "scales": scales}, meant
+
+    return Case(name, section, draw)
+
+
 PACKED = {"type": "int", "strategy": "group", "group_size": 16}
 CASES = [
     compressed("W4A16", "pack-quantized", torch.bfloat16, num_bits=4, **PACKED),
@@ -275,8 +292,11 @@ CASES = [
     gptq("GPTQ of 8 bits in act-order", 8, 32, version="gptq_v2", sym=False, g_idx="shuffled", desc_act=True),
     awq("AWQ", 16),
     awq("AWQ by channel", -1),
+    mxfp4("MXFP4"),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
+# How the families name the modules whose weights are quantised.
+LINEAR = ("_proj", "lm_head", "c_fc", "query_key_value", "dense", "_to_4h", "_to_h", "Wqkv", ".w1", ".w2", ".w3")
 
 
 def make_quantized(
@@ -292,7 +312,7 @@ def make_quantized(
     meant = dict(stored)
     for name in sorted(stored):
         module = name.removesuffix(".weight")
-        if not module.endswith(("_proj", "lm_head", ".w1", ".w2", ".w3")) or name == module or module in skips:
+        if not module.endswith(LINEAR) or name == module or module in skips:
             continue
         tensors, meant[name] = case.draw(generator, *stored.pop(name).shape)
         stored |= {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}
@@ -305,3 +325,29 @@ def make_quantized(
 
 def with_section(case: Case, **changes: Any) -> Case:
     return replace(case, section={**case.section, **changes})
+
+
+def make_mxfp4(directory: Path, *, seed: int, dtype: str = "float32", **overrides: Any) -> tuple[Path, Path]:
+    """Writes a random gpt-oss whose experts are in MXFP4, as it is published, and the same model with the weights that
+    these mean, in `dtype`; returns both directories."""
+    plain = make_checkpoint(directory / "plain", "gpt_oss", seed=seed, dtype=dtype, **overrides)
+    quantized = directory / "quantized"
+    quantized.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    stored = load_file(plain / "model.safetensors")
+    meant = dict(stored)
+    for name in sorted(stored):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        num_experts, in_size, out_size = stored.pop(name).shape
+        drawn = [BY_NAME["MXFP4"].draw(generator, out_size, in_size) for _ in range(num_experts)]
+        meant[name] = torch.stack([weight.t() for _, weight in drawn]).to(getattr(torch, dtype))
+        for kind in ("blocks", "scales"):
+            stored[f"{name}_{kind}"] = torch.stack([tensors[kind] for tensors, _ in drawn])
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    return quantized, plain

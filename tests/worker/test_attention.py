@@ -27,19 +27,21 @@ def create_backend(name, device, shape):
     return create_backend_with(name, device, shape, load_cpu_kernels())
 
 
-def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS):
-    """Attends in every layer and compares output and cache with the reference."""
+def check(rows, tolerance=2e-6, windows=(0,) * NUM_LAYERS, sinks=(None,) * NUM_LAYERS, **scoring):
+    """Attends in every layer and compares output and cache with the reference. `scoring`: fields that layers share."""
     expected_cache = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
     batch = rows.batch
-    attend = create_backend("auto", CPU, rows.shape(windows)).prepare(batch, rows.kv_cache)
+    shape = replace(rows.shape(windows), has_sinks=any(own is not None for own in sinks), **scoring)
+    scoring = {name: torch.tensor(value) if name == "alibi_slopes" else value for name, value in scoring.items()}
+    attend = create_backend("auto", CPU, shape).prepare(batch, rows.kv_cache)
     for layer, (key_cache, value_cache) in enumerate(expected_cache):
         query, key, value = rows.random_qkv(batch.query_start_loc[-1])
-        actual = attend(layer, query, key, value)
+        actual = attend(layer, query, key, value, sinks[layer])
         reference.reshape_and_cache(key, value, key_cache, value_cache, batch.slot_mapping)
         # In float64, so that the tolerance is for the roundings of what is tested alone.
         expected = reference.paged_attention(
             query.double(), key_cache, value_cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
-            Scoring(query.shape[-1] ** -0.5, windows[layer]),
+            Scoring(query.shape[-1] ** -0.5, windows[layer], sinks=sinks[layer], **scoring),
         )  # fmt: skip
         torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=0, atol=tolerance)
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
@@ -97,6 +99,25 @@ def test_chunks_longer_than_the_window(window):
     rows = Rows(random.Random(9), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32)
     rows.poison_before(window)
     check(rows, windows=(window, window))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("slopes", [(), (0.5, 0.1, 0.02, 1.0)], ids=str)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_slopes_and_sinks_and_softcaps_of_heads(has_sinks, slopes, softcap):
+    lengths = [(37, 600), (500, 257), (5, 3), (300, 1), (0, 300), (0, 9), (20, 1), (290, 1), (0, 1), (7, 1)]
+    rows = Rows(random.Random(10), lengths, block_size=16, num_heads=4, num_kv_heads=2, head_dim=32)
+    sinks = torch.randn(2, 4, generator=rows.generator) if has_sinks else (None, None)
+    scoring = {"softcap": softcap, **({"alibi_slopes": slopes} if slopes else {})}
+    check(rows, 4e-6, windows=(0, 100), sinks=sinks, **scoring)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3, torch.int8], ids=str)
+def test_slopes_and_sinks_over_caches_in_16_bits(cache_dtype):
+    shape = {"block_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    rows = Rows(random.Random(3), [(40, 1), (33, 20), (0, 50)], dtype=torch.bfloat16, cache_dtype=cache_dtype, **shape)
+    sinks = torch.randn(2, 4, generator=rows.generator)
+    check(rows, 2e-2, windows=(30, 0), sinks=sinks, alibi_slopes=(0.5, 0.1, 0.02, 1.0))
 
 
 def test_chunk_longer_than_what_attends_at_once():

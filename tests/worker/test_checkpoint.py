@@ -100,13 +100,29 @@ def test_tensors_of_experts(tmp_path, changes, message):
         load(path)
 
 
-@pytest.mark.parametrize("num_experts", [7, 9])
-def test_a_tensor_of_all_experts_has_as_many_as_there_are(tmp_path, num_experts):
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((7, 64, 64), r"experts\.gate_up_proj\[7\]\.chunk\(2\)\[0\] is missing in .*; expected shape \[32, 64\]"),
+        ((9, 64, 64), r"tensor model\.layers\.0\.mlp\.experts\.8\.gate_proj\.weight and 1 more in .* has no place in"),
+        ((8, 65, 64), r"experts\.gate_up_proj\[0\]\.chunk\(2\)\[1\] in .* has shape \[33, 64\], expected \[32, 64\]"),
+    ],
+)
+def test_a_tensor_of_all_experts(tmp_path, shape, message):
     path = make_checkpoint(tmp_path, "qwen3_moe", seed=1)
-    each = {f"{EXPERTS}.{expert}.down_proj.weight": None for expert in range(8)}
-    edit_tensors(path, **each, **{f"{EXPERTS}.down_proj": torch.zeros(num_experts, 64, 32)})
-    message = rf"experts\.down_proj in .* has shape \[{num_experts}, 64, 32\], expected \[8, 64, 32\]"
+    each = {f"{EXPERTS}.{expert}.{name}_proj.weight": None for expert in range(8) for name in ("gate", "up")}
+    edit_tensors(path, **each, **{f"{EXPERTS}.gate_up_proj": torch.zeros(shape)})
     with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
+def test_layers_that_predict_further_tokens_are_left_alone(tmp_path):
+    """GLM-4.5 is published with one behind its last layer, 45 or 91."""
+    path = make_checkpoint(tmp_path, "glm4_moe", seed=1)
+    edit_tensors(path, **{"model.layers.46.eh_proj.weight": torch.zeros(64, 128)})
+    load(path)
+    edit_tensors(path, **{"model.layers.47.eh_proj.weight": torch.zeros(64, 128)})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.47\.eh_proj\.weight in .* has no place in"):
         load(path)
 
 

@@ -37,6 +37,7 @@ from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.rows.table import TableLimits
+from worker_service.startup.loader import attention_shape
 from worker_service.step import (
     Candidates,
     LaunchedStep,
@@ -107,12 +108,14 @@ class Pair:
         self.num_host_blocks = num_host_blocks
         shape = CacheShape(config.num_layers, block_size, config.num_kv_heads, config.head_dim, torch.float32)
         plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks)
-        self.plain = host_runner(model, plain_cache, TorchAttention(config.windows), self.limits)
+        scoring = attention_shape(config, block_size, torch.float32, torch.float32).scoring(0, CPU)
+        plain_attention = TorchAttention(config.windows, scoring=scoring)
+        self.plain = host_runner(model, plain_cache, plain_attention, self.limits)
         self.device = device or FakeDevice(seed)
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # what nobody has written
-        backend = DeviceAttention(config.windows)
+        backend = DeviceAttention(config.windows, scoring)
         graphs = {"max_graph_batch_size": max_graph_batch_size}
         self.runner = device_runner(model, self.cache, backend, SAMPLER, self.limits, self.device, **graphs)
         self.runner.computation.capture_graphs()

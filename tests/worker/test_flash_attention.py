@@ -45,8 +45,11 @@ def make_rows(seed, lengths, dtype=torch.bfloat16):
     return Rows(random.Random(seed), lengths, **shape, dtype=dtype, device=DEVICE)
 
 
-def check(rows, windows=(0,) * NUM_LAYERS, batch=None):
-    backend = create_backend("flash_attn", CUDA, rows.shape(windows))
+def check(rows, windows=(0,) * NUM_LAYERS, batch=None, slopes=()):
+    create_backend("flash_attn", CUDA, rows.shape(windows))
+    module = sys.modules["worker_service.attention.backends.flash_attn"]
+    backend = module.FlashAttention(replace(rows.shape(windows), alibi_slopes=slopes), DEVICE)
+    alibi_slopes = torch.tensor(slopes, device=DEVICE) if slopes else None
     expected_cache = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
     lengths, starts = rows.batch.seq_lens, rows.batch.query_start_loc
     attend = backend.prepare(batch or rows.batch, rows.kv_cache)
@@ -56,7 +59,7 @@ def check(rows, windows=(0,) * NUM_LAYERS, batch=None):
         reference.reshape_and_cache(key, value, key_cache, value_cache, rows.batch.slot_mapping)
         expected = reference.paged_attention(
             query, key_cache, value_cache, rows.batch.block_tables, lengths, starts,
-            Scoring(query.shape[-1] ** -0.5, windows[layer]),
+            Scoring(query.shape[-1] ** -0.5, windows[layer], alibi_slopes),
         )  # fmt: skip
         assert actual.dtype == query.dtype
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-2)
@@ -79,6 +82,10 @@ def test_windows_equal_reference_and_read_nothing_before(package, windows):
     if 0 not in windows:
         rows.poison_before(max(windows))
     check(rows, windows)
+
+
+def test_slopes_of_heads_equal_reference(package):
+    check(make_rows(12, [(300, 1), (255, 1), (290, 20), (0, 40)]), (0, 30), slopes=(0.5, 0.1, 0.02, 1.0))
 
 
 def test_each_kind_of_rows_has_its_own_function(package):
@@ -107,6 +114,7 @@ def test_rows_of_padding_get_zeros_and_lengths_of_the_host_are_bounds(package):
         ({"dtype": torch.float32}, "computes in bfloat16 or float16, and --dtype is float32: use --dtype bfloat16 or"),
         ({"cache_dtype": torch.float8_e4m3fn}, "reads a KV cache of bfloat16, and --kv-cache-dtype asks for float8"),
         ({"head_dim": 264}, "computes heads of 32 to 256 in steps of 8, and the model's are 264"),
+        ({"has_sinks": True}, "knows no sinks, which the model's layers have: choose another --attention-backend"),
     ],
 )
 def test_what_it_cannot_do_is_refused_with_the_reason(package, changes, message):

@@ -1,12 +1,15 @@
 """Every family against transformers, run on the spot on random checkpoints, in uneven chunks over the paged cache."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from tests.compiler import skip_without_compiler
 from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, NUM_EXPERTS, make_checkpoint
@@ -99,12 +102,17 @@ VARIANTS = [
     ("gemma3_text", {**KINDS, "final_logit_softcapping": 5.0, **SPREAD}),
     ("starcoder2", {"use_bias": False, "hidden_act": "gelu", "sliding_window": None}),
     ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "relu"}),
-    ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.5, "hidden_act": "gelu_new", **TIED}),
+    ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.5, "hidden_act": "gelu_fast", **TIED}),
     ("qwen3_moe", {**WINDOWED, "decoder_sparse_step": 2, "mlp_only_layers": None, "attention_bias": True}),
     ("qwen3_moe", {"num_experts_per_tok": 8, "norm_topk_prob": False, **SPREAD}),
     ("mixtral", {"sliding_window": 20, "num_experts_per_tok": 1, **TIED}),
-    ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    ("olmoe", {"norm_topk_prob": True, "attention_bias": True, "clip_qkv": 0.8}),
     ("qwen2_moe", {**WINDOWED, "max_window_layers": 1, "qkv_bias": False, "norm_topk_prob": True}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1, **SPREAD}),
+    ("glm4_moe", {"first_k_dense_replace": 0, "norm_topk_prob": False, **TIED}),
+    ("bloom", {"n_head": 7, "hidden_size": 56, "tie_word_embeddings": False}),
+    ("mpt", {"n_heads": 5, "d_model": 80, "attn_config": {}, "tie_word_embeddings": False}),
+    ("mpt", {"n_heads": 1, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4}}),
     *[("llama", kw) for kw in ({}, TIED, BIASES, SEVEN, EQUAL, WIDE, ODD, LINEAR, LLAMA3, YARN, YARN_SCALES)],
     *[("mistral", {"sliding_window": window}) for window in (None, 1, 7, 8, 33, 63, 64, 4096)],
     ("mistral", {"sliding_window": 10, **SEVEN, **TIED}),
@@ -214,6 +222,8 @@ def test_bfloat16_is_within_its_rounding_of_transformers(load_model, tmp_path, f
     """Both round at every step; their distance must be that of two bfloat16 runs, not more. Which experts are chosen
     may turn with any rounding, so all of them are."""
     chosen = {"num_experts_per_tok": NUM_EXPERTS[family]} if family in NUM_EXPERTS else {}
+    if family == "glm4_moe":
+        chosen["topk_group"] = 4
     path = make_checkpoint(tmp_path, family, seed=12, dtype="bfloat16", **chosen)
     token_ids = random_tokens()
     exact = transformers_logits(path, token_ids)
@@ -251,14 +261,66 @@ def test_old_gpt2_names(load_model, tmp_path):
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("family", NUM_EXPERTS)
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_names_without_their_prefix(load_model, tmp_path, family):
+    """bigscience/bloom-560m as published."""
+    path = make_checkpoint(tmp_path, family, seed=14)
+    expected = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors")
+    assert torch.equal(compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens()), expected)
+
+
+def test_bloom_and_mpt_as_their_publishers_spell_them(tmp_path):
+    config = read_config(make_checkpoint(tmp_path / "bloom", "bloom", seed=14))
+    published = {{"hidden_size": "n_embed", "n_head": "num_attention_heads"}.get(k, k): v for k, v in config.items()}
+    assert parse_config(published) == parse_config(config)
+    config = read_config(make_checkpoint(tmp_path / "mpt", "mpt", seed=14))
+    published = {**config, "architectures": ["MPTForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling.MPT"}}
+    assert parse_config(published) == replace(parse_config(config), architecture="MPTForCausalLM")
+
+
+def test_mpt_with_biases_as_its_own_code_has_them(load_model, tmp_path):
+    """transformers leaves them out whatever `no_bias` says; torch's modules add them where they have them."""
+    path = make_checkpoint(tmp_path, "mpt", seed=15)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    biases = {}
+    for name, module in model.transformer.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.LayerNorm):
+            module.bias = torch.nn.Parameter(torch.randn(len(module.weight)), requires_grad=False)
+            biases[f"transformer.{name}.bias"] = module.bias.data
+    save_file({**load_file(path / "model.safetensors"), **biases}, path / "model.safetensors")
+    edit_config(path, no_bias=False)
+    with torch.inference_mode():
+        expected = model(random_tokens()[None]).logits[0]
+    actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), random_tokens())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 5, 8, 12, 40, 112])
+@pytest.mark.parametrize("bias_max", [8, 16])
+def test_slopes_are_those_of_transformers(tmp_path, num_heads, bias_max):
+    """Published MPTs have other `alibi_bias_max` than 8, which transformers' own model does not read."""
+    mpt = {"n_heads": num_heads, "d_model": 8 * num_heads, "attn_config": {"alibi_bias_max": bias_max}}
+    bloom = {"n_head": num_heads, "hidden_size": 8 * num_heads}
+    slopes = {}
+    for family, overrides in (("mpt", mpt), ("bloom", bloom)):
+        edit_config(make_checkpoint(tmp_path / family, family, seed=16), **overrides)
+        slopes[family] = torch.tensor(ModelConfig.load(tmp_path / family).alibi_slopes)
+    distance_of_1 = -build_mpt_alibi_tensor(num_heads, 2, bias_max)[:, 0, 0]
+    torch.testing.assert_close(slopes["mpt"], distance_of_1, rtol=1e-6, atol=0)
+    torch.testing.assert_close(slopes["bloom"], build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1])
+
+
+@pytest.mark.parametrize("family", sorted(NUM_EXPERTS.keys() - {"gpt_oss"}))
 def test_experts_that_are_one_tensor(load_model, tmp_path, family):
     """As transformers 5 can write them; files have been published with those of each expert."""
     path = make_checkpoint(tmp_path / "each", family, seed=17)
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     stored = load_file(tmp_path / "stacked" / "model.safetensors")
-    assert "model.layers.0.mlp.experts.gate_up_proj" in stored
+    assert any(name.endswith(".mlp.experts.gate_up_proj") for name in stored)
     paths = (path, tmp_path / "stacked")
     logits = [compute_logits(load_model(each, dtype=torch.float32, device=CPU), random_tokens()) for each in paths]
     assert torch.equal(*logits)
@@ -428,12 +490,25 @@ def test_positions_served(tmp_path):
         ("gemma3_text", {"attn_logit_softcapping": 2.0}, r"attn_logit_softcapping is 2.0, but must be null: Gemma"),
         ("gemma2", {"hidden_activation": "relu"}, r'hidden_activation is "relu", but must be one of gelu_pytorch_tanh'),
         ("olmo3", {"layer_types": ["chunked_attention"] * 4}, r'layer_types is "chunked_attention", but must be full'),
-        ("gpt_neox", {"hidden_act": "quick_gelu"}, r'hidden_act is "quick_gelu", but must be one of gelu, gelu_new'),
+        ("gpt_neox", {"hidden_act": "quick_gelu"}, r'hidden_act is "quick_gelu", but must be one of gelu, gelu_fast'),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, r"_post_layernorm is true, but must be false"),
+        ("bloom", {"n_head": 3}, r"hidden_size is 64, but must be a multiple of 3 attention heads"),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, r'"multiquery_attention", but must be one of'),
+        ("mpt", {"attn_config": {"alibi": False}}, r"alibi is false, but must be true"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, r"qk_ln is true, but must be false"),
+        ("mpt", {"attn_config": {"prefix_lm": True}}, r"prefix_lm is true, but must be false"),
+        ("mpt", {"attn_config": {"clip_qkv": -1}}, r"clip_qkv is -1, but must be a number"),
+        ("mpt", {"attn_config": {"sliding_window_size": 64}}, r"sliding_window_size is 64, but must be -1"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, r'logit_scale is "inv_sqrt_d_model", but must be null'),
+        ("mpt", {"norm_type": "rmsnorm"}, r'norm_type is "rmsnorm", but must be one of low_precision_layernorm, lay'),
         ("qwen3_moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok is 9, but must be at most num_local_exp.*, 8"),
         ("mixtral", {"num_local_experts": 1}, r"num_experts_per_tok is 2, but must be at most num_local_experts, 1"),
         ("qwen2_moe", {"num_experts": 0}, r"num_experts is 0, but must be a whole number from 1 to 1024"),
         ("qwen3_moe", {"mlp_only_layers": ["last"]}, r'mlp_only_layers is \["last"\], but must be a list of numbers'),
-        ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv is 8.0, but must be null: queries, keys and values are not clipped"),
+        ("glm4_moe", {"topk_group": 1}, r"topk_group is 1, but must be at most n_group, 4, with 3 experts at least"),
+        ("glm4_moe", {"n_group": 3}, r"n_routed_experts is 8, but must be a multiple of n_group, 3"),
+        ("glm4_moe", {"first_k_dense_replace": -1}, r"first_k_dense_replace is -1, but must be a whole number from 0"),
+        ("olmoe", {"clip_qkv": -8.0}, r"clip_qkv is -8.0, but must be a number from 1e-30 to 1e\+30"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is true, but must be f"),
         ("gpt2", {"activation_function": "relu"}, r'activation_function is "relu", but must be one of gelu'),
         ("gpt2", {"n_embd": 65}, r"n_embd is 65, but must be a multiple of 4"),

@@ -139,6 +139,19 @@ def test_gpt2s_weights_are_turned_first(tmp_path: Path, quantization: str, is_ti
     assert torch.equal(logits_of(model), logits_of(load(source, quantization)))
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "starcoder2", "bloom", "mpt"])
+def test_families_without_gguf_files_are_quantised(tmp_path: Path, family: str) -> None:
+    """Rows of heads that stand together in the checkpoint have their codes put in another order."""
+    source = make_checkpoint(tmp_path / "model", family, seed=26, dtype="bfloat16")
+    quantised, exact = load(source, "int8"), load(source)
+    assert all(product.packed.quantized.bits == 8 for product in products(quantised).values())
+    for name, product in products(exact).items():
+        rows = torch.arange(product.packed.out_size)
+        meant = load_cpu_kernels().quantize(product.take_rows(rows).float(), 8).dequantized()
+        assert torch.equal(products(quantised)[name].take_rows(rows), meant), name
+    assert torch.nn.functional.cosine_similarity(logits_of(quantised), logits_of(exact)).median() > 0.999
+
+
 @pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 4)])
 def test_experts_are_quantised_and_routers_are_not(tmp_path: Path, quantization: str, bits: int) -> None:
     source = make_checkpoint(tmp_path / "model", "qwen2_moe", seed=25, dtype="bfloat16")
@@ -242,9 +255,10 @@ def test_a_second_start_reads_what_the_first_has_packed(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path) -> None:
-    """Biases and norms are the checkpoint's each time."""
-    path = make_checkpoint(tmp_path / "model", "qwen2", seed=27)
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path, family: str) -> None:
+    """Biases, norms and routers are the checkpoint's each time."""
+    path = make_checkpoint(tmp_path / "model", family, seed=27)
     operations = create_host_operations(load_cpu_kernels())
     logits = []
     for is_kept in (False, True):
@@ -252,6 +266,7 @@ def test_logits_are_the_same_bits_at_both_starts(tmp_path: Path) -> None:
         cache = PackedCache(tmp_path / "folder", operations.kernels, torch.float32, {"checkpoint": "x"})
         assert cache.is_empty != is_kept
         logits.append(logits_of(unloaded.load(find_kept=cache.find)))
+        assert cache.num_read == (len(unloaded._quantized()) if is_kept else 0)
         cache.keep(unloaded.model)
     assert torch.equal(*logits)
 

@@ -16,7 +16,7 @@ from pagewire.kernels.cache_rows import row_size
 from tests.compiler import skip_without_compiler
 from tests.gguf_files import write_gguf
 from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint
-from tests.worker.quantized_checkpoints import BY_NAME, make_quantized
+from tests.worker.quantized_checkpoints import BY_NAME, make_mxfp4, make_quantized
 from tests.worker.test_models import packed_products
 from worker_service.attention import AttentionBatch, create_backend
 from worker_service.host import create_host_operations, host_model
@@ -174,6 +174,8 @@ SAFETENSORS = ("AWQ", "GPTQ", "GPTQ of 8 bits, v2, asymmetric", "W4A16 asymmetri
 
 def make_weights(directory: Path, name: str) -> Path:
     """A model with weights of a format."""
+    if name == "MXFP4":
+        return make_mxfp4(directory, seed=4)[0]
     if name.startswith("experts"):
         return make_quantized(directory, "qwen3_moe", BY_NAME[name.removeprefix("experts, ")], seed=4, **SIZES)[0]
     if name in BY_NAME:
@@ -189,7 +191,7 @@ def num_quantized(model) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*GGUF_TYPES, *SAFETENSORS, "experts, AWQ", "experts, FP8 block"])
+@pytest.mark.parametrize("name", [*GGUF_TYPES, *SAFETENSORS, "experts, AWQ", "experts, FP8 block", "MXFP4"])
 def test_quantized_weights_give_the_same_bits(name, dtype, tmp_path):
     model = load(make_weights(tmp_path, name), dtype, SingleRank())
     assert "FP8" in name or num_quantized(model) >= 4 * model.config.num_layers
@@ -206,7 +208,7 @@ def on_two_ranks(directory: Path, compute) -> list:
         return list(pool.map(compute, ranks))
 
 
-@pytest.mark.parametrize("family", [*FIRST_FAMILIES, "gemma3_text", "gpt_neox", "qwen2_moe"])
+@pytest.mark.parametrize("family", [*FIRST_FAMILIES, "gemma3_text", "gpt_neox", "bloom", "mpt", "qwen2_moe", "gpt_oss"])
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [DTYPES[0], DTYPES[3]])
 def test_ranks_give_the_same_bits(family, dtype, cache_dtype, tmp_path):
     overrides = {"sliding_window": 50} if family == "mistral" else {}

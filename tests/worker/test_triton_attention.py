@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pagewire.kernels import reference
-from pagewire.kernels.arguments import Scoring
 from tests.kernels.triton.device import choose_device
 
 DEVICE = choose_device()
@@ -27,26 +26,39 @@ def make_rows(seed, lengths, **options):
     return Rows(random.Random(seed), lengths, **{**SHAPE, **options}, device=DEVICE)
 
 
-def check(rows, windows=(0,) * NUM_LAYERS, tolerance=2e-6, batch=None, backend=None):
-    """Attends in every layer; compares output and cache with the reference, and with the torch backend if that can."""
-    backend = backend or TritonAttention(rows.shape(windows), NUM_PROCESSORS)
+def check(
+    rows,
+    windows=(0,) * NUM_LAYERS,
+    tolerance=2e-6,
+    batch=None,
+    backend=None,
+    sinks=(None,) * NUM_LAYERS,
+    **scoring,
+):
+    """Attends in every layer; compares output and cache with the reference, and with the torch backend if that can.
+
+    `scoring`: fields of `AttentionShape` that layers share."""
+    shape = replace(rows.shape(windows), **scoring)
+    backend = backend or TritonAttention(shape, NUM_PROCESSORS, DEVICE)
     expected_cache, torch_cache = copy_cache(rows.kv_cache), copy_cache(rows.kv_cache)
     lengths, starts = rows.batch.seq_lens, rows.batch.query_start_loc
     attend = backend.prepare(batch or rows.batch, rows.kv_cache)
     torch_attend = None
     if rows.shape().cache_dtype == rows.dtype and 0 not in lengths:
-        torch_attend = create_backend("torch", DEVICE, rows.shape(windows)).prepare(rows.batch, torch_cache)
+        torch_attend = create_backend("torch", DEVICE, shape).prepare(rows.batch, torch_cache)
     for layer, (key_cache, value_cache) in enumerate(expected_cache):
         query, key, value = rows.random_qkv(starts[-1])
-        actual = attend(layer, query, key, value)
+        actual = attend(layer, query, key, value, sinks[layer])
         reference.reshape_and_cache(key, value, key_cache, value_cache, rows.batch.slot_mapping)
         expected = reference.paged_attention(
             query, key_cache, value_cache, rows.batch.block_tables, lengths, starts,
-            Scoring(query.shape[-1] ** -0.5, windows[layer]),
+            replace(shape.scoring(windows[layer], DEVICE), sinks=sinks[layer]),
         )  # fmt: skip
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
         if torch_attend is not None:
-            torch.testing.assert_close(actual, torch_attend(layer, query, key, value), rtol=0, atol=tolerance)
+            torch.testing.assert_close(
+                actual, torch_attend(layer, query, key, value, sinks[layer]), rtol=0, atol=tolerance
+            )
     for actual_layer, expected_layer in zip(rows.kv_cache, expected_cache, strict=True):
         for held, expected in zip(actual_layer, expected_layer, strict=True):
             torch.testing.assert_close(held.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
@@ -136,6 +148,14 @@ def test_few_long_rows_are_cut_into_splits(launched):
     assert launched == ["paged_attention_v2", "paged_prefill", "paged_attention_v1", "paged_prefill"]
 
 
+def test_slopes_and_sinks_of_heads_in_rows_of_every_kind(launched):
+    rows = make_rows(13, [(700, 1), (5, 1), (37, 20), (0, 9)])
+    sinks = 2 * torch.randn(NUM_LAYERS, 4, generator=torch.Generator().manual_seed(13))
+    slopes = (0.5, 0.1, 0.02, 1.0)
+    check(rows, (0, 30), 4e-6, sinks=sinks.to(DEVICE), alibi_slopes=slopes, softcap=3.0, has_sinks=True)
+    assert launched == ["paged_attention_v2", "paged_prefill", "paged_attention_v1", "paged_prefill"]
+
+
 def test_bounds_of_many_rows_count_as_what_the_cache_holds(launched):
     """A graph's rows are all as long as they may be, which never is so at once: one of them may be long."""
     rows = make_rows(12, [(length, 1) for length in range(1, 11)])
@@ -144,7 +164,7 @@ def test_bounds_of_many_rows_count_as_what_the_cache_holds(launched):
 
 
 def test_memory_of_splits_serves_steps_of_fewer_and_of_more_rows():
-    backend = TritonAttention(make_rows(7, [(1, 1)]).shape((0, 0)), NUM_PROCESSORS)
+    backend = TritonAttention(make_rows(7, [(1, 1)]).shape((0, 0)), NUM_PROCESSORS, DEVICE)
     for num_rows in (2, 1, 3, 2):
         check(make_rows(num_rows, [(600 + row, 1) for row in range(num_rows)]), backend=backend)
 
@@ -168,7 +188,7 @@ def test_row_reads_blocks_that_another_row_of_the_step_writes():
 
 def test_heads_as_a_merged_projection_leaves_them():
     rows = make_rows(11, [(20, 1), (3, 9)])
-    attend = TritonAttention(rows.shape(), NUM_PROCESSORS).prepare(rows.batch, rows.kv_cache)
+    attend = TritonAttention(rows.shape(), NUM_PROCESSORS, DEVICE).prepare(rows.batch, rows.kv_cache)
     query, key, value = rows.random_qkv(10)
     merged = torch.cat([query, key, value], dim=1)  # [T, all heads, head_dim]
     assert torch.equal(attend(0, *merged.split([4, 2, 2], dim=1)), attend(0, query, key, value))

@@ -12,6 +12,8 @@ DEVICE = choose_device()
 
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
+from pagewire.kernels.expert_choice import ExpertChoice  # noqa: E402
+from pagewire.kernels.triton import experts  # noqa: E402
 from tests.worker.attention_rows import PADDING, Rows  # noqa: E402
 from tests.worker.checkpoints import FAMILIES, FIRST_FAMILIES, make_checkpoint  # noqa: E402
 from tests.worker.fake_device import FakeDevice, as_kernel  # noqa: E402
@@ -31,12 +33,17 @@ from worker_service.startup.loader import attention_shape  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, NUM_OUTPUT_TOKENS = 16, 40, 151, 4
 HEADS_OF_32 = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+ONE_LAYER = {**HEADS_OF_32, "num_hidden_layers": 1}
 SHAPES = dict.fromkeys(FAMILIES, HEADS_OF_32) | {
     "gpt2": {"n_embd": 64, "n_head": 2},
     "gpt_neox": {"num_attention_heads": 2},
+    "bloom": {"n_head": 2},
+    "mpt": {"n_heads": 2},
     "gemma3_text": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {**HEADS_OF_32, "num_hidden_layers": 2, "no_rope_layer_interval": 2},
     "olmo3": {**HEADS_OF_32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {**HEADS_OF_32, "num_hidden_layers": 2, "mlp_only_layers": [0]},
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe"), ONE_LAYER),
 }
 
 
@@ -58,7 +65,7 @@ def make_runner(path, backend="triton", device=None):
     )
     cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE)
     cache.storage[1:] = float("nan")
-    attention = create_backend("torch", DEVICE, shape) if backend == "torch" else TritonAttention(shape, 8)
+    attention = create_backend("torch", DEVICE, shape) if backend == "torch" else TritonAttention(shape, 8, DEVICE)
     if device is None:
         return host_runner(model, cache, attention, limits)
     cache = CacheEngine(cache_shape, NUM_BLOCKS, DEVICE, streams=device)
@@ -101,7 +108,7 @@ def launches_are_recorded(monkeypatch):
     monkeypatch.setattr(GridExecutor, "__call__", launch)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.usefixtures("launches_are_recorded")
 def test_runner_for_gpus_generates_the_same_with_graphs(family, tmp_path):
     path = make_checkpoint(tmp_path, family, seed=7, **SHAPES[family])
@@ -125,7 +132,7 @@ def check_tokens(path, runner):
     assert outputs == [reference_tokens(path, prompt) for prompt in prompts]
 
 
-def concatenate(layer, query, key, value):
+def concatenate(layer, query, key, value, sinks):
     return torch.cat([query, key, value], dim=1)
 
 
@@ -148,14 +155,36 @@ def test_operations_round_where_those_of_torch_do(dtype):
         sums,
         (triton.silu_mul(gate_up), plain.silu_mul(gate_up)),
         (
-            triton.attend_heads(concatenate, 0, heads.clone(), preparation),
-            plain.attend_heads(concatenate, 0, heads.clone(), preparation),
+            triton.attend_heads(concatenate, 0, heads.clone(), preparation, None),
+            plain.attend_heads(concatenate, 0, heads.clone(), preparation, None),
         ),
     ]
     for actual, expected in pairs:
         torch.testing.assert_close(actual, expected)
         if dtype != torch.float32:
             assert (actual == expected).float().mean() > 0.99
+
+
+def test_products_of_the_same_slots_sort_them_once(monkeypatch):
+    assigned = []
+
+    def assign(ids, *arguments):
+        assigned.append(ids)
+        return assign_slots(ids, *arguments)
+
+    assign_slots = experts.assign
+    monkeypatch.setattr(experts, "assign", assign)
+    operations, plain = TritonOperations(), TorchOperations()
+    generator = torch.Generator().manual_seed(1)
+    x, up, down = (torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((3, 16), (4, 8, 16), (4, 16, 8)))
+    logits = torch.randn(2, 3, 4, generator=generator).to(DEVICE)
+    products = [operations.prepare_experts(weights, None, x.dtype) for weights in (up, down)]
+    for of_layer in logits:
+        ids, _ = operations.choose_experts(of_layer, ExpertChoice(2), None)
+        slots = products[1](products[0](x, ids), ids)
+        expected = plain.prepare_experts(down, None, x.dtype)(plain.prepare_experts(up, None, x.dtype)(x, ids), ids)
+        torch.testing.assert_close(slots, expected)
+    assert len(assigned) == len(logits)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
@@ -165,13 +194,13 @@ def test_one_launch_turns_heads_and_keeps_them_as_two_do(cache_dtype):
     lengths = [(40, 1), PADDING, (15, 1), (33, 20), (0, 5), PADDING]
     rows = Rows(random.Random(12), lengths, **shape, dtype=dtype, cache_dtype=cache_dtype, device=DEVICE)
     apart = [(keys.clone(), values.clone()) for keys, values in rows.kv_cache]
-    backend, operations = TritonAttention(rows.shape(), 8), TritonOperations()
+    backend, operations = TritonAttention(rows.shape(), 8, DEVICE), TritonOperations()
     attend, attend_apart = (backend.prepare(rows.batch, kv_cache) for kv_cache in (rows.kv_cache, apart))
     heads = torch.cat(rows.random_qkv(rows.batch.query_start_loc[-1]), dim=1)
     weight, angles = torch.ones(32, device=DEVICE, dtype=dtype) * 1.5, rows.random_qkv(len(heads))[0][:, 0]
     preparation = HeadPreparation(4, weight, None, 1e-6, angles.cos(), angles.sin())
-    actual = operations.attend_heads(attend, 1, heads.clone(), preparation)
-    expected = operations.attend_heads(lambda *arguments: attend_apart(*arguments), 1, heads.clone(), preparation)
+    actual = operations.attend_heads(attend, 1, heads.clone(), preparation, None)
+    expected = operations.attend_heads(lambda *arguments: attend_apart(*arguments), 1, heads.clone(), preparation, None)
     assert torch.equal(actual, expected)
     for actual_layer, expected_layer in zip(rows.kv_cache, apart, strict=True):
         for held, kept in zip(actual_layer, expected_layer, strict=True):

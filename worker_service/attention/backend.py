@@ -31,10 +31,14 @@ class AttentionShape:
     windows: tuple[int, ...]  # [num_layers] positions a query attends to, its own included; 0: all up to its own
     scale: float | None = None  # of the products of queries and keys; None: head_dim ** -0.5
     softcap: float = 0.0  # bounds scores to softcap * tanh(score / softcap); 0: leaves them as they are
+    alibi_slopes: tuple[float, ...] = ()  # [num_heads], of `Scoring`; none: scores fall by no distance
+    has_sinks: bool = False  # layers pass `Scoring.sinks`
 
-    def scoring(self, window: int) -> Scoring:
-        """Return how layers of this window score."""
-        return Scoring(self.head_dim**-0.5 if self.scale is None else self.scale, window, softcap=self.softcap)
+    def scoring(self, window: int, device: torch.device) -> Scoring:
+        """Return how layers of this window score, but for their sinks."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        slopes = torch.tensor(self.alibi_slopes, device=device) if self.alibi_slopes else None
+        return Scoring(scale, window, slopes, self.softcap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ class CachedAttend:
 
     kv_cache: Sequence[LayerCache]
     slot_mapping: Tensor
-    # (layer, query [T, num_heads, head_dim]) -> the same shape; the cache holds the step's keys and values already.
-    attend_cached: Callable[[int, Tensor], Tensor]
+    # (layer, query [T, num_heads, head_dim], sinks of the layer) -> the shape of the query; the cache holds the step's
+    # keys and values already.
+    attend_cached: Callable[[int, Tensor, Tensor | None], Tensor]
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `Attend`."""
         reshape_and_cache(key, value, *self.kv_cache[layer], self.slot_mapping)
-        return self.attend_cached(layer, query)
+        return self.attend_cached(layer, query, sinks)

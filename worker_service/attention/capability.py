@@ -15,7 +15,7 @@ class UnavailableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Values that a backend takes. Every backend takes any window in any layer."""
+    """Values that a backend takes. Every backend takes any window in any layer, any soft cap, and slopes."""
 
     backend: str
     device_types: tuple[str, ...]
@@ -26,6 +26,7 @@ class Capability:
     head_dims: range = ANY
     max_groups: int = ANY.stop  # query heads that share a KV head
     block_sizes: range = ANY
+    takes_sinks: bool = True
 
     def check(self, shape: AttentionShape, device: torch.device) -> None:
         """Raises UnavailableError with the first thing that the backend cannot do."""
@@ -53,6 +54,8 @@ class Capability:
                 f"reads blocks of {_describe(self.block_sizes)} positions, and --block-size is {shape.block_size}",
                 f"use --block-size {self.block_sizes.start}",
             )
+        if shape.has_sinks and not self.takes_sinks:
+            raise self._error("knows no sinks, which the model's layers have")
         if device.type == "cuda":
             self._check_gpu(shape, device)
 

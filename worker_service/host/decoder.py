@@ -11,6 +11,7 @@ from pagewire.kernels.cpu import (
     AllReduce,
     AttendTo,
     Choose,
+    Clip,
     CpuKernels,
     DecoderKernel,
     Embed,
@@ -31,7 +32,7 @@ from worker_service.host.operations import CpuExpertProduct, CpuProduct
 from worker_service.models.decoder import Attention, Decoder, DecoderLayer, HeadNorm, Norm
 from worker_service.models.experts import ExpertMLP
 from worker_service.models.linear import Embedding, ExpertLinear, Linear
-from worker_service.models.mlp import MLP
+from worker_service.models.mlp import MLP, ActivationFunction
 from worker_service.models.model import Attend, Model
 from worker_service.models.rope import RotaryEmbedding, query_scales
 
@@ -89,7 +90,10 @@ class _Listing:
         model, config = self._model, self._config
         embedded = model.position_embedding
         positions = None if embedded is None or embedded.weight is None else embedded.weight.data
-        yield Embed("x", _table(model.embedding, model.head), positions, config.embedding_multiplier)
+        output = "x" if model.embedding_norm is None else "embedded"
+        yield Embed(output, _table(model.embedding, model.head), positions, config.embedding_multiplier)
+        if model.embedding_norm is not None:
+            yield self._normalize(model.embedding_norm, output, "x", None)
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, DecoderLayer)
             yield from self._layer(number, layer)
@@ -113,17 +117,21 @@ class _Listing:
     def _attention(self, number: int, attention: Attention, source: str) -> Iterator[Operation]:
         eps = self._config.norm_eps
         yield Multiply(source, "heads", _packed(attention.qkv))
-        heads, norms = "heads", [_head_norm(norm) for norm in (attention.query_norm, attention.key_norm)]
+        heads = "heads"
+        norms = [_head_norm(norm) for norm in (attention.query_norm, attention.key_norm)]
         query_norm, key_norm = norms
         if attention.norms_projections and query_norm is not None and key_norm is not None:
-            yield NormalizeParts("heads", "normed_heads", (query_norm, key_norm), eps)
+            yield NormalizeParts(heads, "normed_heads", (query_norm, key_norm), eps)
             heads, query_norm, key_norm = "normed_heads", None, None
+        if self._config.qkv_limit:
+            yield Clip(heads, "clipped_heads", self._config.qkv_limit)
+            heads = "clipped_heads"
         place = self._model.rope_numbers[number]
         cos, sin = (None, None) if place is None else self._angles[place]
         yield Turn(
             heads, "queries", number, attention.head_dim, query_norm, key_norm, eps, cos, sin, self._query_scales
         )
-        yield AttendTo("queries", "attended", number)
+        yield AttendTo("queries", "attended", number, attention.sinks)
         yield Multiply("attended", "update", _packed(attention.output))
         if self._model.communicator.size > 1:  # each has a part of the inputs
             yield AllReduce("update", "update")
@@ -144,7 +152,7 @@ class _Listing:
             yield Multiply(source, activated, up, is_gated=True)
         else:
             yield Multiply(source, f"{prefix}up", up)
-            yield Activate(f"{prefix}up", activated, activate.function, activate.is_gated)
+            yield _activate(f"{prefix}up", activated, activate)
         yield Multiply(activated, target, _packed(mlp.down))
 
     def _experts(self, mlp: ExpertMLP, source: str, target: str) -> Iterator[Operation]:
@@ -155,7 +163,7 @@ class _Listing:
             yield MultiplyChosen(source, "activated_slots", "choices", ups, is_gated=True)
         else:
             yield MultiplyChosen(source, "up_slots", "choices", ups)
-            yield Activate("up_slots", "activated_slots", activate.function, activate.is_gated, mlp.choice.num_chosen)
+            yield _activate("up_slots", "activated_slots", activate, mlp.choice.num_chosen)
         yield MultiplyChosen("activated_slots", "down_slots", "choices", _packed_experts(mlp.down))
         yield SumSlots("down_slots", target, "choices")
         if mlp.shared is None:
@@ -183,6 +191,11 @@ class _Listing:
         bias = None if norm.bias is None else norm.bias.data.float()
         weight = norm.weight.data.float()
         return Normalize(source, output, weight, norm.eps, update, bias, norm.is_centered, self._factor)
+
+
+def _activate(source: str, output: str, activate: ActivationFunction, num_parts: int = 1) -> Activate:
+    parameters = (activate.alpha, activate.limit)
+    return Activate(source, output, activate.function, activate.is_gated, num_parts, *parameters)
 
 
 def _head_norm(norm: HeadNorm) -> Tensor | None:

@@ -84,11 +84,13 @@ class CpuOperations:
     def takes_rows(self, computed: torch.dtype) -> bool:
         return computed in self._computed
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
+    def attend_heads(
+        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
+    ) -> Tensor:
         weights = (preparation.query_weight, preparation.key_weight)
         are_equal = all(weight is None or weight.dtype == heads.dtype for weight in weights)
         norm_rope = self.kernels.norm_rope if are_equal else TorchOperations().norm_rope
-        return attend(layer, *norm_rope(heads, preparation))
+        return attend(layer, *norm_rope(heads, preparation), sinks)
 
     def embedding_of(self, product: Product) -> Callable[[Tensor], Tensor] | None:
         return product.take_rows if isinstance(product, CpuProduct) else None

@@ -1,6 +1,5 @@
 """Checkpoint directories as Hugging Face publishes them: config.json and safetensors. Nothing is ever unpickled."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,10 +11,9 @@ from torch import Tensor
 from pagewire.kernels.float8 import Float8Format, Float8Weight
 from pagewire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from worker_service.models.checkpoint_files import CONFIG_FILE, FLOAT_BYTES, CheckpointError, TensorHeader, read_headers
+from worker_service.models.stacks import StackedPart, Stacks, find_part, unstacked_names
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-_OF_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<product>\w+)\.(?P<kind>weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +70,23 @@ class Tensors(Protocol):
 class Checkpoint:
     """The tensors of a checkpoint directory by name. Opening it reads headers only; a tensor is read when asked for."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stacks: Stacks | None = None) -> None:
         """
+        Args:
+            stacks: of tensors that may be there of all experts, each of which has names of its own here.
+
         Raises:
             CheckpointError: no safetensors files, an index naming a missing file, or a file that is not safetensors.
         """
         self._path = path
         self._headers = read_headers(path)
-        self._names = frozenset(self._headers)
+        unstacked = {
+            name: frozenset(unstacked_names(stacks or {}, name, header)) for name, header in self._headers.items()
+        }
+        # A stack of what is also there by itself has no place in a model.
+        own_names = [frozenset((name,)) if names & self._headers.keys() else names for name, names in unstacked.items()]
+        self._names = frozenset().union(*own_names)
+        self._stacks = {} if self._names == self._headers.keys() else stacks or {}
 
     @property
     def path(self) -> Path:
@@ -101,7 +108,16 @@ class Checkpoint:
 
     def header(self, name: str) -> TensorHeader:
         """Return the header of a tensor that is there."""
-        return self._headers[name]
+        part = self._part(name)
+        return self._headers[name] if part is None else part.header(self._headers[part.stack])
+
+    def described(self, name: str) -> str:
+        """Return the name of a tensor, there or not, as it stands in the files."""
+        part = self._part(name)
+        return name if part is None else part.describe()
+
+    def _part(self, name: str) -> StackedPart | None:
+        return None if name in self._headers else find_part(self._stacks, name)
 
     def stored_names(self, name: str) -> frozenset[str]:
         """See `Tensors.stored_names`: there is one."""
@@ -109,24 +125,26 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`."""
-        return _DTYPES.get(self._headers[name].dtype) if name in self._headers else None
+        return _DTYPES.get(self.header(name).dtype) if name in self._names else None
 
     def working_bytes(self, name: str, num_elements: int) -> int:
-        """See `Tensors.working_bytes`: files are read straight into targets."""
-        return 0
+        """See `Tensors.working_bytes`: files are read straight into targets, but for projections that take turns."""
+        part = self._part(name)
+        return 0 if part is None else part.num_turns * num_elements * torch.float32.itemsize
 
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`."""
         expected = list(piece.shape or piece.target.shape)
-        if name not in self._headers:
-            raise CheckpointError(f"tensor {name} is missing in {self._path}; expected shape {expected}")
-        header = self._headers[name]
+        described = self.described(name)
+        if name not in self._names:
+            raise CheckpointError(f"tensor {described} is missing in {self._path}; expected shape {expected}")
+        header = self.header(name)
         if list(header.shape) != expected:
             shapes = f"shape {list(header.shape)}, expected {expected}"
-            raise CheckpointError(f"tensor {name} in {header.file} has {shapes} from {CONFIG_FILE}")
+            raise CheckpointError(f"tensor {described} in {header.file} has {shapes} from {CONFIG_FILE}")
         if header.dtype not in FLOAT_BYTES:
             raise CheckpointError(
-                f"tensor {name} in {header.file} is {header.dtype}, which are no floats; {CONFIG_FILE} has no "
+                f"tensor {described} in {header.file} is {header.dtype}, which are no floats; {CONFIG_FILE} has no "
                 "quantization_config that says what they mean"
             )
 
@@ -139,11 +157,20 @@ class Checkpoint:
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
         """Return a tensor that is there, or a part of it. Raises CheckpointError if the file cannot be read."""
+        part = self._part(name)
+        stored = name if part is None else part.stack
+        stored_index = index if part is None else part.index(self._headers[stored], index)
         try:
-            file = self._open(self._path / self._headers[name].file)
-            return file.get_slice(name)[index] if index else file.get_tensor(name)
+            file = self._open(self._path / self._headers[stored].file)
+            read = file.get_slice(stored)[stored_index] if stored_index else file.get_tensor(stored)
         except SafetensorError as error:
-            raise CheckpointError(f"tensor {name} cannot be read from {self._headers[name].file}: {error}") from error
+            raise CheckpointError(
+                f"tensor {stored} cannot be read from {self._headers[stored].file}: {error}"
+            ) from error
+        if part is None:
+            return read
+        of_expert = read[0].t() if part.is_transposed else read[0]
+        return of_expert[part.turns]
 
     @staticmethod
     def _open(file: Path) -> Any:
@@ -152,51 +179,6 @@ class Checkpoint:
             return safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
-
-
-class StackedExperts:
-    """The weights of a checkpoint where those of all experts may be one tensor, as transformers computes with them:
-    "experts.gate_up_proj" and "experts.gate_up_proj_bias" for each "experts.0.gate_up_proj.weight" and ".bias". See
-    `Tensors`."""
-
-    def __init__(self, checkpoint: Checkpoint, num_experts: int) -> None:
-        self._checkpoint = checkpoint
-        self._num_experts = num_experts
-        self.names = checkpoint.names
-        self.formats = checkpoint.formats
-        self.quantized_format, self.quantized = checkpoint.quantized_format, checkpoint.quantized
-        self.working_bytes = checkpoint.working_bytes
-
-    def stored_names(self, name: str) -> frozenset[str]:
-        """See `Tensors.stored_names`."""
-        return frozenset((self._stacked(name)[0],))
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """See `Tensors.dtype`."""
-        return self._checkpoint.dtype(self._stacked(name)[0])
-
-    def check(self, name: str, piece: Piece) -> None:
-        """See `Tensors.check`."""
-        self._checkpoint.check(*self._place(name, piece))
-
-    def copy(self, name: str, piece: Piece) -> None:
-        """See `Tensors.copy`."""
-        self._checkpoint.copy(*self._place(name, piece))
-
-    def _place(self, name: str, piece: Piece) -> tuple[str, Piece]:
-        stored, expert = self._stacked(name)
-        if expert is None:
-            return name, piece
-        shape = (self._num_experts, *(piece.shape or piece.target.shape))
-        return stored, Piece(piece.target[None], shape, (slice(expert, expert + 1), *piece.index))
-
-    def _stacked(self, name: str) -> tuple[str, int | None]:
-        """The tensor that has a weight, and of which expert it is there; None: it is all there is."""
-        found = None if name in self.names else _OF_EXPERT.fullmatch(name)
-        if found is None:
-            return name, None
-        stored = f"{found['experts']}.{found['product']}{'_bias' if found['kind'] == 'bias' else ''}"
-        return (stored, int(found["expert"])) if stored in self.names else (name, None)
 
 
 class DummyTensors:

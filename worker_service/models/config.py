@@ -17,7 +17,7 @@ MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 10
 MAX_SIZE = 1 << 24  # of a vector, a vocabulary, a head count, and of the positions of a sequence
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,11 @@ class ModelConfig:
     attention_scale: float  # of the products of queries and keys
     quantization: Quantization | None = None  # of the checkpoint's weights
     has_position_embedding: bool = False  # one that is learnt is added to that of tokens
+    alibi_slopes: tuple[float, ...] = ()  # [num_heads], see `Scoring.alibi_slopes`; none: scores fall by no distance
     # Norms
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
+    embedding_norm: bool = False  # of what the embeddings give
     norm_adds_one: bool = False  # norms multiply by 1 + weight, in float32; those of heads too
     pre_norm: bool = True  # of what attention and the MLP read
     post_norm: bool = False  # of what they add
@@ -107,11 +109,15 @@ class ModelConfig:
     is_parallel: bool = False  # the MLP reads what attention reads
     qkv_bias: bool = False
     qkv_by_head: bool = False  # the checkpoint has the rows of each head's query, key and value together
+    qkv_limit: float = 0.0  # of queries, keys and values, behind norms of projections, on both sides; 0: there is none
+    has_sinks: bool = False  # see `Scoring.sinks`
     output_bias: bool = False  # of attention's output projection
     attention_softcap: float = 0.0  # scores are bounded to softcap * tanh(score / softcap); 0: they are not
     query_growth: QueryGrowth | None = None
     is_gated: bool = True  # the MLP's activation multiplies a second product
     activation: Activation = "silu"
+    swiglu_alpha: float = 1.0  # see `clamped_swiglu`
+    swiglu_limit: float = 0.0  # the same
     mlp_bias: bool = False
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()  # [num_layers] whether experts stand in place of the MLP, where there are any

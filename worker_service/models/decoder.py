@@ -30,6 +30,7 @@ class Decoder(nn.Module):
         positions = config.max_position_embeddings
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding = Embedding(positions, config.hidden_size) if config.has_position_embedding else None
+        self.embedding_norm = Norm(config, operations) if config.embedding_norm else None
         ropes = list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
         self.ropes = nn.ModuleList(RotaryEmbedding(rope, config.head_dim, positions) for rope in ropes)
         # Of each layer, the place of its angles among those of the step; None: it has no positions.
@@ -49,6 +50,8 @@ class Decoder(nn.Module):
             x = x * config.embedding_multiplier
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x, None)
         angles = [rope(positions) for rope in self.ropes]
         growth = None if config.query_growth is None else query_scales(config.query_growth, positions)
         update = None
@@ -115,6 +118,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         self.num_heads = config.num_heads
+        self.qkv_limit = config.qkv_limit
         self.norm_eps = config.norm_eps
         self.operations = operations
         self.communicator = communicator
@@ -124,6 +128,7 @@ class Attention(nn.Module):
         self.query_norm = HeadNorm(config, layer, config.num_heads)
         self.key_norm = HeadNorm(config, layer, config.num_kv_heads)
         self.norms_projections = config.qk_norm == "projection"
+        self.sinks = nn.Parameter(torch.empty(config.num_heads), requires_grad=False) if config.has_sinks else None
         self.output = Linear(
             qkv_sizes[0],
             [config.hidden_size],
@@ -136,6 +141,8 @@ class Attention(nn.Module):
         qkv = self.qkv(x)
         if self.norms_projections:
             qkv = self._normalize_projections(qkv)
+        if self.qkv_limit:
+            qkv = qkv.clamp(-self.qkv_limit, self.qkv_limit)
         heads = qkv.unflatten(1, (-1, self.head_dim))  # [T, all heads, head_dim]
         if growth is not None:
             heads[:, : self.num_heads] *= growth[:, None, None].to(heads.dtype)
@@ -148,12 +155,13 @@ class Attention(nn.Module):
             query_weight = key_weight = None
         if angles is None and query_weight is None and key_weight is None:
             num_kv_heads = (heads.shape[1] - self.num_heads) // 2
-            return attend(self.layer, *heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1))
+            query, key, value = heads.split([self.num_heads, num_kv_heads, num_kv_heads], dim=1)
+            return attend(self.layer, query, key, value, self.sinks)
         if angles is None:
             ones = heads.new_ones(len(heads), self.head_dim)
             angles = ones, torch.zeros_like(ones)
         preparation = HeadPreparation(self.num_heads, query_weight, key_weight, self.norm_eps, *angles)
-        return self.operations.attend_heads(attend, self.layer, heads, preparation)
+        return self.operations.attend_heads(attend, self.layer, heads, preparation, self.sinks)
 
     def _normalize_projections(self, qkv: Tensor) -> Tensor:
         """RMS norm over all heads of queries, and over all of keys, of all ranks."""

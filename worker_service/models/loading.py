@@ -12,10 +12,10 @@ from pagewire.gguf import is_gguf
 from pagewire.kernels.float8 import Float8Format
 from pagewire.kernels.quantized import QuantizedFormat
 from pagewire.kernels.rounding import BITS, GROUP_SIZE
-from worker_service.models.checkpoint import Checkpoint, DummyTensors, StackedExperts, Tensors
+from worker_service.models.checkpoint import Checkpoint, DummyTensors, Tensors
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
-from worker_service.models.decoder import Decoder, HeadNorm, Norm
+from worker_service.models.decoder import Attention, Decoder, HeadNorm, Norm
 from worker_service.models.families import BY_ARCHITECTURE
 from worker_service.models.families.family import Family, Weight
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
@@ -129,14 +129,7 @@ def prepare_model(
     elif is_tied:
         model.head.weight = None
     model.to(dtype)
-    for module in model.modules():
-        is_exact = (
-            module.is_float32 if isinstance(module, Linear) else isinstance(module, Norm | HeadNorm) and module.adds_one
-        )
-        if is_exact:
-            module.float()
-    if device.type == "cpu":
-        _keep_tables(model)
+    _keep_float32(model, device)
     hold_dtypes(model, checkpoint, table, lambda held: operations.can_hold(held, dtype))
     if stays_quantized:
         keep_quantized(model, checkpoint, table)
@@ -163,11 +156,22 @@ def _quantizing(
     return tensors, tuple(replace(weight, is_transposed=False) for weight in table)
 
 
-def _keep_tables(model: nn.Module) -> None:
-    """Cosines and sines stay float32, which a fused decoder reads: it would make tables of its own of others."""
+def _keep_float32(model: nn.Module, device: torch.device) -> None:
+    """Leaves in float32 what is computed in it: routers, sinks, and weights of norms to which one is added. On a CPU
+    cosines and sines stay so too, which a fused decoder reads: it would make tables of its own of others."""
     for module in model.modules():
         if isinstance(module, RotaryEmbedding):
-            module.keep_float32()
+            if device.type == "cpu":
+                module.keep_float32()
+        elif isinstance(module, Attention):
+            if module.sinks is not None:
+                module.sinks.data = module.sinks.data.float()
+        elif module.is_float32 if isinstance(module, Linear) else _adds_one(module):
+            module.float()
+
+
+def _adds_one(module: nn.Module) -> bool:
+    return isinstance(module, Norm | HeadNorm) and module.adds_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +305,7 @@ class UnloadedModel:
 def _open(path: Path, config: ModelConfig) -> Tensors:
     if is_gguf(path):
         return GgufCheckpoint(path)
-    checkpoint = Checkpoint(path)
-    if config.experts is None or config.quantization is not None:
-        return checkpoint
-    return StackedExperts(checkpoint, config.experts.num_experts)
+    return Checkpoint(path, BY_ARCHITECTURE[config.architecture].stacks)
 
 
 def _tied_head(model: Decoder, shard: Shard) -> nn.Parameter:

@@ -52,16 +52,27 @@ class ActivationFunction:
     def __init__(self, config: ModelConfig, operations: Operations) -> None:
         self.is_gated = config.is_gated
         self.function = config.activation
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
         self._operations = operations
 
     def __call__(self, up: Tensor) -> Tensor:
         if self.is_gated and self.function == "silu":
             return self._operations.silu_mul(up)
+        if self.function == "clamped_swiglu":
+            return clamped_swiglu(up, self.alpha, self.limit)
         function = _ACTIVATIONS[self.function]
         if not self.is_gated:
             return function(up)
         gate, up = up.chunk(2, dim=-1)
         return function(gate) * up
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), of gates up to a limit, and ups up to it on both sides: that of gpt-oss
+    (OpenAI, 2025, https://arxiv.org/abs/2508.10925), gates first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * (gate * alpha).sigmoid())
 
 
 def up_sizes(config: ModelConfig, intermediate_size: int) -> list[int]:

@@ -82,11 +82,14 @@ class Operations(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: [T, 2 * size], gates first, to [T, size]."""
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
+    def attend_heads(
+        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
+    ) -> Tensor:
         """Normalizes each head of queries and keys where it has a weight, turns it by its position, and attends.
 
         Args:
             attend, layer: of the step, and its layer.
+            sinks: of the layer; see `Scoring.sinks`.
             heads: [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. May be written to.
 
         Returns:
@@ -119,7 +122,8 @@ class TorchOperations:
         return self.prepare_product(weight.dequantized().to(computed), bias, computed)
 
     def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
-        return lambda x, ids: multiply_chosen(x, weights, ids, biases)
+        multiply = multiply_chosen if weights.device.type == "cpu" else multiply_all
+        return lambda x, ids: multiply(x, weights, ids, biases)
 
     def join_experts(self, products: Sequence[Product]) -> ExpertProduct:
         return partial(multiply_each, products)
@@ -154,8 +158,10 @@ class TorchOperations:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def attend_heads(self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation) -> Tensor:
-        return attend(layer, *self.norm_rope(heads, preparation))
+    def attend_heads(
+        self, attend: Attend, layer: int, heads: Tensor, preparation: HeadPreparation, sinks: Tensor | None
+    ) -> Tensor:
+        return attend(layer, *self.norm_rope(heads, preparation), sinks)
 
     def norm_rope(self, heads: Tensor, preparation: HeadPreparation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, num_heads, head_dim], and keys and values [T, num_kv_heads, head_dim], ready to attend."""
@@ -169,12 +175,22 @@ class TorchOperations:
         return rotate(query, cos[:, None], sin[:, None]), rotate(key, cos[:, None], sin[:, None]), value
 
 
+def multiply_all(x: Tensor, weights: Tensor, ids: Tensor, biases: Tensor | None) -> Tensor:
+    """As `multiply_chosen`, by all experts: which are chosen, a host that captures a graph cannot know."""
+    experts = ids.flatten()[:, None]
+    slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
+    outputs = slots.new_zeros(len(slots), weights.shape[1])
+    for expert in range(len(weights)):
+        bias = None if biases is None else biases[expert]
+        outputs = torch.where(experts == expert, F.linear(slots, weights[expert], bias), outputs)
+    return outputs
+
+
 def multiply_each(products: Sequence[Product], x: Tensor, ids: Tensor) -> Tensor:
     """As `multiply_chosen`, by products of each expert."""
     experts = ids.flatten()
     slots = x if len(x) == len(experts) else x.repeat_interleave(ids.shape[1], 0)
     order = experts.argsort(stable=True)
     counts = experts.bincount(minlength=len(products)).tolist()
-    chosen = zip(products, slots[order].split(counts), strict=True)
-    sorted_outputs = torch.cat([product(part) for product, part in chosen if len(part)])
-    return torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
+    parts = [product(part) for product, part in zip(products, slots[order].split(counts), strict=True)]
+    return torch.cat(parts)[order.argsort()]

@@ -1,8 +1,8 @@
 """How each layout of quantised weights keeps a weight [out, in] in a checkpoint, and what its bits mean.
 
 The layouts are those of compressed-tensors, AutoAWQ (https://github.com/casper-hansen/AutoAWQ), GPTQModel
-(https://github.com/ModelCloud/GPTQModel) and of DeepSeek's checkpoints in FP8. A weight is `(code - zero) * scale`, in
-float32, whatever the scale is stored in.
+(https://github.com/ModelCloud/GPTQModel), of DeepSeek's checkpoints in FP8 and of gpt-oss' in MXFP4. A weight is
+`(code - zero) * scale`, in float32, whatever the scale is stored in.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.kernels import mxfp4
 from pagewire.kernels.float8 import Float8Weight
 from pagewire.kernels.quantized import GROUP, QuantizedWeight
 from worker_service.models.quantization import WeightFormat
@@ -64,6 +65,11 @@ def stored_tensors(weight_format: WeightFormat, out_size: int, in_size: int) -> 
         }
     if columns and in_size % columns:
         raise ValueError(f"its {in_size} inputs are no multiple of the group size {columns}")
+    if layout == "mxfp4":
+        return {
+            "blocks": StoredTensor.of(("U8",), (out_size, in_size // columns, columns // 2)),
+            "scales": StoredTensor.of(("U8",), (out_size, in_size // columns)),
+        }
     if layout == "int-quantized":
         weight = StoredTensor.of(("I8",), (out_size, in_size))
         return {"weight": weight, **_compressed(weight_format, out_size, in_size)}
@@ -133,6 +139,8 @@ def decode(weight_format: WeightFormat, tensors: Mapping[str, Tensor], out_size:
         return _decode_float8(weight_format, tensors)
     if layout in ("int-quantized", "pack-quantized"):
         return _decode_compressed(weight_format, tensors, out_size, in_size)
+    if layout == "mxfp4":
+        return _decode_mxfp4(tensors, out_size, in_size)
     scale = tensors["scales"].t()
     _check_scale("scales", scale)
     # [groups, out]; the first version of GPTQ stores them less 1.
@@ -184,6 +192,13 @@ def _decode_float8(weight_format: WeightFormat, tensors: Mapping[str, Tensor]) -
         raise FaultyTensorError("weight", "holds values that are no numbers")
     out_size, in_size = values.shape
     return Float8Weight(values, _by_row(scale, weight_format, out_size), weight_format.columns or in_size)
+
+
+def _decode_mxfp4(tensors: Mapping[str, Tensor], out_size: int, in_size: int) -> QuantizedWeight:
+    codes = mxfp4.doubled_codes(tensors["blocks"]).view(out_size, in_size)
+    scale = mxfp4.halved_scales(tensors["scales"], codes.unflatten(1, (-1, mxfp4.GROUP_SIZE)))
+    _check_scale("scales", scale)
+    return QuantizedWeight(codes, scale, None, mxfp4.GROUP_SIZE)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
 
-METHODS = ("compressed-tensors", "awq", "gptq", "fp8")
+METHODS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4")
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _BY_NAME_BITS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quantized": (8,)}
 _MAX_SIZE = 1 << 24
@@ -25,7 +25,7 @@ class WeightFormat:
     A scale belongs to a block of `rows` outputs by `columns` inputs; 0 stands for all of them.
     """
 
-    layout: str  # pack-quantized, int-quantized, float-quantized, fp8, awq, gptq or gptq_v2
+    layout: str  # pack-quantized, int-quantized, float-quantized, fp8, awq, gptq, gptq_v2 or mxfp4
     bits: int
     rows: int
     columns: int
@@ -68,7 +68,13 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(section, Mapping):
         raise _error(_KEY, section, f"an object with one of {', '.join(METHODS)} as quant_method")
     method = section.get("quant_method")
-    parsers = {"compressed-tensors": _compressed_rules, "awq": _awq_rules, "gptq": _gptq_rules, "fp8": _fp8_rules}
+    parsers = {
+        "compressed-tensors": _compressed_rules,
+        "awq": _awq_rules,
+        "gptq": _gptq_rules,
+        "fp8": _fp8_rules,
+        "mxfp4": _mxfp4_rules,
+    }
     if not isinstance(method, str) or method not in parsers:
         raise _error("quant_method", method, f"one of {', '.join(METHODS)}, or quantization_config must be unset")
     return Quantization(method, tuple(parsers[method](section)))
@@ -212,6 +218,14 @@ def _fp8_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
     yield from _skipped(section)
     yield QuantizationRule(_HEAD, None)
     yield QuantizationRule(_ANY, WeightFormat("fp8", 8, rows, columns))
+
+
+def _mxfp4_rules(section: Mapping[str, Any]) -> Iterator[QuantizationRule]:
+    """Names of what is not quantised may hold patterns, such as `model.layers.*.self_attn`."""
+    for name in _names(section, "modules_to_not_convert"):
+        yield QuantizationRule(_compiled("modules_to_not_convert", name, rf"(?:{name})(\.|$)"), None)
+    yield QuantizationRule(_HEAD, None)
+    yield QuantizationRule(_ANY, WeightFormat("mxfp4", 4, 1, 32))
 
 
 _HEAD = re.compile(r"^lm_head$")

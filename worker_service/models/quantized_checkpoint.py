@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import torch
 
+from pagewire.kernels import mxfp4
 from pagewire.kernels.float8 import Float8Format, unit_size
 from pagewire.kernels.quantized import GROUP, QuantizedFormat
 from worker_service.models.checkpoint import Checkpoint, Piece
@@ -77,6 +78,8 @@ class QuantizedCheckpoint:
         group_size = kept.columns or in_size
         if group_size % GROUP or in_size % group_size:
             return None
+        if kept.layout == "mxfp4":
+            return mxfp4.FORMAT
         has_half_scales, has_zeros = not self._has_wide_scales(name), not kept.is_symmetric
         return QuantizedFormat(kept.bits, group_size, has_half_scales, has_minima=False, has_zeros=has_zeros)
 
@@ -181,7 +184,8 @@ class QuantizedCheckpoint:
                 return
             shapes = _alternatives(shape for shapes in stored.shapes.values() for shape in shapes)
             place = f"{weight_format.describe()} has it in shape {shapes}"
-            raise CheckpointError(f"tensor {name} is missing in {self._checkpoint.path}; {place}")
+            described = self._checkpoint.described(name)
+            raise CheckpointError(f"tensor {described} is missing in {self._checkpoint.path}; {place}")
         header = self._checkpoint.header(name)
         if header.dtype not in stored.shapes:
             expected = _alternatives(stored.shapes)
@@ -191,7 +195,8 @@ class QuantizedCheckpoint:
             self._refuse(name, f"has shape {list(header.shape)}, expected {shapes} for {weight_format.describe()}")
 
     def _refuse(self, name: str, fault: str, cause: Exception | None = None) -> NoReturn:
-        raise CheckpointError(f"tensor {name} in {self._checkpoint.header(name).file} {fault}") from cause
+        described = self._checkpoint.described(name)
+        raise CheckpointError(f"tensor {described} in {self._checkpoint.header(name).file} {fault}") from cause
 
     def _is_zero(self, name: str) -> bool:
         return not self._checkpoint.read(name).any()

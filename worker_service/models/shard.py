@@ -20,6 +20,7 @@ class Split(Enum):
     EXPERT_INTERMEDIATE = "intermediate size of experts"
     SHARED_INTERMEDIATE = "intermediate size of the shared expert"
     QKV_BY_HEAD = "heads with their keys and values"
+    HEAD_VALUES = "a value of each head"
     VOCABULARY = "vocabulary"
 
 
@@ -56,6 +57,7 @@ class Shard:
             num_heads=self.whole.num_heads // self.size,
             num_kv_heads=max(1, self.whole.num_kv_heads // self.size),
             intermediate_size=self.whole.intermediate_size // self.size,
+            alibi_slopes=self._alibi_slopes(),
             experts=None if experts is None else self._share(experts),
         )
 
@@ -66,6 +68,11 @@ class Shard:
             shared_intermediate_size=experts.shared_intermediate_size // self.size,
         )
 
+    def _alibi_slopes(self) -> tuple[float, ...]:
+        slopes = self.whole.alibi_slopes
+        share = len(slopes) // self.size
+        return slopes[self.rank * share : (self.rank + 1) * share]
+
     def length(self, split: Split) -> int:
         """Return the length of the whole dimension."""
         whole = self.whole
@@ -73,6 +80,7 @@ class Shard:
             Split.HEADS: whole.num_heads * whole.head_dim,
             Split.KV_HEADS: whole.num_kv_heads * whole.head_dim,
             Split.QKV_BY_HEAD: 3 * whole.num_heads * whole.head_dim,
+            Split.HEAD_VALUES: whole.num_heads,
             Split.INTERMEDIATE: whole.intermediate_size,
             Split.EXPERT_INTERMEDIATE: 0 if whole.experts is None else whole.experts.intermediate_size,
             Split.SHARED_INTERMEDIATE: 0 if whole.experts is None else whole.experts.shared_intermediate_size,

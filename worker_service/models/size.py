@@ -27,7 +27,8 @@ def model_size(shard: Shard) -> ModelSize:
     return ModelSize(
         embeddings=(config.vocab_size + positions * config.has_position_embedding) * config.hidden_size,
         head=vocabulary_share(config.vocab_size, shard.size) * config.hidden_size,
-        layers=sum(_layer_size(config, layer) for layer in range(config.num_layers)) + _norm_size(config),
+        layers=sum(_layer_size(config, layer) for layer in range(config.num_layers))
+        + (1 + config.embedding_norm) * _norm_size(config),
         rope=2 * positions * config.head_dim * len({rope for rope in config.ropes if rope is not None}),
     )
 
@@ -41,6 +42,7 @@ def _layer_size(config: ModelConfig, layer: int) -> int:
     head_norms = {"none": 0, "head": 2 * config.head_dim, "projection": queries + kv_size}[config.qk_norm]
     norms = 2 * (config.pre_norm + config.post_norm) * _norm_size(config) + head_norms
     mlp = _mlp_size(config, config.intermediate_size, config.mlp_bias)
+    norms += config.num_heads * config.has_sinks
     return products + biases + norms + (_experts_size(config) if config.has_experts(layer) else mlp)
 
 

@@ -122,6 +122,8 @@ def attention_shape(
         windows=model_config.windows,
         scale=model_config.attention_scale,
         softcap=model_config.attention_softcap,
+        alibi_slopes=model_config.alibi_slopes,
+        has_sinks=model_config.has_sinks,
     )
 
 

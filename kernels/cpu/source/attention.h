@@ -112,8 +112,9 @@ static void PAGED(write_pairs)(const attention_step* step, const item* work, con
     const int64_t head = (work->kv_head + m / work->num_pairs) * group + pair % group;
     const int64_t token = step->query_start_loc[work->row] + pair / group;
     ELEMENT* target = output + (token * step->num_heads + head) * step->head_dim;
+    const floats total = splat(total_weight(step, all, m, head));
     for (int64_t d = 0; d < step->head_dim; d += LANES) {
-      const floats average = load_float(all->sums + m * stride + d) / splat(all->totals[m]);
+      const floats average = load_float(all->sums + m * stride + d) / total;
       if (d + LANES <= step->head_dim)
         NAME(store)(target + d, average);
       else

@@ -13,10 +13,10 @@
 // Kinds of operations.
 enum {
   EMBED, ADD, NORMALIZE, NORMALIZE_PARTS, MULTIPLY, ACTIVATE, CHOOSE, MULTIPLY_CHOSEN, SUM_SLOTS, GATE, TURN, ATTEND,
-  PREDICT, ALL_REDUCE
+  PREDICT, ALL_REDUCE, CLIP
 };
 
-enum { SILU, GELU, GELU_TANH, RELU };  // functions of ACTIVATE
+enum { SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU };  // functions of ACTIVATE
 
 enum { NO_BUFFER = -1, MAX_BUFFERS = 32 };
 
@@ -35,6 +35,9 @@ typedef struct {
   // Of the update; of the table's rows of EMBED; of the logits of PREDICT, which are then bounded to softcap * tanh(logit /
   // softcap), unless that is 0.
   float factor, softcap;
+  // CLIP: output = input, bounded to it on both sides. ACTIVATE by CLAMPED_SWIGLU: of gates, above, and of ups, on both
+  // sides; the sigmoid is of gates times `factor`.
+  float limit;
   // MULTIPLY: output = input W^T + b, or, gated, silu of its first half times its second. PREDICT: the head.
   linear_layer layer;
   int64_t is_gated;
@@ -57,7 +60,8 @@ typedef struct {
   const float *query_norm, *key_norm, *cos, *sin, *query_scales;
   int64_t rotary_size;
   void *key_cache, *value_cache;
-  int64_t window;  // positions that a query attends to, its own included; 0: all up to its own
+  int64_t window;      // positions that a query attends to, its own included; 0: all up to its own
+  const float* sinks;  // ATTEND: [num_heads]; NULL: there are none
 } operation;
 
 // `decoder.py` mirrors this structure.
@@ -91,7 +95,8 @@ enum { NORMS, PRODUCTS, ROTARY, ATTENTION, HEAD, RANKS, NUM_PARTS };
 static const int PART_OF[] = {[EMBED] = NORMS, [ADD] = NORMS, [NORMALIZE] = NORMS, [NORMALIZE_PARTS] = NORMS,
                               [MULTIPLY] = PRODUCTS, [ACTIVATE] = PRODUCTS, [CHOOSE] = PRODUCTS,
                               [MULTIPLY_CHOSEN] = PRODUCTS, [SUM_SLOTS] = PRODUCTS, [GATE] = PRODUCTS,
-                              [TURN] = ROTARY, [ATTEND] = ATTENTION, [PREDICT] = HEAD, [ALL_REDUCE] = RANKS};
+                              [TURN] = ROTARY, [ATTEND] = ATTENTION, [PREDICT] = HEAD, [ALL_REDUCE] = RANKS,
+                              [CLIP] = PRODUCTS};
 
 enum {
   FEW_TOKENS = 8,
@@ -262,6 +267,14 @@ INLINE floats activated(floats x, int64_t function) {
   }
 }
 
+INLINE floats gated(const operation* o, floats gate, floats up) {
+  if (o->function != CLAMPED_SWIGLU) return activated(gate, o->function) * up;
+  const floats limit = splat(o->limit);
+  gate = choose(gate > limit, limit, gate);
+  up = choose(up > limit, limit, choose(up < -limit, -limit, up));
+  return (up + splat(1.0f)) * (gate / (splat(1.0f) + exponential(-gate * splat(o->factor))));
+}
+
 // input: [size] of the output, or twice that where it is gates and ups.
 static NOINLINE void activate_token(const operation* o, const float* input, float* output, int64_t size) {
   if (o->is_gated && o->function == SILU) {
@@ -272,12 +285,9 @@ static NOINLINE void activate_token(const operation* o, const float* input, floa
     float part[LANES] = {0}, up[LANES] = {0};
     const int64_t num = size - i < LANES ? size - i : LANES;
     memcpy(part, input + i, sizeof(float) * (size_t)num);
-    floats values = activated(load_float(part), o->function);
-    if (o->is_gated) {
-      memcpy(up, input + size + i, sizeof(float) * (size_t)num);
-      values = values * load_float(up);
-    }
-    store_float(part, values);
+    if (o->is_gated) memcpy(up, input + size + i, sizeof(float) * (size_t)num);
+    const floats values = load_float(part);
+    store_float(part, o->is_gated ? gated(o, values, load_float(up)) : activated(values, o->function));
     memcpy(output + i, part, sizeof(float) * (size_t)num);
   }
 }
@@ -285,6 +295,11 @@ static NOINLINE void activate_token(const operation* o, const float* input, floa
 static NOINLINE void gate_token(const float* input, float gate, float* output, int64_t size) {
   const float factor = (splat(1.0f) / (splat(1.0f) + exponential(splat(-gate))))[0];
   for (int64_t i = 0; i < size; i++) output[i] = input[i] * factor;
+}
+
+static void clip_token(const operation* o, const float* input, float* output, int64_t size) {
+  for (int64_t i = 0; i < size; i++)
+    output[i] = input[i] > o->limit ? o->limit : input[i] < -o->limit ? -o->limit : input[i];
 }
 
 // By tasks
@@ -381,6 +396,7 @@ static void attend_tokens(walk* w, int64_t op, const float* input, float* output
   const work_list* list = &d->works[d->work_of[op]];
   attention_step step = *d->step;
   step.window = o->window;
+  step.sinks = o->sinks;
   step.query_token_stride = step.num_heads * step.head_dim;
   const attention a = {&step, list, input, o->key_cache, o->value_cache, output};
   const attention_functions* functions = &ATTENTION_OVER[d->model->cache_element];
@@ -525,6 +541,9 @@ static void carry_out(walk* w, int64_t op) {
       break;
     case GATE:
       FOR_TOKENS(w, num_tokens, gate_token(input + token * size, choices[token], output + token * size, size))
+      break;
+    case CLIP:
+      FOR_TOKENS(w, num_tokens, clip_token(o, input + token * size, output + token * size, size))
       break;
     case MULTIPLY: multiply(w, op, input, output); break;
     case TURN: turn(w, op, input, output); break;

@@ -7,8 +7,9 @@
 // groups, PANEL] each. Codes of 8 bits lie as [8, LANES, 4]: four inputs of LANES outputs in a step. Of 4 bits two steps
 // share a byte, the first one in the lower half; they are looked up in the layer's table, unless that counts upwards.
 //
-// Scales and minima are floats, or integers of 8 bits, times a factor of float16. Then in_size is a multiple of 256, and
-// before each 8 units there are the scales' factors, [PANEL], and the minima's; their products are exact in float32.
+// Scales and minima are floats; or powers of two and 0, of which a byte holds the exponent as float32 has it; or integers
+// of 8 bits, times a factor of float16. Then in_size is a multiple of 256, and before each 8 units there are the scales'
+// factors, [PANEL], and the minima's; their products are exact in float32.
 //
 // Codes may be stored with an offset; the sum of the activations, times that, is taken off the sums.
 
@@ -105,7 +106,8 @@ enum { STEPS = UNIT_INPUTS / 4 };
 
 INLINE int64_t unit_code_bytes(int64_t bits) { return UNIT_INPUTS * PANEL * bits / 8; }
 INLINE int64_t scale_bytes(const linear_layer* layer) {
-  return layer->scale_element == ELEMENT_FLOAT ? 4 : layer->scale_element == ELEMENT_INT8 ? 1 : 2;
+  const int64_t element = layer->scale_element;
+  return element == ELEMENT_FLOAT ? 4 : element == ELEMENT_INT8 || element == ELEMENT_POWER ? 1 : 2;
 }
 INLINE int64_t groups_of_unit(const linear_layer* layer) { return layer->group_size == UNIT_INPUTS ? 1 : 2; }
 
@@ -125,10 +127,22 @@ INLINE int64_t weight_bytes(const linear_layer* layer, int64_t bits) {
   return unit_bytes(layer, bits) + factor_bytes(layer) / BLOCK_UNITS;
 }
 
+// Powers of two, and 0, of which bytes hold the exponents.
+INLINE floats load_powers(const uint8_t* exponents) {
+#if defined(HAS_AVX512)
+  return (floats)_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)exponents)), 23);
+#elif defined(HAS_AVX2)
+  return (floats)_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)exponents)), 23);
+#else
+  return (floats)((words){exponents[0], exponents[1], exponents[2], exponents[3]} << 23);
+#endif
+}
+
 // Of LANES outputs from `index` on, where factors begin with the ones for the first of them.
 INLINE floats load_scales(const linear_layer* layer, const char* scales, int64_t index, const float16* factors) {
   switch (layer->scale_element) {
     case ELEMENT_INT8: return load_int8((const int8*)scales + index) * load_float16(factors);
+    case ELEMENT_POWER: return load_powers((const uint8_t*)scales + index);
     case ELEMENT_FLOAT: return load_float((const float*)scales + index);
     case ELEMENT_BFLOAT16: return load_bfloat16((const bfloat16*)scales + index);
     default: return load_float16((const float16*)scales + index);
@@ -369,9 +383,23 @@ INLINE int64_t unit_place(const linear_layer* layer, int64_t unit, int64_t* fact
   return *factors + factor_bytes(layer) + unit % BLOCK_UNITS * bytes;
 }
 
+INLINE uint8_t exponent_of(float power) {
+  uint32_t bits;
+  memcpy(&bits, &power, sizeof bits);
+  return (uint8_t)(bits >> 23);
+}
+
+INLINE float power_of(uint8_t exponent) {
+  const uint32_t bits = (uint32_t)exponent << 23;
+  float power;
+  memcpy(&power, &bits, sizeof power);
+  return power;
+}
+
 INLINE void store_scale(int64_t element, char* scales, int64_t index, float value) {
   switch (element) {
     case ELEMENT_INT8: ((int8_t*)scales)[index] = (int8_t)value; break;
+    case ELEMENT_POWER: ((uint8_t*)scales)[index] = exponent_of(value); break;
     case ELEMENT_FLOAT: ((float*)scales)[index] = value; break;
     case ELEMENT_BFLOAT16: ((bfloat16*)scales)[index] = from_value_bfloat16(value); break;
     default: ((float16*)scales)[index] = from_value_float16(value);
@@ -447,6 +475,7 @@ INLINE float dequantized(float scale, int32_t code, float minimum) {
 INLINE float scale_value(const linear_layer* layer, const char* scales, int64_t index, const float16* factor) {
   switch (layer->scale_element) {
     case ELEMENT_INT8: return (float)((const int8_t*)scales)[index] * value_float16(*factor);
+    case ELEMENT_POWER: return power_of(((const uint8_t*)scales)[index]);
     case ELEMENT_FLOAT: return ((const float*)scales)[index];
     case ELEMENT_BFLOAT16: return value_bfloat16(((const bfloat16*)scales)[index]);
     default: return value_float16(((const float16*)scales)[index]);

@@ -16,6 +16,7 @@ typedef struct {
   const int32_t* block_tables;     // [num_rows, max_blocks]
   const int64_t* slot_mapping;     // [num_tokens]
   const float* alibi_slopes;       // [num_heads], or NULL
+  const float* sinks;              // [num_heads], or NULL
   int64_t num_tokens, num_rows, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
   int64_t key_block_stride, key_position_stride, key_head_stride;
   int64_t value_block_stride, value_position_stride, value_head_stride;

@@ -216,3 +216,12 @@ static NOINLINE void merge_span(const attention_step* step, const item* work, in
     }
   }
 }
+
+// The sum of a row's weights, and with them its head's sink, which counts here alone: whatever its spans were summed up
+// with, it comes after all of them.
+static float total_weight(const attention_step* step, const state* all, int m, int64_t head) {
+  const float maximum = all->maxima[m];
+  if (!step->sinks) return all->totals[m];
+  if (maximum == -INFINITY) return 1.0f;  // of values that weigh nothing
+  return all->totals[m] + exponential(splat(step->sinks[head] - maximum))[0];
+}

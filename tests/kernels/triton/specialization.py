@@ -1,4 +1,4 @@
-"""Sees that attention kernels are not compiled again for where in a step's tensors the rows lie.
+"""Sees that kernels are not compiled again for where in a step's tensors the rows lie, and how many there are.
 
 Run as a process of its own, `python -m tests.kernels.triton.specialization`: in that of the tests Triton interprets.
 Prints each kernel's name and the arguments, or fields of these, whose address or number makes another variant of it.
@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from pagewire.kernels.triton import decode_attention, prefill_attention, split_plan
+from pagewire.kernels.triton import decode_attention, experts, prefill_attention, split_plan
 from pagewire.kernels.triton.strided import Strided
 
 ALIGNED = torch.zeros(64)
@@ -36,6 +36,9 @@ KERNELS = {
         "num_rows": ("num_rows", NUMBERS),
         "max_splits": ("max_splits", NUMBERS),
     },
+    experts._choose_kernel: {"num_tokens": ("num_tokens", NUMBERS)},
+    experts._assign_kernel: {name: (name, NUMBERS) for name in ("num_slots", "max_tiles")},
+    experts._multiply_kernel: {"slots_of_row": ("slots_of_row", NUMBERS)},
     # What is aligned in every step, to see that a difference would be noticed.
     decode_attention._reduction_kernel: OF_OUTPUT,
 }

@@ -26,6 +26,7 @@ FEATURES = {
     "window": {"window": 18},
     "alibi": {"has_alibi": True},
     "softcap": {"softcap": 1.5},
+    "sinks": {"has_sinks": True},
     "quantized": {"cache_dtype": E4M3},
     "selected": {"selected_share": 0.5},
 }
@@ -249,6 +250,7 @@ def refusals():
     yield "num_selected are \\[3\\]", {"selection": Selection(selected, selected[:, 0, 0].contiguous())}
     slopes = torch.zeros(2)
     yield "alibi_slopes are \\[2\\] torch.float32; make them \\[4\\]", {"scoring": Scoring(1.0, alibi_slopes=slopes)}
+    yield "sinks are \\[4\\] torch.float64; make them", {"scoring": Scoring(1.0, sinks=torch.zeros(4).double())}
     yield "scale is 0.0", {"scoring": Scoring(0.0)}
     yield "window is -1", {"scoring": Scoring(1.0, -1)}
 

@@ -26,6 +26,7 @@ FEATURES = {
     "window": {"window": 6},
     "softcap": {"softcap": 2.0},
     "alibi": {"has_alibi": True},
+    "sinks": {"has_sinks": True},
     "selected": {"is_selected": True},
     "shared": {"is_shared": True},
 }
@@ -157,6 +158,7 @@ def refusals():
     wrong = Selection(batch.block_tables, batch.block_tables)
     yield r"selected_blocks are \[3, 3\]", good | {"selection": wrong}
     yield r"alibi_slopes are \[3\] torch.float32", good | {"scoring": Scoring(1.0, alibi_slopes=torch.ones(3))}
+    yield r"sinks are \[3\] torch.float32; make them \[4\]", good | {"scoring": Scoring(1.0, sinks=torch.ones(3))}
     yield "scale is 0.0; it must be greater than 0", good | {"scoring": Scoring(0.0)}
     yield "window is -1 and softcap 0.0; neither", good | {"scoring": Scoring(1.0, window=-1)}
     yield "window is 0 and softcap -1.0; neither", good | {"scoring": Scoring(1.0, softcap=-1.0)}

@@ -33,12 +33,13 @@ class CpuAttend:
 
     kernels: CpuKernels
     rows: PagedRows
-    scorings: Sequence[Scoring]
+    scorings: Sequence[Scoring]  # of the layers, but for their sinks
     kv_cache: Sequence[LayerCache]
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `Attend`."""
-        return self.kernels.attend(self.rows, self.scorings[layer], query, key, value, *self.kv_cache[layer])
+        scoring = replace(self.scorings[layer], sinks=sinks)
+        return self.kernels.attend(self.rows, scoring, query, key, value, *self.kv_cache[layer])
 
 
 class CpuAttention:
@@ -50,7 +51,8 @@ class CpuAttention:
 
     def __init__(self, kernels: CpuKernels, shape: AttentionShape) -> None:
         self._kernels = kernels
-        self._scorings = [shape.scoring(window) for window in shape.windows]  # of the layers
+        cpu = torch.device("cpu")
+        self._scorings = [shape.scoring(window, cpu) for window in shape.windows]  # of the layers
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> CpuAttend:
         """See `AttentionBackend.prepare`."""

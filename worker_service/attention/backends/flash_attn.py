@@ -29,13 +29,14 @@ _CAPABILITY = Capability(
     dtypes=(torch.bfloat16, torch.float16),
     head_dims=HEAD_DIMS,
     block_sizes=range(256, 257),  # flash-attn takes multiples of it, and the kernel that writes them no larger ones
+    takes_sinks=False,
 )
 
 
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "FlashAttention":
     """Raises UnavailableError where it cannot compute this."""
     _CAPABILITY.check(shape, device)
-    return FlashAttention(shape)
+    return FlashAttention(shape, device)
 
 
 class FlashAttention:
@@ -45,8 +46,8 @@ class FlashAttention:
     is_head_major = False
     is_capturable = True
 
-    def __init__(self, shape: AttentionShape) -> None:
-        self._scoring = shape.scoring(0)
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self._scoring = shape.scoring(0, device)
         # How far a query sees to its left and right, itself not counted; -1: to the end.
         self._window_sizes = [(window - 1, 0) if window else (-1, -1) for window in shape.windows]
 
@@ -60,7 +61,8 @@ class FlashAttention:
         if rows.num_decodes < len(batch.seq_lens):
             parts.append(_Chunks.of(batch, rows, block_tables, self._scoring))
 
-        def attend(layer: int, query: Tensor) -> Tensor:
+        def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
+            assert sinks is None
             window_size = self._window_sizes[layer]
             outputs = [part.attend(query[part.tokens], *kv_cache[layer], window_size) for part in parts]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -91,6 +93,7 @@ class _Decodes:
             block_table=self.block_tables,
             softmax_scale=self.scoring.scale,
             softcap=self.scoring.softcap,
+            alibi_slopes=self.scoring.alibi_slopes,
             causal=True,
             window_size=window_size,
         )
@@ -134,6 +137,7 @@ class _Chunks:
             max_seqlen_k=self.max_seq_len,
             softmax_scale=self.scoring.scale,
             softcap=self.scoring.softcap,
+            alibi_slopes=self.scoring.alibi_slopes,
             causal=True,
             window_size=window_size,
             block_table=self.block_tables,

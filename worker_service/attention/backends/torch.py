@@ -16,12 +16,12 @@ Grouped query heads are packed or expanded by strides: `enable_gqa` is many time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagewire.kernels.arguments import Scoring
 from pagewire.kernels.cache_rows import EIGHT_BITS, TokenRows
 from pagewire.kernels.cpu import CpuKernels
 from worker_service.attention.backend import AttentionBatch, AttentionShape, LayerCache
@@ -43,7 +43,7 @@ _ON_A_CPU = replace(_CAPABILITY, cache_dtypes=EIGHT_BITS)
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TorchAttention":
     """Raises UnavailableError where it cannot compute this."""
     (_ON_A_CPU if device.type == "cpu" else _CAPABILITY).check(shape, device)
-    return TorchAttention(shape.windows, shape.dtype, shape.scale, shape.softcap)
+    return TorchAttention(shape.windows, shape.dtype, shape.scoring(0, device))
 
 
 class TorchAttention:
@@ -57,57 +57,67 @@ class TorchAttention:
         self,
         windows: Sequence[int] = (),
         dtype: torch.dtype | None = None,
-        scale: float | None = None,
-        softcap: float = 0.0,
+        scoring: Scoring | None = None,
     ) -> None:
-        """See `AttentionShape`; left out, no layer has a window, and queries are of the cache's dtype."""
+        """See `AttentionShape`; left out, no layer has a window, queries are of the cache's dtype, and their products
+        are scaled by head_dim ** -0.5. `scoring`: of all layers, but for windows and sinks."""
         self._windows = windows
         self._dtype = dtype
-        self._scores = _Scores(scale, softcap)
+        self._scoring = scoring
 
     def prepare(self, batch: AttentionBatch, kv_cache: Sequence[LayerCache]) -> Attend:
         """Sorts the rows into kinds and computes their cache indices and masks. See `AttentionBackend.prepare`."""
         caches = [(TokenRows(keys), TokenRows(values)) for keys, values in kv_cache]
         windows = self._windows or (0,) * len(kv_cache)
         steps = [
-            _Step.of(batch, kv_cache[0][0], window, self._dtype or kv_cache[0][0].dtype, self._scores)
+            _Step.of(batch, kv_cache[0][0], window, self._dtype or kv_cache[0][0].dtype)
             for window in sorted(set(windows))
         ]
         parts = {step.window: [*_first_chunks(step), *_later_chunks(step), *_decode_groups(step)] for step in steps}
         block_size = steps[0].block_size
         written = steps[0].cache_rows(batch.slot_mapping // block_size, batch.slot_mapping % block_size)
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
             key_rows, value_rows = caches[layer]
+            scoring = replace(self._scoring or Scoring(query.shape[-1] ** -0.5), window=windows[layer], sinks=sinks)
             key, value = key_rows.write(written, key), value_rows.write(written, value)
             output = query.new_empty(query.shape)
             for part in parts[windows[layer]]:
-                output[part.tokens] = part.attend(query, key, value, key_rows, value_rows)
+                output[part.tokens] = part.attend(query, key, value, key_rows, value_rows, scoring)
             return output
 
         return attend
 
 
-class _Scores(NamedTuple):
-    """See `AttentionShape`."""
+def _is_plain(scoring: Scoring) -> bool:
+    """Whether `F.scaled_dot_product_attention` knows all of it, given a mask."""
+    return not scoring.softcap and scoring.alibi_slopes is None and scoring.sinks is None
 
-    scale: float | None
-    softcap: float
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """`F.scaled_dot_product_attention`, which knows no softcap; a causal one is square."""
-        if not self.softcap:
-            return F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=self.scale
-            )
-        scale = queries.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = (queries @ keys.transpose(-1, -2)).float() * scale
-        scores = self.softcap * (scores / self.softcap).tanh()
-        if is_causal:
-            scores += torch.full(scores.shape[-2:], float("-inf"), device=scores.device).triu_(1)
-        elif mask is not None:
-            scores += mask
-        return scores.softmax(-1).to(values.dtype) @ values
+def _attend_scored(
+    queries: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, distances: Tensor, head_shape: tuple[int, ...]
+) -> Tensor:
+    """What `F.scaled_dot_product_attention` does not know.
+
+    Args:
+        queries, keys, values: as it takes them.
+        distances: positions from each key to each query, to be broadcast to the scores; keys after a query are hidden.
+        head_shape: which of a score's last dimensions count heads, with 1 for the others.
+    """
+    scores = (queries @ keys.transpose(-1, -2)).float() * scoring.scale
+    if scoring.softcap:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    if scoring.alibi_slopes is not None:
+        scores -= scoring.alibi_slopes.view(head_shape) * distances
+    is_hidden = distances < 0
+    if scoring.window:
+        is_hidden |= distances >= scoring.window
+    scores.masked_fill_(is_hidden, float("-inf"))
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.view(head_shape).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[-2]]
+    return weights.to(values.dtype) @ values
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +125,17 @@ class _FirstChunk:
     """A row's tokens from its position 0 on, no more than the window."""
 
     tokens: slice
-    scores: _Scores
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: TokenRows, value_rows: TokenRows) -> Tensor:
-        return _attend_chunk(query[self.tokens], key[self.tokens], value[self.tokens], None, self.scores)
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_rows: TokenRows,
+        value_rows: TokenRows,
+        scoring: Scoring,
+    ) -> Tensor:
+        return _attend_chunk(query[self.tokens], key[self.tokens], value[self.tokens], None, scoring)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +145,25 @@ class _LaterChunk:
     tokens: slice
     positions: Tensor  # [N] cache rows of the row's positions
     mask: Tensor  # additive, shared by the step's chunks; see `_mask`
-    window: int
-    scores: _Scores
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: TokenRows, value_rows: TokenRows) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_rows: TokenRows,
+        value_rows: TokenRows,
+        scoring: Scoring,
+    ) -> Tensor:
         keys, values = (rows.read(self.positions, query.dtype) for rows in (key_rows, value_rows))
         queries = query[self.tokens]
         end = len(keys) - len(queries)
         outputs = []
         for chunk in queries.split(MAX_CHUNK_QUERIES):
-            first = max(0, end - self.window + 1) if self.window else 0
+            first = max(0, end - scoring.window + 1) if scoring.window else 0
             end += len(chunk)
             mask = self.mask[-len(chunk) :, first - end :]
-            outputs.append(_attend_chunk(chunk, keys[first:end], values[first:end], mask, self.scores))
+            outputs.append(_attend_chunk(chunk, keys[first:end], values[first:end], mask, scoring))
         return torch.cat(outputs)
 
 
@@ -150,16 +173,30 @@ class _DecodeGroup:
 
     tokens: Tensor  # [R]
     positions: Tensor  # [R * N] cache rows; padding repeats a row's last position
+    last_positions: Tensor  # [R] of the N, those of the queries
     mask: Tensor | None  # [R, 1, 1, N] additive; None where all rows are equally long
-    scores: _Scores
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_rows: TokenRows, value_rows: TokenRows) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_rows: TokenRows,
+        value_rows: TokenRows,
+        scoring: Scoring,
+    ) -> Tensor:
         shape = (len(self.tokens), -1, *key.shape[1:])
         keys = key_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)  # [R, num_kv_heads, N, head_dim]
         values = value_rows.read(self.positions, query.dtype).view(shape).transpose(1, 2)
         # The G query heads of a KV head stand as G rows over the same keys: [R, num_kv_heads, G, head_dim].
         queries = query[self.tokens].unflatten(1, (key.shape[1], -1))
-        return self.scores.attend(queries, keys, values, self.mask, False).flatten(1, 2)
+        if _is_plain(scoring):
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self.mask, scale=scoring.scale)
+        else:
+            distances = self.last_positions[:, None] - torch.arange(keys.shape[2], device=keys.device)
+            head_shape = (*queries.shape[1:3], 1)
+            attended = _attend_scored(queries, keys, values, scoring, distances[:, None, None], head_shape)
+        return attended.flatten(1, 2)
 
 
 # Some rows of a step that are attended together. `tokens` says where theirs lie in the flat batch, and `attend` makes
@@ -180,10 +217,9 @@ class _Step:
     block_size: int
     block_stride: int  # from block to block, in cache rows
     dtype: torch.dtype  # of queries
-    scores: _Scores
 
     @staticmethod
-    def of(batch: AttentionBatch, cache: Tensor, window: int, dtype: torch.dtype, scores: _Scores) -> "_Step":
+    def of(batch: AttentionBatch, cache: Tensor, window: int, dtype: torch.dtype) -> "_Step":
         num_queries = [end - start for start, end in pairwise(batch.query_start_loc)]
         starts = [0] * len(num_queries)
         if window:
@@ -198,7 +234,6 @@ class _Step:
             block_size=cache.shape[1],
             block_stride=cache.stride(0) // cache.stride(1),
             dtype=dtype,
-            scores=scores,
         )
 
     def tokens(self, row: int) -> slice:
@@ -218,9 +253,7 @@ class _Step:
 
 
 def _first_chunks(step: _Step) -> list[_Part]:
-    return [
-        _FirstChunk(step.tokens(row), step.scores) for row in range(len(step.lengths)) if _is_first_chunk(step, row)
-    ]
+    return [_FirstChunk(step.tokens(row)) for row in range(len(step.lengths)) if _is_first_chunk(step, row)]
 
 
 def _is_first_chunk(step: _Step, row: int) -> bool:
@@ -236,10 +269,7 @@ def _later_chunks(step: _Step) -> list[_Part]:
     if not rows:
         return []
     mask = _mask(step, max(step.num_queries[row] for row in rows), max(step.lengths[row] for row in rows))
-    return [
-        _LaterChunk(step.tokens(row), step.positions([row], step.lengths[row]), mask, step.window, step.scores)
-        for row in rows
-    ]
+    return [_LaterChunk(step.tokens(row), step.positions([row], step.lengths[row]), mask) for row in rows]
 
 
 def _mask(step: _Step, num_queries: int, num_positions: int) -> Tensor:
@@ -274,21 +304,28 @@ def _decode_groups(step: _Step) -> list[_Part]:
 def _decode_group(step: _Step, rows: list[int]) -> _DecodeGroup:
     device = step.block_tables.device
     lengths = [step.lengths[row] for row in rows]  # longest first
-    mask = None
+    last_positions, mask = torch.tensor(lengths, device=device) - 1, None
     if lengths[-1] < lengths[0]:
-        is_padding = torch.arange(lengths[0], device=device) >= torch.tensor(lengths, device=device)[:, None]
+        is_padding = torch.arange(lengths[0], device=device) > last_positions[:, None]
         mask = torch.zeros(is_padding.shape, dtype=step.dtype, device=device).masked_fill_(is_padding, float("-inf"))
         mask = mask[:, None, None, :]
     tokens = torch.tensor([step.query_start_loc[row] for row in rows], device=device)
-    return _DecodeGroup(tokens, step.positions(rows, lengths[0]), mask, step.scores)
+    return _DecodeGroup(tokens, step.positions(rows, lengths[0]), last_positions, mask)
 
 
-def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: _Scores) -> Tensor:
+def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attention of one row's queries [Q, num_heads, head_dim] over [N, num_kv_heads, head_dim]; no mask: causal."""
     num_kv_heads = key.shape[1]
     num_groups = query.shape[1] // num_kv_heads
     queries = query.unflatten(1, (num_kv_heads, num_groups)).permute(1, 2, 0, 3)  # [num_kv_heads, G, Q, head_dim]
     keys = key.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)  # [num_kv_heads, G, N, head_dim], not copied
     values = value.transpose(0, 1)[:, None].expand(-1, num_groups, -1, -1)
-    attended = scores.attend(queries, keys, values, mask, mask is None)
+    if _is_plain(scoring):
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scoring.scale
+        )
+    else:
+        positions = torch.arange(len(key), device=key.device)
+        distances = positions[len(key) - len(query) :, None] - positions
+        attended = _attend_scored(queries, keys, values, scoring, distances, (num_kv_heads, num_groups, 1, 1))
     return attended.permute(2, 0, 1, 3).flatten(1, 2)

@@ -5,6 +5,7 @@ really are is read on the device.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ _CAPABILITY = Capability(
 def create(device: torch.device, shape: AttentionShape, kernels: CpuKernels | None) -> "TritonAttention":
     """Raises UnavailableError where it cannot compute this."""
     _CAPABILITY.check(shape, device)
-    return TritonAttention(shape, torch.cuda.get_device_properties(device).multi_processor_count)
+    return TritonAttention(shape, torch.cuda.get_device_properties(device).multi_processor_count, device)
 
 
 class TritonAttention:
@@ -44,9 +45,10 @@ class TritonAttention:
     is_head_major = False
     is_capturable = True
 
-    def __init__(self, shape: AttentionShape, num_processors: int) -> None:
+    def __init__(self, shape: AttentionShape, num_processors: int, device: torch.device) -> None:
         """`num_processors`: of the device (`multi_processor_count`)."""
         self._shape = shape
+        self._scorings = {window: shape.scoring(window, device) for window in set(shape.windows)}
         self._num_processors = num_processors
         self._plans: dict[int, SplitPlan] = {}  # by window, for as many rows as any step had
 
@@ -55,13 +57,13 @@ class TritonAttention:
         device = kv_cache[0][0].device
         rows = batch.rows_on(device)
         block_tables = batch.block_tables.to(torch.int32)
-        windows = self._shape.windows
-        scorings = {window: self._shape.scoring(window) for window in set(windows)}
+        windows, scorings = self._shape.windows, self._scorings
         num_blocks = kv_cache[0][0].shape[0]
         plans = {window: self._plan(batch, rows, window, num_blocks, device) for window in scorings}
 
-        def attend(layer: int, query: Tensor) -> Tensor:
+        def attend(layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
             window = windows[layer]
+            scoring = scorings[window] if sinks is None else replace(scorings[window], sinks=sinks)
             return paged_attention(
                 query,
                 *kv_cache[layer],
@@ -70,7 +72,7 @@ class TritonAttention:
                 rows.query_start_loc,
                 rows.num_decodes,
                 plans[window],
-                scorings[window],
+                scoring,
             )
 
         return CachedAttend(kv_cache, batch.slot_mapping, attend)

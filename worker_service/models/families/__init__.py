@@ -9,13 +9,16 @@ from typing import Any
 from worker_service.models.checkpoint_files import CONFIG_FILE, CheckpointError, shown
 from worker_service.models.config import ModelConfig
 from worker_service.models.families import (
+    bloom,
     gemma,
     glm,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
+    mpt,
     olmo,
     phi3,
     qwen,
@@ -49,6 +52,10 @@ _FAMILIES = (
     mistral.MIXTRAL,
     olmo.OLMOE,
     qwen.QWEN2_MOE,
+    bloom.FAMILY,
+    mpt.FAMILY,
+    gpt_oss.FAMILY,
+    glm.GLM4_MOE,
 )
 BY_ARCHITECTURE: dict[str, Family] = {
     architecture: family for family in _FAMILIES for architecture in family.architectures

@@ -1,7 +1,7 @@
 """What a family is: the architectures it serves, how their config.json is read, and the names of their weights."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from worker_service.models.families.positions import read_no_windows, read_rope
 from worker_service.models.families.reading import activation, dtype, flag, number, positive, split_evenly, unserved
 from worker_service.models.quantization import parse_quantization
 from worker_service.models.shard import Split
+from worker_service.models.stacks import STACKS, Stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Family:
     weights: tuple[Weight, ...]
     ignored: str = r"\.rotary_emb\.inv_freq$"  # pattern of checkpoint names that hold no weights
     optional_prefix: str = ""  # of checkpoint names; some published files lack it
+    # Tensors that may be there of all experts, whose parts have the names of `weights`.
+    stacks: Stacks = field(default_factory=lambda: STACKS)
     alternatives: tuple[tuple[Weight, ...], ...] = ()  # to `weights`, of which the one that names most is taken
 
 
@@ -69,8 +72,7 @@ HEAD = (Weight("model.norm", "norm"), Weight("lm_head", "head", split=Split.VOCA
 LLAMA_WEIGHTS = (EMBEDDING, *PRE_NORMS, *QKV, ATTENTION_OUTPUT, *GATED_MLP, MLP_OUTPUT, *HEAD)
 
 
-# Experts, in the names of most families. Where the files hold those of a layer as one, `StackedExperts` tells them
-# apart.
+# Experts, in the names of most families.
 _EXPERTS = f"{_LAYER}.mlp.experts.{{expert}}"
 ROUTER = Weight(f"{_LAYER}.mlp.gate", f"{_OURS}.mlp.router", layers="experts")
 EXPERTS = (
@@ -83,10 +85,6 @@ EXPERTS = (
         axis=1,
         layers="experts",
     ),
-)
-STACKED_EXPERTS = (
-    Weight(f"{_EXPERTS}.gate_up_proj", f"{_OURS}.mlp.up.{{expert}}", split=Split.EXPERT_INTERMEDIATE, layers="experts"),
-    EXPERTS[-1],
 )
 
 
@@ -109,7 +107,7 @@ def in_dense_layers(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
 
 
 # What config.json may have the number of experts in: transformers 5 writes other names than published files have.
-_NUM_EXPERTS = ("num_experts", "num_local_experts")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def num_layers_of(config: Mapping[str, Any]) -> int:

@@ -40,7 +40,7 @@ def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
         ropes=((rope,) * num_layers, num_positions),
         eps_key="layer_norm_eps",
         default_eps=1e-5,
-        activations=("gelu", "gelu_new", "gelu_pytorch_tanh", "relu"),
+        activations=("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu"),
         norm="layer",
         norm_bias=True,
         is_parallel=flag(config, "use_parallel_residual", True),

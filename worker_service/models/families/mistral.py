@@ -9,12 +9,12 @@ from worker_service.models.config import ModelConfig, QueryGrowth
 from worker_service.models.families.family import (
     ATTENTION_OUTPUT,
     EMBEDDING,
+    EXPERTS,
     HEAD,
     LLAMA_WEIGHTS,
     PRE_NORMS,
     QKV,
     ROUTER,
-    STACKED_EXPERTS,
     Family,
     Weight,
     num_layers_of,
@@ -78,5 +78,6 @@ MIXTRAL = Family(
     ("MixtralForCausalLM",),
     _read_mixtral,
     _MIXTRAL_WEIGHTS,
-    alternatives=((*_ATTENTION, ROUTER, *STACKED_EXPERTS),),
+    # As transformers 5 can write them.
+    alternatives=((*_ATTENTION, ROUTER, *EXPERTS),),
 )

@@ -20,7 +20,6 @@ from worker_service.models.families.family import (
     PRE_NORMS,
     QKV,
     ROUTER,
-    STACKED_EXPERTS,
     Family,
     Weight,
     num_layers_of,
@@ -28,7 +27,7 @@ from worker_service.models.families.family import (
     read_experts,
 )
 from worker_service.models.families.positions import FULL, SLIDING, read_ropes_by_kind, read_windows
-from worker_service.models.families.reading import flag, positive, unserved
+from worker_service.models.families.reading import flag, number, positive
 from worker_service.models.shard import Split
 
 _LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
@@ -76,13 +75,12 @@ def _read_olmo3(config: Mapping[str, Any], architecture: str) -> ModelConfig:
 
 
 def _read_olmoe(config: Mapping[str, Any], architecture: str) -> ModelConfig:
-    if config.get("clip_qkv") is not None:
-        raise unserved("clip_qkv", config["clip_qkv"], "null: queries, keys and values are not clipped")
     num_layers = num_layers_of(config)
     experts = read_experts(
         config, intermediate_key="intermediate_size", renormalizes=flag(config, "norm_topk_prob", False)
     )
-    flags = {**_flags(config), "pre_norm": True, "post_norm": False}
+    limit = 0.0 if config.get("clip_qkv") is None else number(config, "clip_qkv")
+    flags = {**_flags(config), "pre_norm": True, "post_norm": False, "qkv_limit": limit}
     return read_decoder(config, architecture, experts=experts, expert_layers=(True,) * num_layers, **flags)
 
 
@@ -92,5 +90,4 @@ OLMOE = Family(
     ("OlmoeForCausalLM",),
     _read_olmoe,
     (*_ATTENTION, *PRE_NORMS, ROUTER, *EXPERTS),
-    alternatives=((*_ATTENTION, *PRE_NORMS, ROUTER, *STACKED_EXPERTS),),
 )

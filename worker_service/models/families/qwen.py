@@ -18,7 +18,6 @@ from worker_service.models.families.family import (
     PRE_NORMS,
     QKV,
     ROUTER,
-    STACKED_EXPERTS,
     Family,
     Weight,
     in_dense_layers,
@@ -100,11 +99,9 @@ QWEN2_MOE = Family(
     ("Qwen2MoeForCausalLM",),
     _read_qwen2_moe,
     (*_DENSE, *_SHARED, *EXPERTS),
-    alternatives=((*_DENSE, *_SHARED, *STACKED_EXPERTS),),
 )
 QWEN3_MOE = Family(
     ("Qwen3MoeForCausalLM",),
     _read_qwen3_moe,
     (*_DENSE, *HEAD_NORMS, *EXPERTS),
-    alternatives=((*_DENSE, *HEAD_NORMS, *STACKED_EXPERTS),),
 )

@@ -12,6 +12,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }

@@ -41,6 +41,7 @@ class Step:
     layout: str = "block_major"
     window: int = 0
     has_alibi: bool = False
+    has_sinks: bool = False
     softcap: float = 0.0
     selected_share: float | None = None
     num_programs: int = 8
@@ -84,11 +85,19 @@ def make_inputs(step: Step, device: torch.device, seed: int) -> Inputs:
             value_cache[slots] = normal(len(positions), step.head_dim)
     stored = storage.to(step.cache_dtype or step.dtype)
     slopes = torch.rand(num_heads, generator=generator, device=device) if step.has_alibi else None
-    scoring = Scoring(step.head_dim**-0.5, step.window, slopes, step.softcap)
+    sinks = make_sinks(num_heads, generator) if step.has_sinks else None
+    scoring = Scoring(step.head_dim**-0.5, step.window, slopes, step.softcap, sinks)
     selection = None if step.selected_share is None else _list_selected(is_read, generator)
     query = normal(num_rows, num_heads + 1, step.head_dim).to(step.dtype)[:, :-1]  # as part of a wider projection
     seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32, device=device)
     return Inputs(query, stored[:, -1, 0], stored[:, -1, 1], block_tables, seq_lens, scoring, selection)
+
+
+def make_sinks(num_heads: int, generator: torch.Generator) -> Tensor:
+    """Below and above the scores, the first without weight, and the last with most of it."""
+    sinks = 3 * torch.randn(num_heads, generator=generator, device=generator.device)
+    sinks[0], sinks[-1] = float("-inf"), 5.0
+    return sinks
 
 
 def make_table(ids: Tensor, counts: Sequence[int], max_blocks: int) -> Tensor:
@@ -186,6 +195,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "window": {"window": 300},
     "alibi": {"has_alibi": True},
     "softcap": {"softcap": 3.0},
+    "sinks": {"has_sinks": True},
     "quantized": {"cache_dtype": E4M3},
     "selected": {"selected_share": 0.4},
 }
@@ -197,7 +207,7 @@ def device_cases() -> Iterator[DeviceCase]:
         lens, num_kv_heads=8, num_groups=4, head_dim=128, dtype=torch.bfloat16, num_programs=528, min_chunk=256
     )
     cases = {"plain": plain}
-    for size in (1, 2, 5):
+    for size in (1, 2, len(FEATURES)):
         for names in itertools.combinations(FEATURES, size):
             changes = {key: value for name in names for key, value in FEATURES[name].items()}
             cases[" and ".join(names)] = dataclasses.replace(plain, **changes)
@@ -403,7 +413,8 @@ def compile_cases() -> Iterator[CompileCase]:
             ("v2", {"element": "fp16", "stored": "fp16", "head_dim": 64, "num_groups": 1}),
             ("v2", {"stored": "fp8e4nv"}),
             ("v2", {"element": "fp16", "stored": "fp8e4nv", "head_dim": 256, "block_size": 256}),
-            ("v2", {"softcap": True, "alibi": True, "sparse": True}),
+            ("v2", {"softcap": True, "alibi": True, "sinks": True, "sparse": True}),
+            ("v1", {"head_dim": 64, "num_groups": 8, "sinks": True}),
         ],
     ):
         yield _compile_case(version, **changes)
@@ -445,11 +456,12 @@ def _compile_case(
     block_size: int = 16,
     softcap: bool = False,
     alibi: bool = False,
+    sinks: bool = False,
     sparse: bool = False,
 ) -> CompileCase:
     given = {name: value for name, value in locals().items() if name != "version"}
     tile = tiles.lookup(f"paged_attention_{version}", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
-    weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None)
+    weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None)
     arguments = attention_types(element, stored, weighing, window="i32", selected=sparse)
     operand = attention_arguments.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()

@@ -21,7 +21,7 @@ from pagewire.kernels.triton.paged_attention import paged_attention
 from pagewire.kernels.triton.split_plan import ANY_LEN, SplitPlan
 from pagewire.kernels.triton.tiles import Tile
 from tests.kernels.triton.checks.case import BenchCase, CompileCase, DeviceCase, Goal
-from tests.kernels.triton.checks.decode_attention import attention_types
+from tests.kernels.triton.checks.decode_attention import attention_types, make_sinks
 
 E4M3 = torch.float8_e4m3fn
 # How far results of values of about 1 may be off, by what products are made of; the results' own rounding comes on top.
@@ -52,6 +52,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     has_alibi: bool = False
+    has_sinks: bool = False
     is_selected: bool = False
     is_shared: bool = False
     num_skipped: int = 0
@@ -94,6 +95,7 @@ def make_batch(case: Case, device: torch.device) -> Batch:
             case.window,
             torch.rand(num_heads, generator=generator, device=device) if case.has_alibi else None,
             case.softcap,
+            make_sinks(num_heads, generator) if case.has_sinks else None,
         ),
         selection,
     )
@@ -229,11 +231,13 @@ def device_cases() -> Iterator[DeviceCase]:
         "small window": {"window": 5},
         "softcap": {"softcap": 30.0},
         "alibi": {"has_alibi": True},
+        "sinks": {"has_sinks": True},
         "selected": {"is_selected": True},
         "shared": {"is_shared": True},
         "head-major": {"is_head_major": True},
         "mixed batch": {"num_skipped": 3},
         "all": {"cache_dtype": E4M3, "window": 1000, "softcap": 30.0, "has_alibi": True, "is_selected": True},
+        "sinks and a window": {"has_sinks": True, "window": 128, "head_dim": 64, "num_groups": 8},
     }
     for name, changes in features.items():
         yield _device_case(f"bfloat16 {name}", replace(_REAL, **changes))
@@ -248,7 +252,7 @@ def device_cases() -> Iterator[DeviceCase]:
         case = replace(_REAL, num_groups=num_groups, block_size=block_size, num_kv_heads=2)
         yield _device_case(f"{num_groups} groups, blocks of {block_size}", case)
 
-    for name, changes in ((name, features[name]) for name in ("plain", "e4m3", "window", "selected")):
+    for name, changes in ((name, features[name]) for name in ("plain", "e4m3", "window", "selected", "sinks")):
         for splits in (False, True):
             case = replace(_REAL, rows=_MIXED, **changes)
             run = functools.partial(check_paged_attention, case=case, num_decodes=3, splits=splits)
@@ -351,6 +355,7 @@ def compile_cases() -> Iterator[CompileCase]:
         {"stored": "fp8e4nv"},
         {"head_dim": 256, "num_groups": 2, "block_size": 256},
         {"softcap": True, "window": True, "alibi": True},
+        {"sinks": True, "window": True, "head_dim": 64, "num_groups": 8},
         {"selected": True, "window": True, "stored": "fp8e4nv"},
     ):
         name = ", ".join(f"{option} {value}" for option, value in changes.items()) or "plain"
@@ -370,10 +375,11 @@ def _compile_case(
     window: bool = False,
     softcap: bool = False,
     alibi: bool = False,
+    sinks: bool = False,
     selected: bool = False,
 ) -> CompileCase:
     tile = tiles.lookup("paged_prefill", head_dim=head_dim, num_groups=num_groups, dtype=_DTYPES[stored])
-    weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None)
+    weighing = Weighing("fp32", "fp32" if softcap else None, "*fp32" if alibi else None, "*fp32" if sinks else None)
     arguments = attention_types(element, stored, weighing, window="i32" if window else None, selected=selected)
     operand = attention_arguments.operand(_DTYPES[element], _DTYPES[stored])
     padded_dim = 1 << (head_dim - 1).bit_length()

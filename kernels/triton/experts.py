@@ -1,0 +1,395 @@
+"""Mixtures of experts: the choice of each token's experts, and products of slots with the weights of theirs.
+
+Slots are sorted by expert on the device, and cut into tiles of one expert each (after vLLM's `moe_align_block_size` and
+`fused_moe`: Kwon et al., 2023, https://arxiv.org/abs/2309.06180). No grid depends on the choice and the host waits for
+nothing, so a CUDA graph can hold the launches.
+
+Specification: `pagewire.kernels.experts`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from pagewire.kernels.expert_choice import ExpertChoice
+from pagewire.kernels.experts import MIN_SUM
+from pagewire.kernels.triton.attention_arguments import FLOATS, operand
+from pagewire.kernels.triton.strided import Strided
+
+_CHOICE_TILE = 512  # experts and padding, of all tokens that a program chooses for
+_SUM_TILE = 1024  # elements of a row that a program sums up
+_ASSIGN_TILE = 1024  # slots that a program looks at at a time
+_MIN_SUM = tl.constexpr(MIN_SUM)
+
+
+class ProductTile(NamedTuple):
+    """Slots, outputs and inputs that a program of the product takes at a time, and its launch options."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes of an element: for few slots of an expert, where weights are read at the speed of memory, and for many. They
+# fit the shared memory of an H200 and spill no register when compiled for it.
+_FEW = {2: ProductTile(16, 64, 128, 4, 4), 4: ProductTile(16, 64, 64, 4, 3)}
+_MANY = {2: ProductTile(64, 128, 64, 4, 4), 4: ProductTile(32, 64, 32, 4, 3)}
+
+
+class SlotTable(NamedTuple):
+    """The slots of each expert, as the product's programs find them.
+
+    Attributes:
+        order: [T * num_chosen] int32, slots by expert; those of one rise.
+        ends: [num_experts] int32, where in `order` the slots of each end.
+        tile_experts: [most tiles that any choice makes] int32; -1: there is no such tile.
+        tile_starts: as many, int32: where in `order` a tile's slots begin.
+    """
+
+    order: Tensor
+    ends: Tensor
+    tile_experts: Tensor
+    tile_starts: Tensor
+
+
+class Assignment(NamedTuple):
+    """A table of slots, how many of them a token has, and the tile that it was made for."""
+
+    table: SlotTable
+    num_chosen: int
+    tile: ProductTile
+
+
+def choose_experts(logits: Tensor, choice: ExpertChoice, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and their weights, as specified.
+
+    Args:
+        logits: [T, num_experts] float32; rows at any distance. NaN counts as the highest of all.
+        correction: [num_experts] float32, dense.
+
+    Returns:
+        Ids, [T, num_chosen] int64, rising; and weights, [T, num_chosen] float32.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these, or there are fewer experts than are to be chosen.
+    """
+    _check_choice(logits, choice, correction)
+    num_tokens, num_experts = logits.shape
+    ids = torch.empty((num_tokens, choice.num_chosen), dtype=torch.int64, device=logits.device)
+    weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    group_size = num_experts // choice.num_groups
+    padded_groups, padded_size = triton.next_power_of_2(choice.num_groups), triton.next_power_of_2(group_size)
+    tile_tokens = tokens_of_choice(padded_groups * padded_size)
+    if num_tokens:
+        _choose_kernel[(triton.cdiv(num_tokens, tile_tokens),)](
+            *(Strided.of(logits), correction, ids, weights, num_tokens, choice.factor),
+            TILE_TOKENS=tile_tokens,
+            NUM_CHOSEN=choice.num_chosen,
+            IS_SOFTMAX=choice.scoring == "softmax",
+            RENORMALIZES=choice.renormalizes,
+            NUM_GROUPS=choice.num_groups,
+            NUM_CHOSEN_GROUPS=choice.num_chosen_groups,
+            GROUP_SIZE=group_size,
+            PADDED_GROUPS=padded_groups,
+            PADDED_SIZE=padded_size,
+            enable_fp_fusion=False,
+        )
+    return ids, weights
+
+
+def tokens_of_choice(padded_experts: int) -> int:
+    """Tokens that a program chooses for, of so many experts and padding: a thread has room for a few of their keys."""
+    return max(1, _CHOICE_TILE // padded_experts)
+
+
+def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
+    """Sorts slots by expert for products of the dtype.
+
+    Args:
+        ids: [T, num_chosen] int64 or int32, dense, each from 0 to num_experts - 1.
+
+    Raises:
+        ValueError: the ids are not of this shape or dtype.
+    """
+    if ids.dim() != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
+        raise ValueError(f"ids are {list(ids.shape)} {ids.dtype}; make them [T, num_chosen] int64 or int32, dense")
+    num_slots = ids.numel()
+    tile = choose_tile(num_slots, num_experts, dtype)
+    # Each expert that has slots has one tile that may not be full.
+    max_tiles = min(num_slots, num_slots // tile.block_m + num_experts)
+    sizes = (num_slots, num_experts, max_tiles, max_tiles)
+    table = SlotTable(*(torch.empty(size, dtype=torch.int32, device=ids.device) for size in sizes))
+    if num_slots:
+        _assign_kernel[(num_experts,)](
+            *(ids, table, num_slots, num_experts, max_tiles),
+            PADDED_EXPERTS=max(2, triton.next_power_of_2(num_experts)),
+            BLOCK_M=tile.block_m,
+            TILE=_ASSIGN_TILE,
+        )
+    return Assignment(table, ids.shape[1], tile)
+
+
+def choose_tile(num_slots: int, num_experts: int, dtype: torch.dtype) -> ProductTile:
+    """The tile of a product: the host knows no more than how many slots an expert has in the mean."""
+    tiles = _FEW if num_slots <= _FEW[2].block_m * num_experts else _MANY
+    return tiles[dtype.itemsize]
+
+
+def multiply_chosen(x: Tensor, weights: Tensor, assignment: Assignment, biases: Tensor | None = None) -> Tensor:
+    """x W^T + b of each slot, with the weight and bias of its expert.
+
+    Args:
+        x: [T, in_size] of tokens, or [T * num_chosen, in_size] of slots, float16, bfloat16 or float32; rows at any
+            distance.
+        weights: [num_experts, out_size, in_size] of the same dtype, the last dimension dense.
+        assignment: of these slots, to as many experts.
+        biases: [num_experts, out_size], dense, of the same dtype or float32.
+
+    Returns:
+        Slots, [T * num_chosen, out_size], of the dtype of x; accumulated, and the bias added, in float32.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these.
+    """
+    _check_product(x, weights, assignment, biases)
+    table, _, tile = assignment
+    num_slots, out_size = len(table.order), weights.shape[1]
+    output = x.new_empty(num_slots, out_size)
+    if num_slots:
+        _multiply_kernel[(len(table.tile_experts), triton.cdiv(out_size, tile.block_n))](
+            *(Strided.of(x), Strided.of(weights), biases, output, table, num_slots // len(x), x.shape[1], out_size),
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            OPERAND=operand(x.dtype, x.dtype),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return output
+
+
+def sum_slots(slots: Tensor, weights: Tensor) -> Tensor:
+    """The slots of each token, times their weights, summed up in float32 in the order of the ids of experts.
+
+    Args:
+        slots: [T * num_chosen, width], float16, bfloat16 or float32, dense.
+        weights: [T, num_chosen] float32, dense.
+
+    Returns:
+        [T, width] in the dtype of the slots.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not one of these.
+    """
+    if weights.dim() != 2 or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(f"weights are {list(weights.shape)} {weights.dtype}; make them [T, num_chosen] float32, dense")
+    num_tokens, num_chosen = weights.shape
+    if slots.dim() != 2 or len(slots) != num_tokens * num_chosen or slots.dtype not in FLOATS:
+        raise ValueError(
+            f"slots are {list(slots.shape)} {slots.dtype}; make them [{num_tokens * num_chosen}, width] float16, "
+            "bfloat16 or float32"
+        )
+    if not slots.is_contiguous():
+        raise ValueError(f"slots have strides {slots.stride()}; make them dense")
+    width = slots.shape[1]
+    output = slots.new_empty(num_tokens, width)
+    if output.numel():
+        _sum_kernel[(num_tokens, triton.cdiv(width, _SUM_TILE))](
+            *(slots, weights, output, width), NUM_CHOSEN=num_chosen, TILE=_SUM_TILE, enable_fp_fusion=False
+        )
+    return output
+
+
+def _check_choice(logits: Tensor, choice: ExpertChoice, correction: Tensor | None) -> None:
+    if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        raise ValueError(f"logits are {list(logits.shape)} {logits.dtype}; make them [T, num_experts] float32, dense")
+    num_experts = logits.shape[1]
+    if correction is not None and (
+        correction.shape != (num_experts,) or correction.dtype != torch.float32 or not correction.is_contiguous()
+    ):
+        raise ValueError(
+            f"corrections are {list(correction.shape)} {correction.dtype}; make them [{num_experts}] float32, dense"
+        )
+    num_groups, num_chosen_groups = choice.num_groups, choice.num_chosen_groups
+    if num_groups < 1 or num_experts % num_groups or not 1 <= num_chosen_groups <= num_groups:
+        raise ValueError(f"{num_chosen_groups} of {num_groups} groups of {num_experts} experts cannot be chosen")
+    if not 1 <= choice.num_chosen <= num_experts // num_groups * num_chosen_groups:
+        raise ValueError(
+            f"{choice.num_chosen} of {num_experts} experts in {num_chosen_groups} of {num_groups} groups cannot be "
+            "chosen"
+        )
+
+
+def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: Tensor | None) -> None:
+    num_slots, num_experts = len(assignment.table.order), len(assignment.table.ends)
+    if weights.dim() != 3 or len(weights) != num_experts or weights.stride(2) != 1 or weights.dtype not in FLOATS:
+        raise ValueError(
+            f"weights are {list(weights.shape)} {weights.dtype} with strides {weights.stride()}; make them "
+            f"[{num_experts}, out_size, in_size] float16, bfloat16 or float32, the last dimension dense"
+        )
+    if x.dim() != 2 or x.shape[1] != weights.shape[2] or x.dtype != weights.dtype or x.stride(1) != 1:
+        raise ValueError(
+            f"x is {list(x.shape)} {x.dtype} with strides {x.stride()}; make it [rows, {weights.shape[2]}] "
+            f"{weights.dtype}, rows dense"
+        )
+    num_tokens = num_slots // assignment.num_chosen
+    if len(x) not in (num_tokens, num_slots):
+        raise ValueError(f"x has {len(x)} rows; make it one for each of {num_tokens} tokens or {num_slots} slots")
+    if biases is not None and (
+        biases.shape != weights.shape[:2] or biases.dtype not in (x.dtype, torch.float32) or not biases.is_contiguous()
+    ):
+        raise ValueError(
+            f"biases are {list(biases.shape)} {biases.dtype}; make them {list(weights.shape[:2])} {x.dtype} or "
+            "torch.float32, dense"
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _choose_kernel(
+    logits, correction, ids, weights, num_tokens, factor,
+    TILE_TOKENS: tl.constexpr, NUM_CHOSEN: tl.constexpr, IS_SOFTMAX: tl.constexpr, RENORMALIZES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, PADDED_GROUPS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+):  # fmt: skip
+    """A program chooses for TILE_TOKENS tokens. Experts lie in order among padding: each group's, and whole groups."""
+    PADDED_EXPERTS: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
+    tokens = (tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)).to(tl.int64)[:, None]
+    lines = tl.arange(0, PADDED_EXPERTS)[None, :]
+    experts = lines // PADDED_SIZE * GROUP_SIZE + lines % PADDED_SIZE
+    is_expert = (lines // PADDED_SIZE < NUM_GROUPS) & (lines % PADDED_SIZE < GROUP_SIZE)
+    mask = is_expert & (tokens < num_tokens)
+    logit = tl.load(logits.data + tokens * logits.strides[0] + experts, mask=mask, other=0.0)
+    if IS_SOFTMAX:
+        logit = tl.where(is_expert, logit, float("-inf"))
+        powers = tl.exp(logit - tl.max(logit, axis=1)[:, None])
+        scores = tl.div_rn(powers, tl.zeros_like(powers) + tl.sum(powers, axis=1)[:, None])
+    else:
+        scores = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
+    ranked = scores
+    if IS_SOFTMAX and correction is None:  # the softmax is monotonic, and rounds: logits that differ would be equal
+        ranked = logit
+    if correction is not None:
+        ranked += tl.load(correction + experts, mask=is_expert, other=0.0)
+    ranked = tl.where(ranked != ranked, float("inf"), ranked)
+    if NUM_GROUPS > 1:
+        ranked = tl.where(is_expert, ranked, float("-inf"))
+        of_groups = tl.reshape(ranked, [TILE_TOKENS, PADDED_GROUPS, PADDED_SIZE])
+        groups = tl.arange(0, PADDED_GROUPS)[None, :]
+        is_chosen = _choose(_sum_of_two_best(of_groups, GROUP_SIZE), groups, groups < NUM_GROUPS, NUM_CHOSEN_GROUPS)
+        ranked = tl.reshape(tl.where(is_chosen[:, :, None], of_groups, float("-inf")), [TILE_TOKENS, PADDED_EXPERTS])
+
+    is_chosen = _choose(ranked, experts, is_expert, NUM_CHOSEN)
+    if RENORMALIZES:
+        totals = tl.sum(tl.where(is_chosen, scores, 0.0), axis=1) + _MIN_SUM
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + totals[:, None])
+    places = tokens * NUM_CHOSEN + tl.cumsum(is_chosen.to(tl.int32), axis=1) - 1
+    mask = is_chosen & (tokens < num_tokens)
+    tl.store(ids + places, (experts + tl.zeros_like(places)).to(tl.int64), mask=mask)
+    tl.store(weights + places, scores * factor, mask=mask)
+
+
+@triton.jit
+def _sum_of_two_best(ranked, GROUP_SIZE: tl.constexpr):
+    """Of each group: [tokens, groups, padded size] to [tokens, groups]."""
+    best, place = tl.max(ranked, axis=2, return_indices=True)
+    if GROUP_SIZE > 1:
+        is_best = tl.arange(0, ranked.shape[2])[None, None, :] == place[:, :, None]
+        best += tl.max(tl.where(is_best, float("-inf"), ranked), axis=2)
+    return best
+
+
+@triton.jit
+def _choose(ranked, indexes, is_there, NUM_CHOSEN: tl.constexpr):
+    """Whether each of a row is one of its highest; of equal ones the lower index is. As many as are wanted are chosen,
+    each once, whatever the numbers: ids of what was not chosen would be no ids."""
+    # All keys differ: they stand in the order of the numbers as integers, and in that of falling indexes.
+    LOWEST_KEY: tl.constexpr = -(2**63)
+    ranked = tl.where(ranked != ranked, float("inf"), tl.where(ranked == 0.0, 0.0, ranked))
+    bits = ranked.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - indexes).to(tl.int64)
+    keys = tl.where(is_there, keys, LOWEST_KEY)
+    is_chosen = keys != keys
+    for _ in range(NUM_CHOSEN):
+        is_highest = keys == tl.max(keys, axis=1)[:, None]
+        is_chosen = is_chosen | is_highest
+        keys = tl.where(is_highest, LOWEST_KEY, keys)
+    return is_chosen
+
+
+@triton.jit(do_not_specialize=["num_slots", "max_tiles"])
+def _assign_kernel(
+    ids, table, num_slots, num_experts, max_tiles,
+    PADDED_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A program lists the slots and tiles of one expert; the last one fills up the list of tiles."""
+    expert, experts, lines = tl.program_id(0), tl.arange(0, PADDED_EXPERTS), tl.arange(0, TILE)
+    counted = tl.zeros([PADDED_EXPERTS], tl.int32)
+    for begin in tl.range(0, num_slots, TILE):
+        mask = begin + lines < num_slots
+        counted += tl.histogram(tl.load(ids + begin + lines, mask=mask, other=0).to(tl.int32), PADDED_EXPERTS, mask)
+    start = tl.sum(tl.where(experts < expert, counted, 0), axis=0)
+    end = start + tl.sum(tl.where(experts == expert, counted, 0), axis=0)
+    tl.store(table.ends + expert, end)
+    first_tile = tl.sum(tl.where(experts < expert, tl.cdiv(counted, BLOCK_M), 0), axis=0)
+    past_tile = first_tile + tl.cdiv(end - start, BLOCK_M)
+    past_filled = tl.where(expert == num_experts - 1, max_tiles, past_tile)
+    for begin in tl.range(first_tile, past_filled, TILE):
+        tiles = begin + lines
+        tl.store(table.tile_experts + tiles, tl.where(tiles < past_tile, expert, -1), mask=tiles < past_filled)
+        tl.store(table.tile_starts + tiles, start + (tiles - first_tile) * BLOCK_M, mask=tiles < past_tile)
+    for begin in tl.range(0, num_slots, TILE):
+        slots = begin + lines
+        is_mine = tl.load(ids + slots, mask=slots < num_slots, other=-1) == expert
+        places = start + tl.cumsum(is_mine.to(tl.int32), axis=0) - 1
+        tl.store(table.order + places, slots, mask=is_mine)
+        start += tl.sum(is_mine.to(tl.int32), axis=0)
+
+
+@triton.jit(do_not_specialize=["slots_of_row"])
+def _multiply_kernel(
+    x, weights, biases, output, table, slots_of_row, in_size, out_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """A program computes BLOCK_N outputs of a tile of slots of one expert."""
+    tile = tl.program_id(0)
+    expert = tl.load(table.tile_experts + tile).to(tl.int64)
+    if expert < 0:
+        return
+    members = tl.load(table.tile_starts + tile) + tl.arange(0, BLOCK_M)
+    is_member = members < tl.load(table.ends + expert)
+    slots = tl.load(table.order + members, mask=is_member, other=0)
+    columns, inputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    is_column = columns < out_size
+    x_at = x.data + (slots // slots_of_row).to(tl.int64)[:, None] * x.strides[0] + inputs[None, :]
+    weights_of_expert = weights.data + expert * weights.strides[0]
+    weights_at = weights_of_expert + columns.to(tl.int64)[:, None] * weights.strides[1] + inputs[None, :]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, in_size, BLOCK_K):
+        is_input = (start + inputs < in_size)[None, :]
+        x_tile = tl.load(x_at + start, mask=is_member[:, None] & is_input, other=0.0).to(OPERAND)
+        weight_tile = tl.load(weights_at + start, mask=is_column[:, None] & is_input, other=0.0).to(OPERAND)
+        sums = tl.dot(x_tile, tl.trans(weight_tile), sums, input_precision="ieee")
+    if biases is not None:
+        sums += tl.load(biases + expert * out_size + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    output_at = output + slots.to(tl.int64)[:, None] * out_size + columns[None, :]
+    tl.store(output_at, sums.to(output.dtype.element_ty), mask=is_member[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _sum_kernel(slots, weights, output, width, NUM_CHOSEN: tl.constexpr, TILE: tl.constexpr):
+    """A program sums up TILE elements of a token's slots."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < width
+    total = tl.zeros([TILE], tl.float32)
+    for place in range(NUM_CHOSEN):
+        slot = token * NUM_CHOSEN + place
+        values = tl.load(slots + slot * width + columns, mask=mask, other=0.0).to(tl.float32)
+        total += values * tl.load(weights + slot)
+    tl.store(output + token * width + columns, total.to(output.dtype.element_ty), mask=mask)

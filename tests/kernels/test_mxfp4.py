@@ -1,0 +1,61 @@
+"""MXFP4 as transformers and PyPI `gguf` read it: every byte with every exponent."""
+
+import gguf
+import numpy as np
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from pagewire.kernels import mxfp4
+from pagewire.kernels.quantized import QuantizedWeight
+
+NUM_EXPONENTS = 255  # and one that stands for no number
+BLOCKS = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(NUM_EXPONENTS, 1, 1)
+EXPONENTS = torch.arange(NUM_EXPONENTS, dtype=torch.uint8)[:, None].repeat(1, 16)
+
+
+def every_weight():
+    """Each row has an exponent, and all bytes."""
+    codes = mxfp4.doubled_codes(BLOCKS).view(NUM_EXPONENTS, 512)
+    scale = mxfp4.halved_scales(EXPONENTS, codes.unflatten(1, (-1, mxfp4.GROUP_SIZE)))
+    return QuantizedWeight(codes, scale, None, mxfp4.GROUP_SIZE)
+
+
+def test_every_number_is_that_of_transformers():
+    expected = convert_moe_packed_tensors(BLOCKS[None], EXPONENTS[None], dtype=torch.float32)[0].t()
+    assert torch.equal(every_weight().dequantized(), expected)
+
+
+def test_every_number_is_that_of_gguf():
+    """Where the halves of bytes lie one behind the other."""
+    stored = torch.cat([EXPONENTS[..., None], BLOCKS], dim=-1).flatten(1)
+    with np.errstate(over="ignore"):  # 6 times the largest powers is infinite
+        meant = torch.from_numpy(gguf.quants.dequantize(stored.numpy(), gguf.GGMLQuantizationType.MXFP4))
+    in_turns = meant.view(NUM_EXPONENTS, 16, 2, 16).transpose(2, 3).flatten(1)
+    assert torch.equal(every_weight().dequantized(), in_turns)
+
+
+def test_panels_hold_every_number(cpu_kernels):
+    """Those with powers below all normal numbers need wider scales."""
+    weight = every_weight()
+    for rows, scale_dtype in ((slice(2, None), torch.float8_e8m0fnu), (slice(None), torch.bfloat16)):
+        part = weight[torch.arange(NUM_EXPONENTS)[rows]]
+        packed = cpu_kernels.pack_quantized(part)
+        assert packed.quantized is not None
+        assert (packed.quantized.bits, packed.quantized.scale_dtype) == (4, scale_dtype)
+        assert torch.equal(cpu_kernels.take_rows(packed, torch.arange(len(part.codes))), part.dequantized())
+
+
+def test_groups_of_zeros_need_no_wide_scales(cpu_kernels):
+    blocks, exponents = BLOCKS[127:129].clone(), EXPONENTS[127:129].clone()
+    blocks[:, 3], exponents[:, 3] = 0x80, 0  # -0 is 0 too
+    codes = mxfp4.doubled_codes(blocks).view(2, 512)
+    scale = mxfp4.halved_scales(exponents, codes.unflatten(1, (-1, mxfp4.GROUP_SIZE)))
+    assert (scale[:, 3] == 0).all()
+    packed = cpu_kernels.pack_quantized(QuantizedWeight(codes, scale, None, mxfp4.GROUP_SIZE))
+    assert packed.quantized is not None
+    assert packed.quantized.scale_dtype == torch.float8_e8m0fnu
+
+
+def test_an_exponent_stands_for_no_number():
+    codes = torch.zeros(1, 1, mxfp4.GROUP_SIZE, dtype=torch.int8)
+    assert mxfp4.halved_scales(torch.tensor([[255]], dtype=torch.uint8), codes).isnan().all()

@@ -1,0 +1,122 @@
+"""Tensors of a checkpoint that stack up what belongs to each expert of a layer, which has names of its own here.
+
+`experts.gate_up_proj` may hold `experts.0.gate_proj.weight`, `experts.0.up_proj.weight` and so on; the other tensors of
+these modules are in `experts.gate_up_proj_bias`, `_blocks` and `_scales`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from worker_service.models.checkpoint_files import CheckpointError, TensorHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a tensor stacks up of each expert."""
+
+    projections: tuple[str, ...]
+    takes_turns: bool = False  # outputs of the projections do; else those of one lie behind those of the other
+    is_transposed: bool = False  # floats are [experts, inputs, outputs]
+
+
+# By their names. Those of transformers, which computes with experts that are stacked up:
+Stacks = Mapping[str, Stack]
+STACKS = {"gate_up_proj": Stack(("gate_proj", "up_proj")), "down_proj": Stack(("down_proj",))}
+# How the names of stacks end, by the kind of tensor of an expert, and the dimensions that the expert's has.
+_KINDS = {"weight": ("", 2), "bias": ("_bias", 1), "blocks": ("_blocks", 3), "scales": ("_scales", 2)}
+_PART = re.compile(rf"(.*)\.(\d+)\.(\w+)\.({'|'.join(_KINDS)})")
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPart:
+    """What a stack has of a projection of an expert."""
+
+    stack: str
+    expert: int
+    kind: str
+    form: Stack
+    number: int  # of the projection
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the stack is [experts, inputs, outputs]."""
+        return self.form.is_transposed and self.kind == "weight"
+
+    @property
+    def turns(self) -> slice:
+        """Which outputs of those that `index` finds are the projection's."""
+        return slice(self.number, None, self.num_turns) if self.form.takes_turns else slice(None)
+
+    @property
+    def num_turns(self) -> int:
+        """How many projections take turns."""
+        return len(self.form.projections) if self.form.takes_turns else 1
+
+    def describe(self) -> str:
+        """The part as it would be written in Python."""
+        num_projections = len(self.form.projections)
+        if num_projections > 1 and not self.form.takes_turns:
+            return f"{self.stack}[{self.expert}].chunk({num_projections})[{self.number}]"
+        outputs = f"{self.number}::{num_projections}" if num_projections > 1 else ":"
+        return f"{self.stack}[{self.expert}, {':, ' if self.is_transposed else ''}{outputs}]"
+
+    def header(self, of_stack: TensorHeader) -> TensorHeader:
+        """Return the header that this would have as a tensor of its own.
+
+        Raises CheckpointError if the stack has too few or too many dimensions.
+        """
+        num_dims = 1 + _KINDS[self.kind][1]
+        if len(of_stack.shape) != num_dims:
+            raise CheckpointError(
+                f"tensor {self.stack} in {of_stack.file} has shape {list(of_stack.shape)}, expected {num_dims} "
+                "dimensions, of which the first counts experts"
+            )
+        shape = list(of_stack.shape[:0:-1] if self.is_transposed else of_stack.shape[1:])
+        shape[0] = len(self._outputs(of_stack))
+        return TensorHeader(of_stack.file, of_stack.dtype, tuple(shape))
+
+    def index(self, of_stack: TensorHeader, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Return where the stack has a part of this tensor; all projections that take turns are in it."""
+        rows, *columns = index or (slice(None),)
+        own = self._outputs(of_stack)
+        start, stop, _ = rows.indices(len(own))
+        if self.form.takes_turns:
+            outputs = slice(start * self.num_turns, stop * self.num_turns)
+        else:
+            outputs = slice(own.start + start, own.start + stop)
+        expert = slice(self.expert, self.expert + 1)
+        return (expert, *(columns or [slice(None)]), outputs) if self.is_transposed else (expert, outputs, *columns)
+
+    def _outputs(self, of_stack: TensorHeader) -> range:
+        """The outputs of an expert in the stack that are the projection's."""
+        num_outputs, num_projections = of_stack.shape[-1 if self.is_transposed else 1], len(self.form.projections)
+        if self.form.takes_turns:
+            return range(self.number, num_outputs, num_projections)
+        start, stop = (num_outputs * number // num_projections for number in (self.number, self.number + 1))
+        return range(start, stop)
+
+
+def find_part(stacks: Stacks, name: str) -> StackedPart | None:
+    """Return where a tensor of an expert would be; None: in no stack."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return None
+    experts, expert, projection, kind = match.groups()
+    for stack, form in stacks.items():
+        if projection in form.projections:
+            source = f"{experts}.{stack}{_KINDS[kind][0]}"
+            return StackedPart(source, int(expert), kind, form, form.projections.index(projection))
+    return None
+
+
+def unstacked_names(stacks: Stacks, name: str, header: TensorHeader) -> Iterator[str]:
+    """Yield the names of what a tensor has of each expert; its own, if it is no stack, or empty."""
+    experts, _, own = name.rpartition(".")
+    for stack, form in stacks.items():
+        for kind, (end, _) in _KINDS.items():
+            if own == stack + end and header.shape and all(header.shape):
+                numbers = range(header.shape[0])
+                yield from (f"{experts}.{i}.{each}.{kind}" for i in numbers for each in form.projections)
+                return
+    yield name
