@@ -3,7 +3,8 @@
 // round what they read as their layers say, weights and cache are of any element type.
 //
 // An operation reads and writes *buffers*: float32, [num_tokens, width]. Some operations work token by token (embed, add,
-// normalize, activate, and preparing what a product reads): threads share out the tokens. The others are cut into tasks.
+// normalize, activate, choose, sum slots, gate, and preparing what a product reads): threads share out the tokens. The
+// others are cut into tasks; of products of experts it is known only in the step how many.
 //
 // Where a step has few tokens, tasks are repeatable (tasks.h), so that no thread waits for one that has lost its core:
 // whatever an operation writes by tasks has memory of its own, and what is done token by token every thread does for
@@ -713,9 +714,9 @@ static int64_t count_products(const decoder* model, const attention_step* step, 
   for (int64_t op = 0; op < model->num_operations; op++) {
     const operation* o = &model->operations[op];
     const int64_t num_weights = o->layer.in_size * o->layer.out_size;
-    const int64_t num_chosen = o->kind == MULTIPLY_CHOSEN ? o->experts->in_size * o->experts->out_size * o->choice.num_chosen : 0;
+    const int64_t num_of_expert = o->kind == MULTIPLY_CHOSEN ? o->experts->in_size * o->experts->out_size : 0;
     num_products += o->kind == MULTIPLY          ? num_weights * step->num_tokens
-                    : o->kind == MULTIPLY_CHOSEN ? num_chosen * step->num_tokens
+                    : o->kind == MULTIPLY_CHOSEN ? num_of_expert * o->choice.num_chosen * step->num_tokens
                     : o->kind == PREDICT         ? num_weights * num_logits
                     : o->kind == ATTEND          ? 2 * num_positions * step->num_heads * step->head_dim
                                                  : 0;

@@ -175,12 +175,13 @@ static product expert_product(const expert_products* p, int64_t nth, row_groups*
   const char* x = (const char*)p->x + start * prepared_row_bytes(activation_kind(layer), layer->in_size);
   product of_expert = p->is_gated ? gated_product(layer, groups, x, p->y) : plain_product(layer, groups, x, p->y);
   of_expert.places = p->rows->slots + start;
+  of_expert.panels_per_task = PANELS_PER_EXPERT_TASK;
   return of_expert;
 }
 
 // Tasks of each expert.
 INLINE int64_t num_expert_tasks(const linear_layer* layer, int is_gated) {
-  return ceil_div(ceil_div(layer->out_size, PANEL) / (is_gated ? 2 : 1), PANELS_PER_TASK);
+  return ceil_div(ceil_div(layer->out_size, PANEL) / (is_gated ? 2 : 1), PANELS_PER_EXPERT_TASK);
 }
 
 // A `task_function`; repeatable.

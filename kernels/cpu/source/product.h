@@ -18,13 +18,19 @@ INLINE arithmetic layer_arithmetic(const linear_layer* layer) {
 // What a layer's product reads.
 INLINE int64_t activation_kind(const linear_layer* layer) { return layer->activation; }
 
+INLINE int64_t panels_of_tasks(const row_groups* groups, int64_t num_panels) {
+  return groups->num_rows > 1 && num_panels < FEW_PANELS ? 1 : PANELS_PER_TASK;
+}
+
 INLINE product plain_product(const linear_layer* layer, const row_groups* groups, const void* x, float* y) {
+  const int64_t num_panels = ceil_div(layer->out_size, PANEL);
   return (product){.layer = layer,
                    .by = layer_arithmetic(layer),
                    .groups = groups,
                    .x = x,
                    .y = y,
-                   .num_panels = ceil_div(layer->out_size, PANEL)};
+                   .num_panels = num_panels,
+                   .panels_per_task = panels_of_tasks(groups, num_panels)};
 }
 
 INLINE int can_gate(const linear_layer* layer) { return layer->out_size % (2 * PANEL) == 0; }
@@ -33,10 +39,11 @@ INLINE product gated_product(const linear_layer* layer, const row_groups* groups
   product p = plain_product(layer, groups, x, y);
   p.is_gated = 1;
   p.num_panels /= 2;
+  p.panels_per_task = panels_of_tasks(groups, p.num_panels);
   return p;
 }
 
-INLINE int64_t num_product_tasks(const product* p) { return ceil_div(p->num_panels, PANELS_PER_TASK); }
+INLINE int64_t num_product_tasks(const product* p) { return ceil_div(p->num_panels, p->panels_per_task); }
 
 INLINE int64_t num_units(const product* p) { return ceil_div(p->layer->in_size, p->by.unit); }
 
@@ -101,17 +108,20 @@ static void multiply_groups(const product* p, int64_t panel, const product* late
 // The panels of a task. Meanwhile a panel is fetched that is computed AHEAD panels later, or that the thread's next task
 // begins with, which is one of the product `then` (NULL: there is none).
 static void multiply_panels(const product* p, int64_t task, const product* then, int64_t next) {
-  int64_t panel = task * PANELS_PER_TASK;
-  const int64_t end = panel + PANELS_PER_TASK < p->num_panels ? panel + PANELS_PER_TASK : p->num_panels;
+  int64_t panel = task * p->panels_per_task;
+  const int64_t first = next * p->panels_per_task;  // of `then`
+  const int64_t end = panel + p->panels_per_task < p->num_panels ? panel + p->panels_per_task : p->num_panels;
   if (p->groups->num_rows == 1)
     for (; panel + 4 <= end; panel += 4) {
-      const int64_t later = next * PANELS_PER_TASK;
-      const int fetches = p->layer->element == ELEMENT_INT4 && then && later + 4 <= then->num_panels;
-      multiply_row(p, panel, fetches ? then : NULL, later);
+      const int is_of_task = panel + 8 <= end;
+      const product* of = is_of_task ? p : then;
+      const int64_t later = is_of_task ? panel + 4 : first;
+      const int fetches = p->layer->element == ELEMENT_INT4 && of && later + 4 <= of->num_panels;
+      multiply_row(p, panel, fetches ? of : NULL, later);
     }
   for (; panel < end; panel++) {
     const int is_of_task = panel + AHEAD < end;
-    const int64_t later = is_of_task ? panel + AHEAD : next * PANELS_PER_TASK + panel + AHEAD - end;
+    const int64_t later = is_of_task ? panel + AHEAD : first + panel + AHEAD - end;
     if (is_of_task || (then && later < then->num_panels))
       multiply_groups(p, panel, is_of_task ? p : then, later);
     else

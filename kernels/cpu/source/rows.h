@@ -30,7 +30,9 @@ typedef struct {
 enum { ELEMENT_FLOAT, ELEMENT_BFLOAT16, ELEMENT_FLOAT16, ELEMENT_INT8, ELEMENT_INT4, ELEMENT_FLOAT8, ELEMENT_POWER };
 
 enum {
-  PANELS_PER_TASK = 4,
+  PANELS_PER_TASK = 4,  // or one, of products of several rows with fewer than FEW_PANELS
+  FEW_PANELS = 16,
+  PANELS_PER_EXPERT_TASK = 8,  // there are many tasks
   AHEAD = 2,       // panels: so far ahead of the one that is computed weights are fetched
   UNROLLED = 4,    // units of inputs that are multiplied in a turn of the loop
   MAX_GROUPS = 8,  // of rows that share a panel's run while it is near
@@ -69,6 +71,7 @@ typedef struct {
   const void* x;       // prepared (activations.h)
   float* y;            // [num_rows, out_size]; of a gated one, [num_rows, out_size / 2]
   int64_t num_panels;  // of all outputs; of a gated one, of the gates
+  int64_t panels_per_task;
   int is_gated;        // the outputs are gates and as many ups, in whole panels, and y is silu(gate) * up
   const int32_t* places;  // [num_rows]: where y has each row; NULL: where x has it
 } product;
