@@ -7,6 +7,7 @@ nothing, so a CUDA graph can hold the launches.
 Specification: `pagewire.kernels.experts`.
 """
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,14 @@ class ProductTile(NamedTuple):
 # fit the shared memory of an H200 and spill no register when compiled for it.
 _FEW = {2: ProductTile(16, 64, 128, 4, 4), 4: ProductTile(16, 64, 64, 4, 3)}
 _MANY = {2: ProductTile(64, 128, 64, 4, 4), 4: ProductTile(32, 64, 32, 4, 3)}
+
+
+# What the choice is compiled for: tokens of a program; groups, experts of each, and the powers of two that hold them;
+# how many experts and groups are chosen; and how scores become weights.
+ChoiceShape = namedtuple(
+    "ChoiceShape",
+    "tile_tokens num_groups group_size padded_groups padded_size num_chosen num_chosen_groups is_softmax renormalizes",
+)
 
 
 class SlotTable(NamedTuple):
@@ -82,29 +91,24 @@ def choose_experts(logits: Tensor, choice: ExpertChoice, correction: Tensor | No
     num_tokens, num_experts = logits.shape
     ids = torch.empty((num_tokens, choice.num_chosen), dtype=torch.int64, device=logits.device)
     weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
-    group_size = num_experts // choice.num_groups
-    padded_groups, padded_size = triton.next_power_of_2(choice.num_groups), triton.next_power_of_2(group_size)
-    tile_tokens = tokens_of_choice(padded_groups * padded_size)
+    shape = choice_shape(choice, num_experts)
     if num_tokens:
-        _choose_kernel[(triton.cdiv(num_tokens, tile_tokens),)](
+        _choose_kernel[(triton.cdiv(num_tokens, shape.tile_tokens),)](
             *(Strided.of(logits), correction, ids, weights, num_tokens, choice.factor),
-            TILE_TOKENS=tile_tokens,
-            NUM_CHOSEN=choice.num_chosen,
-            IS_SOFTMAX=choice.scoring == "softmax",
-            RENORMALIZES=choice.renormalizes,
-            NUM_GROUPS=choice.num_groups,
-            NUM_CHOSEN_GROUPS=choice.num_chosen_groups,
-            GROUP_SIZE=group_size,
-            PADDED_GROUPS=padded_groups,
-            PADDED_SIZE=padded_size,
+            SHAPE=shape,
             enable_fp_fusion=False,
         )
     return ids, weights
 
 
-def tokens_of_choice(padded_experts: int) -> int:
-    """Tokens that a program chooses for, of so many experts and padding: a thread has room for a few of their keys."""
-    return max(1, _CHOICE_TILE // padded_experts)
+def choice_shape(choice: ExpertChoice, num_experts: int) -> ChoiceShape:
+    """A program chooses for as many tokens as its threads have room for keys of experts, and of padding."""
+    num_groups, group_size = choice.num_groups, num_experts // choice.num_groups
+    padded_groups, padded_size = triton.next_power_of_2(num_groups), triton.next_power_of_2(group_size)
+    return ChoiceShape(
+        *(max(1, _CHOICE_TILE // (padded_groups * padded_size)), num_groups, group_size, padded_groups, padded_size),
+        *(choice.num_chosen, choice.num_chosen_groups, choice.scoring == "softmax", choice.renormalizes),
+    )
 
 
 def assign(ids: Tensor, num_experts: int, dtype: torch.dtype) -> Assignment:
@@ -250,44 +254,44 @@ def _check_product(x: Tensor, weights: Tensor, assignment: Assignment, biases: T
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _choose_kernel(
-    logits, correction, ids, weights, num_tokens, factor,
-    TILE_TOKENS: tl.constexpr, NUM_CHOSEN: tl.constexpr, IS_SOFTMAX: tl.constexpr, RENORMALIZES: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, PADDED_GROUPS: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-):  # fmt: skip
-    """A program chooses for TILE_TOKENS tokens. Experts lie in order among padding: each group's, and whole groups."""
-    PADDED_EXPERTS: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
+def _choose_kernel(logits, correction, ids, weights, num_tokens, factor, SHAPE: tl.constexpr):
+    """A program chooses for a few tokens. Experts lie in order among padding: each group's, and whole groups."""
+    TILE_TOKENS: tl.constexpr = SHAPE.tile_tokens
+    PADDED_SIZE: tl.constexpr = SHAPE.padded_size
+    PADDED_EXPERTS: tl.constexpr = SHAPE.padded_groups * PADDED_SIZE
     tokens = (tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)).to(tl.int64)[:, None]
     lines = tl.arange(0, PADDED_EXPERTS)[None, :]
-    experts = lines // PADDED_SIZE * GROUP_SIZE + lines % PADDED_SIZE
-    is_expert = (lines // PADDED_SIZE < NUM_GROUPS) & (lines % PADDED_SIZE < GROUP_SIZE)
+    experts = lines // PADDED_SIZE * SHAPE.group_size + lines % PADDED_SIZE
+    is_expert = (lines // PADDED_SIZE < SHAPE.num_groups) & (lines % PADDED_SIZE < SHAPE.group_size)
     mask = is_expert & (tokens < num_tokens)
     logit = tl.load(logits.data + tokens * logits.strides[0] + experts, mask=mask, other=0.0)
-    if IS_SOFTMAX:
+    if SHAPE.is_softmax:
         logit = tl.where(is_expert, logit, float("-inf"))
         powers = tl.exp(logit - tl.max(logit, axis=1)[:, None])
         scores = tl.div_rn(powers, tl.zeros_like(powers) + tl.sum(powers, axis=1)[:, None])
     else:
         scores = tl.div_rn(tl.full(logit.shape, 1.0, tl.float32), 1.0 + tl.exp(-logit))
     ranked = scores
-    if IS_SOFTMAX and correction is None:  # the softmax is monotonic, and rounds: logits that differ would be equal
-        ranked = logit
-    if correction is not None:
+    if correction is None:
+        if SHAPE.is_softmax:  # which is monotonic, and rounds: logits that differ would be equal
+            ranked = logit
+    else:
         ranked += tl.load(correction + experts, mask=is_expert, other=0.0)
     ranked = tl.where(ranked != ranked, float("inf"), ranked)
-    if NUM_GROUPS > 1:
+    if SHAPE.num_groups > 1:
         ranked = tl.where(is_expert, ranked, float("-inf"))
-        of_groups = tl.reshape(ranked, [TILE_TOKENS, PADDED_GROUPS, PADDED_SIZE])
-        groups = tl.arange(0, PADDED_GROUPS)[None, :]
-        is_chosen = _choose(_sum_of_two_best(of_groups, GROUP_SIZE), groups, groups < NUM_GROUPS, NUM_CHOSEN_GROUPS)
+        of_groups = tl.reshape(ranked, [TILE_TOKENS, SHAPE.padded_groups, PADDED_SIZE])
+        groups = tl.arange(0, SHAPE.padded_groups)[None, :]
+        is_chosen = _choose(
+            _sum_of_two_best(of_groups, SHAPE.group_size), groups, groups < SHAPE.num_groups, SHAPE.num_chosen_groups
+        )
         ranked = tl.reshape(tl.where(is_chosen[:, :, None], of_groups, float("-inf")), [TILE_TOKENS, PADDED_EXPERTS])
 
-    is_chosen = _choose(ranked, experts, is_expert, NUM_CHOSEN)
-    if RENORMALIZES:
+    is_chosen = _choose(ranked, experts, is_expert, SHAPE.num_chosen)
+    if SHAPE.renormalizes:
         totals = tl.sum(tl.where(is_chosen, scores, 0.0), axis=1) + _MIN_SUM
         scores = tl.div_rn(scores, tl.zeros_like(scores) + totals[:, None])
-    places = tokens * NUM_CHOSEN + tl.cumsum(is_chosen.to(tl.int32), axis=1) - 1
+    places = tokens * SHAPE.num_chosen + tl.cumsum(is_chosen.to(tl.int32), axis=1) - 1
     mask = is_chosen & (tokens < num_tokens)
     tl.store(ids + places, (experts + tl.zeros_like(places)).to(tl.int64), mask=mask)
     tl.store(weights + places, scores * factor, mask=mask)

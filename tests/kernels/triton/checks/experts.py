@@ -224,24 +224,14 @@ def compile_cases() -> Iterator[CompileCase]:
         *((ExpertChoice(8), 128, None), (ExpertChoice(10, "softmax", False), 512, None)),
         *((ExpertChoice(4, "sigmoid"), 60, "*fp32"), (DEEPSEEK_V3, 256, "*fp32")),
     ):
-        group_size = num_experts // choice.num_groups
-        padded_size = 1 << (group_size - 1).bit_length()
         yield CompileCase(
             f"choice of experts, {choice} of {num_experts}",
             experts._choose_kernel,
-            {"logits": strided("fp32", 2), "correction": correction, "ids": "*i64", "weights": "*fp32"}
-            | {"num_tokens": "i32", "factor": "fp32"},
             {
-                "NUM_CHOSEN": choice.num_chosen,
-                "IS_SOFTMAX": choice.scoring == "softmax",
-                "RENORMALIZES": choice.renormalizes,
-                "NUM_GROUPS": choice.num_groups,
-                "NUM_CHOSEN_GROUPS": choice.num_chosen_groups,
-                "GROUP_SIZE": group_size,
-                "PADDED_GROUPS": choice.num_groups,
-                "PADDED_SIZE": padded_size,
-                "TILE_TOKENS": experts.tokens_of_choice(choice.num_groups * padded_size),
+                **{"logits": strided("fp32", 2), "correction": correction, "ids": "*i64", "weights": "*fp32"},
+                **{"num_tokens": "i32", "factor": "fp32"},
             },
+            {"SHAPE": experts.choice_shape(choice, num_experts)},
         )
     table = experts.SlotTable("*i32", "*i32", "*i32", "*i32")
     assigned = {"ids": "*i64", "table": table, **dict.fromkeys(("num_slots", "num_experts", "max_tiles"), "i32")}
