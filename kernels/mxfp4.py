@@ -4,6 +4,8 @@ define them: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v
 All E2M1 numbers are halves of integers: a weight is codes of twice them, by scales of half the powers.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,8 @@ FORMAT = QuantizedFormat(4, GROUP_SIZE, has_half_scales=True, has_minima=False, 
 _DOUBLED = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)
 # Of the two numbers of a byte, the one in its lower half first.
 _PAIRS = torch.stack((_DOUBLED.repeat(16), _DOUBLED.repeat_interleave(16)), dim=1)  # [256, 2]
-_NO_NUMBER = 0xFF
+# Of each exponent, whose last stands for no number; ldexp is exact where the powers of torch need not be.
+_HALVED = torch.tensor([*(math.ldexp(1.0, exponent - 128) for exponent in range(255)), math.nan])
 
 
 def doubled_codes(packed: Tensor) -> Tensor:
@@ -29,9 +32,7 @@ def halved_scales(exponents: Tensor, codes: Tensor) -> Tensor:
         codes: of the groups, [*exponents.shape, GROUP_SIZE]. Groups of zeros that have a power below all normal numbers
             are given 0 instead, which means the same.
     """
-    shifts = exponents.int()
-    scales = torch.where(shifts < 2, 1 << (shifts + 21), (shifts - 1) << 23).view(torch.float32)
-    scales = scales.masked_fill(exponents == _NO_NUMBER, torch.nan)
+    scales = _HALVED.index_select(0, exponents.flatten().int()).view(exponents.shape)
     is_tiny = exponents < 2
     if is_tiny.any():
         scales.masked_fill_(is_tiny & ~codes.any(-1), 0.0)
