@@ -25,7 +25,6 @@ from pagewire.llm.request_output import (
     request_output,
     token_ids_of,
 )
-from pagewire.protos.gen.pagewire.scheduler.v1.scheduler_pb2 import GenerateRequest
 from pagewire.retry import Attempts
 from pagewire.sampling import UNSET, SamplingParams
 
@@ -269,7 +268,7 @@ def _one_each(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]
     return priorities
 
 
-def _request(prompt: Sequence[int], sampling: SamplingParams | None, priority: int) -> GenerateRequest:
+def _request(prompt: Sequence[int], sampling: SamplingParams | None, priority: int) -> Any:
     return wire.encode_request(
         None, sampling, prompt_token_ids=prompt, request_id=None, priority=priority, cache_salt="", tenant=""
     )

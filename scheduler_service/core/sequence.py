@@ -72,8 +72,8 @@ class SequenceGroup:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether its row needs every position computed in a row of its own: nothing cached can stand for a part of a
-        mean, nor what another row had computed."""
+        """Whether one row must compute all of it, from its first position on: a mean is lost with its row, and nothing
+        that is cached stands for a part of one."""
         return self.request.sampling.pooling is Pooling.MEAN
 
     @property

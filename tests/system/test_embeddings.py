@@ -80,6 +80,17 @@ async def test_embeddings_are_those_of_transformers_and_the_same_bits_in_any_com
     assert (loads.num_running, loads.num_waiting, loads.num_held_blocks) == (0, 0, 0)
 
 
+async def test_ranks_make_the_embeddings_of_one(tmp_path: Path) -> None:
+    path = write_pooling(make_checkpoint(tmp_path / "model", "qwen3", seed=4), MEAN)
+    model = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
+    prompts = oracle.random_prompts(7, VOCAB_SIZE, (1, 40, 100))
+    with running(path, num_ranks=2, worker=["--dtype", "float32", "--max-num-batched-tokens", 64]) as system:
+        async with Client(system.url) as client:
+            found = await client.aembed(prompts)
+    for prompt, embedding in zip(prompts, found, strict=True):
+        assert embedding.values == pytest.approx(expected_embedding(model, prompt, MEAN), abs=MARGIN)
+
+
 @pytest.mark.parametrize("mode", POOLINGS)
 async def test_a_killed_worker_costs_an_embedding_nothing_but_time(mode: str, tmp_path: Path) -> None:
     """Each worker is stopped while it computes the prompt, and killed where it stands."""

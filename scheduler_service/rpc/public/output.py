@@ -241,7 +241,8 @@ class OutputBuffer:
         response.usage.prompt_tokens = end.num_prompt_tokens
         response.usage.cached_tokens = end.num_cached_tokens
         response.usage.completion_tokens = self.num_tokens
-        response.embedding.extend(decode_embedding(end.embedding))
+        if end.embedding:
+            response.embedding.extend(decode_embedding(end.embedding))
 
 
 class OutputReader:
