@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
@@ -53,7 +55,7 @@ def write_gguf(
         if value is not None:
             _add(writer, key, value)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+    for name, tensor in _stacked(load_file(checkpoint / "model.safetensors")).items():
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None, name
         if replaced and own_name in replaced:
@@ -64,13 +66,30 @@ def write_gguf(
         if arch in _GEMMAS and own_name.endswith("_norm.weight"):
             tensor = tensor.float() + 1
         own_type = next((kind for ending, kind in (types or {}).items() if own_name.endswith(ending)), type_name)
-        add_tensor(writer, own_name, tensor, "F32" if tensor.dim() == 1 else own_type)
+        is_exact = tensor.dim() == 1 or own_name.endswith("ffn_gate_inp.weight")
+        add_tensor(writer, own_name, tensor, "F32" if is_exact else own_type)
     for own_name, (tensor, own_type) in {**_rope_factors(config), **(replaced or {})}.items():
         add_tensor(writer, own_name, tensor, own_type)
     for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         finish()
     writer.close()
     return path
+
+
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
+
+
+def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With those of all experts as one, as llama.cpp's converter has them."""
+    found: dict[str, torch.Tensor] = {}
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _OF_EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        else:
+            stacks.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
+    return found | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in stacks.items()}
 
 
 def permuted(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -92,7 +111,7 @@ def k_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
     that follows from the tensor."""
     seed = int(tensor.float().abs().sum().item() * 1000) % (1 << 32)
     rng = np.random.default_rng(seed)
-    rows, num_blocks = tensor.shape[0], tensor.shape[1] // 256
+    rows, num_blocks = tensor.shape[:-1].numel(), tensor.shape[-1] // 256
     blocks = rng.integers(0, 256, (rows, num_blocks, _K_BLOCK_BYTES[type_name]), dtype=np.uint8)
     if type_name == "Q6_K":
         scale = tensor.float().std().item() / (18 * 74)
@@ -103,7 +122,7 @@ def k_blocks(tensor: torch.Tensor, type_name: str) -> np.ndarray:
         # Minimums in the middle of the codes, so that weights have both signs.
         blocks[..., 0:2] = np.array([scale], np.float16).view(np.uint8)
         blocks[..., 2:4] = np.array([scale * largest / 2], np.float16).view(np.uint8)
-    return blocks.reshape(rows, -1)
+    return blocks.reshape(*tensor.shape[:-1], -1)
 
 
 def dequantized(path: Path) -> dict[str, np.ndarray]:
@@ -136,6 +155,10 @@ def _settings(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         f"{arch}.final_logit_softcapping": config.get("final_logit_softcapping"),
         "general.file_type": 1,
     }
+    if arch == "qwen3moe":
+        found[f"{arch}.expert_count"] = config.get("num_experts") or config["num_local_experts"]
+        found[f"{arch}.expert_used_count"] = config["num_experts_per_tok"]
+        found[f"{arch}.expert_feed_forward_length"] = config["moe_intermediate_size"]
     if arch == "gemma3":
         found[f"{arch}.rope.freq_base_swa"] = float(local_rope.get("rope_theta", 10_000.0))
         found[f"{arch}.attention.sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
@@ -210,9 +233,10 @@ def write_dequantized(directory: Path, path: Path, checkpoint: Path) -> Path:
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     values, weights = dequantized(path), {}
     for name in load_file(checkpoint / "model.safetensors"):
-        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        match = _OF_EXPERT.fullmatch(name)
+        own_name = names.get_name(match[1] + match[3] if match else name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None, name
-        tensor = torch.from_numpy(values[own_name].copy())
+        tensor = torch.from_numpy(values[own_name][int(match[2])].copy() if match else values[own_name].copy())
         if arch is gguf.MODEL_ARCH.LLAMA and (".attn_q." in own_name or ".attn_k." in own_name):
             heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]
             # As transformers does it.

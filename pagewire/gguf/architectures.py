@@ -63,10 +63,21 @@ def _phi3(keys: Metadata) -> dict[str, Any]:
     return {"sliding_window": keys.whole("attention.sliding_window", 0) or None}
 
 
+def _qwen3moe(keys: Metadata) -> dict[str, Any]:
+    """As in llama.cpp, every layer has experts, and the weights of those that are chosen are brought to a sum of 1."""
+    return {
+        "num_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", _llama, frozenset({"attention.sliding_window"})),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3moe, frozenset({"expert_count"})),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
         _gemma2,

@@ -14,6 +14,10 @@ from pagewire.gguf.special_tokens import SpecialTokens
 # Settings that change what is computed, with the values that change nothing.
 _INERT: dict[str, tuple[object, ...]] = {
     "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_gating_func": (0, 1),  # none is named, or softmax
+    "expert_weights_scale": (0.0, 1.0),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
@@ -28,6 +32,7 @@ _INERT: dict[str, tuple[object, ...]] = {
     "nextn_predict_layers": (0,),
     "rope.scaling.alpha": (0.0,),
 }
+_ROUTER = ".ffn_gate_inp.weight"  # which is in float32 whatever the model computes in
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -114,7 +119,8 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _dtype(file: GgufFile) -> str:
     """Return what the model computes in where nobody says: weights of fewer bits than 16 are widened to bfloat16."""
-    names = {info.type_name for info in file.tensors.values() if len(info.shape) > 1}
+    tensors = {name: info for name, info in file.tensors.items() if not name.endswith(_ROUTER)}
+    names = {info.type_name for info in tensors.values() if len(info.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(names), "bfloat16")
 
 

@@ -15,6 +15,8 @@ from scheduler_service.serving.pooling_config import PoolingChoice, read_gguf_po
 from scheduler_service.serving.sampling_options import API_DEFAULTS, SAMPLING_OPTIONS
 
 # The keys under which the families of models give their greatest length.
+# What published files of Gemma 3 with vision leave out.
+_TEXT_DEFAULTS = {"vocab_size": 262_208, "max_position_embeddings": 131_072}
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 # Those of families whose files may leave it out, by model_type.
 _DEFAULT_LENGTHS = {"bloom": 2048}
@@ -95,7 +97,7 @@ class _Settings:
 
 def _read_directory(path: Path) -> _Settings:
     config_path, tokenizer_path = path / "config.json", path / "tokenizer.json"
-    config = _read_json(config_path, required=True)
+    config = _with_text_config(_read_json(config_path, required=True))
     tokenizer_config = _read_json(path / "tokenizer_config.json")
     digest = hashlib.sha256(config_path.read_bytes())
     has_tokenizer = tokenizer_path.is_file()
@@ -114,6 +116,15 @@ def _read_directory(path: Path) -> _Settings:
         digest.digest(),
         read_pooling(path, partial(_read_json, required=True)),
     )
+
+
+def _with_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a multimodal model, what is said of its text model is taken where the whole says nothing."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    defaults = _TEXT_DEFAULTS if text.get("model_type") == "gemma3_text" else {}
+    return {**defaults, **text, **{key: value for key, value in config.items() if value is not None}}
 
 
 def _read_gguf(path: Path) -> _Settings:

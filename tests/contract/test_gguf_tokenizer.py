@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import random
+import re
 import unicodedata
 import zipfile
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from scheduler_service.rpc.vllm.tokenizer_archive import read_tokenizer_archive
 from scheduler_service.serving.model_info import ModelInfo, read_model_info
 from scheduler_service.serving.tokenizer import load_tokenizer
 from tests.gguf_files import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, byte_level_keys, write_gguf
+from tests.worker.checkpoints import make_checkpoint
 
 BUNDLED = Path(__file__).parents[2] / "models" / "storyteller"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -203,6 +205,42 @@ def test_sentencepiece_tokenizers_are_the_published_ones(tmp_path: Path, has_pre
     settings = {} if has_prefix else {"add_space_prefix": False}
     path = with_tokenizer(tmp_path / "model.gguf", keys, **settings)
     assert_same(load_tokenizer(path), published_sentencepiece(keys, has_prefix=has_prefix), seed=23)
+
+
+def test_special_tokens_of_phi3_take_the_white_space_behind_them(tmp_path: Path) -> None:
+    """As in its published tokenizer.json; nothing in a file says so but the architecture."""
+    keys = sentencepiece_keys()
+    keys["tokens"][-1], keys["token_type"][-1] = "<|end|>", CONTROL
+    path = make_checkpoint(tmp_path / "model", "phi3", seed=3, vocab_size=VOCAB_SIZE)
+    ours = load_tokenizer(write_gguf(tmp_path / "model.gguf", path, "F16", tokenizer=keys))
+    theirs = published_sentencepiece(keys)
+    theirs.add_special_tokens([AddedToken(text, rstrip=True, normalized=False) for text in ("</s>", "<|end|>")])
+    for text in ("<|end|>\n the<|end|> and</s> \n", "<s> the <|end|>  <|end|>"):
+        assert ours.encode(text).ids == theirs.encode(text).ids
+    assert ours.encode("the<|end|>\n").ids == ours.encode("the<|end|>").ids != ours.encode("the").ids
+
+
+def test_runs_of_spaces_and_lines_of_gemma_are_tokens(tmp_path: Path) -> None:
+    """Its files write them as they stand in texts, and have no merges that make them."""
+    keys = sentencepiece_keys()
+    added = ["\n", "\n\n", "  ", "   ", "    "]
+    first = VOCAB_SIZE - len(added)
+    keys["tokens"][first:], keys["token_type"][first:] = added, [USER_DEFINED] * len(added)
+    ours = load_tokenizer(with_tokenizer(tmp_path / "model.gguf", keys, add_space_prefix=False))
+    plain = published_sentencepiece(sentencepiece_keys(), has_prefix=False)
+    ids = {text: first + at for at, text in enumerate(added)}
+
+    def expected(text: str) -> list[int]:
+        cut = re.split(r"(\n\n|\n| {2,4})", text)
+        return [
+            i
+            for part in cut
+            for i in ([ids[part]] if part in ids else plain.encode(part, add_special_tokens=False).ids)
+        ]
+
+    for text in ("the  fox\n\nand", "\n   the\n", "a     b", " the", "one\n\n\ntwo"):
+        assert ours.encode(text, add_special_tokens=False).ids == expected(text), repr(text)
+        assert ours.decode(expected(text)) == text
 
 
 def merge_by_score(text: str, scores: Mapping[str, float]) -> list[str]:

@@ -26,7 +26,8 @@ from worker_service.models.source import load_config, model_digest, read_headers
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ALL_FAMILIES = (*FAMILIES, "gemma2", "gemma3_text", "phi3")
+ALL_FAMILIES = (*FAMILIES, "gemma2", "gemma3_text", "phi3", "qwen3_moe")
+ALL_LAYERS = {"mlp_only_layers": []}  # have experts: files know no others
 # Several chunks of rows, heads and groups of which some ranks cut through.
 WIDE = {
     "hidden_size": 256,
@@ -39,10 +40,17 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
+def usual(family: str) -> dict[str, Any]:
+    """What files do not say: it is the same in all models of a family."""
+    return ALL_LAYERS if family == "qwen3_moe" else {"query_pre_attn_scalar": 16} if family.startswith("gemma") else {}
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {family: make_checkpoint(folder / family, family, seed=7, **WIDE) for family in ALL_FAMILIES}
+    return {
+        family: make_checkpoint(folder / family, family, seed=7, **WIDE, **usual(family)) for family in ALL_FAMILIES
+    }
 
 
 def read(source: Checkpoint | GgufCheckpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -73,8 +81,8 @@ def test_weights_have_the_names_and_order_of_the_checkpoint(
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_configuration_is_the_checkpoints(tmp_path: Path, family: str, tied: bool) -> None:
-    scalar = {"query_pre_attn_scalar": 16} if family.startswith("gemma") else {}  # files have none but the usual
-    source = make_checkpoint(tmp_path / "model", family, seed=3, tie_word_embeddings=tied, **scalar)
+    tied |= family == "gemma2"  # whose files hold no head
+    source = make_checkpoint(tmp_path / "model", family, seed=3, tie_word_embeddings=tied, **usual(family))
     expected = ModelConfig.load(source)
     assert load_config(write_gguf(tmp_path / "model.gguf", source, "F32")) == expected
 
@@ -105,7 +113,8 @@ def test_phi3_has_its_factors_in_tensors(tmp_path: Path, original: int) -> None:
         "short_factor": [1.0, 1.25, 1.5, 2.0],
         "long_factor": [1.0, 2.5, 7.5, 24.0],
     }
-    changes = {"rope_parameters": rope, "max_position_embeddings": 128, "sliding_window": None}
+    changes: dict[str, Any] = {"rope_parameters": rope, "max_position_embeddings": 128, "sliding_window": None}
+    changes["original_max_position_embeddings"] = original
     source = make_checkpoint(tmp_path / "model", "phi3", seed=3, **changes)
     ours, expected = load_config(write_gguf(tmp_path / "model.gguf", source, "F32")), ModelConfig.load(source)
     assert ours.rope is not None

@@ -1,6 +1,7 @@
 """Every family against transformers, run on the spot on random checkpoints, in uneven chunks over the paged cache."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -215,6 +216,50 @@ def test_equals_transformers(load_model, tmp_path, family, overrides):
     expected = transformers_logits(path, token_ids)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
+def make_multimodal_checkpoint(directory, family, text_family):
+    """One that sees, whose text model is drawn as all others are."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = json.loads((make_checkpoint(directory / "text", text_family, seed=11) / "config.json").read_text())
+    vision |= {"image_size": 32, "patch_size": 8} | ({"head_dim": 8} if family == "mistral3" else {})
+    options = {"mm_tokens_per_image": 4, "tie_word_embeddings": text["tie_word_embeddings"]}
+    config = transformers.AutoConfig.for_model(family, text_config=text, vision_config=vision, **options)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(directory / "text", dtype=torch.float32)
+    model.model.language_model.load_state_dict(plain.model.state_dict())
+    model.lm_head.load_state_dict(plain.lm_head.state_dict())
+    model.save_pretrained(directory / "whole")
+    return directory / "whole"
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+@pytest.mark.parametrize(
+    ("family", "text_family"), [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
+)
+def test_the_text_model_of_one_that_sees(load_model, tmp_path, family, text_family, is_published):
+    """In the names of published files, and in those of transformers 5."""
+    path, token_ids = make_multimodal_checkpoint(tmp_path, family, text_family), random_tokens()
+    expected = transformers_logits(tmp_path / "text", token_ids)
+    tensors = load_file(path / "model.safetensors")
+    bare = {re.sub(r"^(model\.)?language_model\.(model\.)?", "", name): tensor for name, tensor in tensors.items()}
+    assert len(bare) == len(tensors)
+    assert any("vision_tower" in name for name in bare)
+
+    def named(name):
+        if "vision_tower" in name or "multi_modal" in name:
+            return name.removeprefix("model.") if is_published else f"model.{name.removeprefix('model.')}"
+        if name.startswith("lm_head"):
+            return f"language_model.{name}" if is_published else name
+        return f"{'language_model.model' if is_published else 'model.language_model'}.{name}"
+
+    save_file({named(name): tensor for name, tensor in bare.items()}, path / "model.safetensors")
+    actual = compute_logits(load_model(path, dtype=torch.float32, device=CPU), token_ids)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["model_type"] = "qwen3"
+    with pytest.raises(CheckpointError, match=r'model_type is "qwen3", but must be one of '):
+        parse_config(config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -432,6 +477,18 @@ def test_windows_of_the_layers(tmp_path, family, fields, windows, widest):
     edit_config(make_checkpoint(tmp_path, family, seed=20), **fields)
     config = ModelConfig.load(tmp_path)
     assert (config.windows, config.sliding_window) == (windows, widest)
+
+
+def test_gemma3_as_it_is_published_has_two_bases():
+    """Transformers 4 wrote the base of layers with a window under a name of its own, and left defaults out."""
+    published = {
+        "architectures": ["Gemma3ForCausalLM"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6,
+        "rope_theta": 1_000_000, "rope_local_base_freq": 20_000, "sliding_window": 512,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }  # fmt: skip
+    config = parse_config(published)
+    assert [(rope.theta, rope.factor) for rope in config.ropes] == [(20_000.0, 1.0)] * 5 + [(1_000_000.0, 8.0)]
+    assert (config.attention_softcap, config.logits_softcap) == (0.0, 0.0)
 
 
 def test_mistral_without_a_window_in_its_config_has_the_published_one(tmp_path):

@@ -28,6 +28,7 @@ from worker_service.models.families import (
 )
 from worker_service.models.families.family import Family
 from worker_service.models.families.reading import unserved
+from worker_service.models.families.wrapped import inside
 
 _FAMILIES = (
     gpt2.FAMILY,
@@ -39,6 +40,7 @@ _FAMILIES = (
     phi3.FAMILY,
     granite.FAMILY,
     mistral.MINISTRAL3,
+    mistral.MISTRAL3,
     olmo.OLMO2,
     olmo.OLMO3,
     seed_oss.FAMILY,
@@ -46,6 +48,7 @@ _FAMILIES = (
     glm.GLM4,
     gemma.GEMMA2,
     gemma.GEMMA3,
+    inside(gemma.GEMMA3, "Gemma3ForConditionalGeneration", ("gemma3_text",)),
     starcoder2.FAMILY,
     gpt_neox.FAMILY,
     qwen.QWEN3_MOE,

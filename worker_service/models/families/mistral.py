@@ -23,6 +23,7 @@ from worker_service.models.families.family import (
 )
 from worker_service.models.families.positions import read_equal_windows, read_rope, rope_settings
 from worker_service.models.families.reading import number, positive
+from worker_service.models.families.wrapped import inside
 from worker_service.models.shard import Split
 
 _MOE, _OURS = "model.layers.{layer}.block_sparse_moe", "layers.{layer}.mlp"
@@ -41,6 +42,11 @@ _MINISTRAL3_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128}
 
 def _read(config: Mapping[str, Any], architecture: str) -> ModelConfig:
     return read_decoder(config, architecture, windows=read_equal_windows(config, num_layers_of(config)))
+
+
+def _read_text(config: Mapping[str, Any], architecture: str) -> ModelConfig:
+    """Of Mistral Small 3 and Ministral 3, which tell by their types which they are."""
+    return (_read_ministral3 if config.get("model_type") == "ministral3" else _read)(config, architecture)
 
 
 def _read_ministral3(config: Mapping[str, Any], architecture: str) -> ModelConfig:
@@ -81,3 +87,4 @@ MIXTRAL = Family(
     # As transformers 5 can write them.
     alternatives=((*_ATTENTION, ROUTER, *EXPERTS),),
 )
+MISTRAL3 = inside(Family((), _read_text, LLAMA_WEIGHTS), "Mistral3ForConditionalGeneration", ("mistral", "ministral3"))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,9 +37,16 @@ _GEMMA_MODULES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_QWEN3_MOE_MODULES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
 _OTHER_LAYER_MODULES = {
     "gemma2": _GEMMA_MODULES,
     "gemma3": _GEMMA_MODULES,
+    "qwen3moe": _QWEN3_MOE_MODULES,
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 _OWN_MODULES = {ours: own for own, ours in _MODULES.items()}
@@ -50,6 +58,15 @@ _MAX_CHUNK = 1 << 20  # elements that are decoded at once; one row, or head, tha
 _WORKING_BYTES = 16  # that an element takes meanwhile: codes and their parts, and twice float32
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a tensor of a checkpoint directory is in the file: a tensor, or what one has of an expert."""
+
+    name: str
+    shape: tuple[int, ...]
+    first_row: int = 0
+
+
 class GgufCheckpoint:
     """The tensors of a file by name. Opening it reads the header only; a tensor is read when asked for."""
 
@@ -58,14 +75,15 @@ class GgufCheckpoint:
         self._file = open_gguf(path)
         architecture = self._file.metadata.get("general.architecture", "")
         self._layer_modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}
-        self._names = {self._our_name(name): name for name in self._file.tensors if name not in _IN_CONFIG}
+        names = self._file.tensors.keys() - _IN_CONFIG
+        self._sources = {ours: source for name in sorted(names) for ours, source in self._found_in(name)}
         self._adds_one = architecture in ARCHITECTURES and ARCHITECTURES[architecture].adds_one_to_norms
         is_interleaved = architecture == _INTERLEAVED
         self._turned_rows = config_json(self._file)["head_dim"] if is_interleaved else 0
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(self._names)
+        return frozenset(self._sources)
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -74,7 +92,9 @@ class GgufCheckpoint:
 
     def quantized_format(self, name: str, in_size: int) -> QuantizedFormat | None:
         """See `Tensors.quantized_format`."""
-        stored = quantized_format(self._file.tensors[self._names[name]].type_name) if name in self._names else None
+        stored = (
+            quantized_format(self._file.tensors[self._sources[name].name].type_name) if name in self._sources else None
+        )
         return stored if stored is not None and in_size % stored.group_size == 0 else None
 
     def quantized(self, name: str, piece: Piece) -> QuantizedWeight | Tensor:
@@ -89,7 +109,7 @@ class GgufCheckpoint:
 
     def dtype(self, name: str) -> torch.dtype | None:
         """See `Tensors.dtype`. There is none of quantized weights."""
-        return _DTYPES.get(self._file.tensors[self._names[name]].type_name) if name in self._names else None
+        return _DTYPES.get(self._file.tensors[self._sources[name].name].type_name) if name in self._sources else None
 
     def stored_names(self, name: str) -> frozenset[str]:
         """Return the names of the tensors that a weight is made of: there is one."""
@@ -102,12 +122,11 @@ class GgufCheckpoint:
     def check(self, name: str, piece: Piece) -> None:
         """See `Tensors.check`."""
         expected = list(piece.shape or piece.target.shape)
-        if name not in self._names:
+        if name not in self._sources:
             raise CheckpointError(
                 f"tensor {self._own_name(name)} is missing in {self._file.path}; expected shape {expected}"
             )
-        own_name = self._names[name]
-        shape = list(self._file.tensors[own_name].shape)
+        own_name, shape = self._sources[name].name, list(self._sources[name].shape)
         if shape != expected:
             raise CheckpointError(
                 f"tensor {own_name} in {self._file.path} has shape {shape}, expected {expected} from its metadata"
@@ -139,22 +158,23 @@ class GgufCheckpoint:
 
         Of what makes queries and keys, `index` has whole heads. Raises CheckpointError as `copy` does.
         """
-        own_name = self._names[name]
+        source = self._sources[name]
+        own_name, shape = source.name, source.shape
         info, element_type = self._file.tensors[own_name], self._file.element_type(own_name)
-        row_size = info.shape[1] if len(info.shape) > 1 else 1
+        row_size = shape[1] if len(shape) > 1 else 1
         row_bytes = row_size * element_type.block_bytes // element_type.block_size
         unit = self._turned_rows if self._turned_rows and _TURNED.fullmatch(own_name) else 1
         num_rows = max(1, _MAX_CHUNK // row_size // unit) * unit
-        first, stop, _ = index.indices(info.shape[0])
+        first, stop, _ = index.indices(shape[0])
         try:
             with self._file.path.open("rb") as stream:
                 for start in range(first, stop, num_rows):
                     length = min(num_rows, stop - start)
-                    stream.seek(info.offset + start * row_bytes)
+                    stream.seek(info.offset + (source.first_row + start) * row_bytes)
                     buffer = bytearray(length * row_bytes)
                     if stream.readinto(buffer) != len(buffer):
                         raise CheckpointError(f"tensor {own_name} cannot be read: {self._file.path} is cut off")
-                    yield self._decode(own_name, element_type, buffer, (length, *info.shape[1:]), unit)
+                    yield self._decode(own_name, element_type, buffer, (length, *shape[1:]), unit)
         except OSError as error:
             raise CheckpointError(f"tensor {own_name} cannot be read from {self._file.path}: {error}") from error
 
@@ -170,6 +190,15 @@ class GgufCheckpoint:
         if not is_finite(weight):
             raise CheckpointError(f"tensor {own_name} in {self._file.path} has a scale that is not a number")
         return weight.with_each(lambda rows: _halved(rows, head_dim))
+
+    def _found_in(self, own_name: str) -> Iterator[tuple[str, _Source]]:
+        """Yield what a tensor of the file holds: itself, or a tensor of each expert."""
+        name, shape = self._our_name(own_name), self._file.tensors[own_name].shape
+        if "{expert}" not in name or len(shape) != 3:
+            yield name, _Source(own_name, shape)
+            return
+        for expert in range(shape[0]):
+            yield name.format(expert=expert), _Source(own_name, shape[1:], expert * shape[1])
 
     def _our_name(self, own_name: str) -> str:
         """Return the name that checkpoint directories have for a tensor; its own for one that they do not have."""
@@ -187,6 +216,7 @@ class GgufCheckpoint:
         if match is None:
             return f"{_OWN_MODULES[module]}.{kind}"
         layer, part = match.groups()
+        part = re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", part)
         own_part = next(own for own, ours in self._layer_modules.items() if ours == part)
         return f"blk.{layer}.{own_part}.{kind}"
 
