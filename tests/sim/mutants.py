@@ -98,8 +98,8 @@ MUTANTS = (
     _mutant(
         "a group that can never fit is admitted",
         "cache_manager",
-        "return num_shared + num_rows * (num_blocks - num_shared) + num_copies",
-        "return num_blocks",
+        "num_most = num_shared + num_rows * (num_blocks - num_shared) + num_copies",
+        "num_most = num_blocks",
     ),
     _mutant(
         "a request that is too long is admitted",
@@ -110,13 +110,13 @@ MUTANTS = (
     _mutant(
         "the window frees a block a token early",
         "cache_manager",
-        "(sequence.num_computed_tokens - self.window + 1) // self.block_size",
-        "(sequence.num_computed_tokens - self.window + 2) // self.block_size",
+        "return max(0, position - self.window + 1) // self.block_size if self.window else 0",
+        "return max(0, position - self.window + 2) // self.block_size if self.window else 0",
     ),
     _mutant(
         "a fork takes blocks that fell out of the window",
         "cache_manager",
-        "return num_tokens if relative.num_freed_blocks <= first_needed else 0",
+        "return num_tokens if relative.num_freed_blocks <= self._first_needed_block(num_tokens) else 0",
         "return num_tokens",
     ),
     # The prefix cache
