@@ -283,11 +283,12 @@ class CacheManager:
             num_passed = min(num_passed, sequence.num_published_blocks - 1)
         self._free_passed(sequence, num_passed)
 
-    def slide_wholly(self, group: SequenceGroup) -> None:
+    def slide_wholly(self, group: SequenceGroup) -> bool:
         """Let the group's rows hold no block more than they read: those that would need one to do so publish nothing
-        any more."""
+        any more. Whether that freed any."""
         if not self.window:
-            return
+            return False
+        num_free = self.pool.num_free
         for sequence in group.open_sequences:
             position = sequence.num_computed_tokens
             if sequence.is_gated:  # it computes its last token again if it is preempted
@@ -295,6 +296,7 @@ class CacheManager:
             self._free_passed(sequence, self._first_needed_block(position))
             if sequence.num_freed_blocks and sequence.num_freed_blocks >= sequence.num_published_blocks:
                 sequence.node, sequence.num_published_blocks = None, 0
+        return self.pool.num_free > num_free
 
     def _free_passed(self, sequence: Sequence, num_passed: int) -> None:
         for i in range(sequence.num_freed_blocks, num_passed):

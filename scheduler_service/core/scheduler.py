@@ -192,7 +192,8 @@ class Scheduler:
     def _make_room(
         self, epoch: Epoch, draft: PlanDraft, group: SequenceGroup, work: list[tuple[Sequence, int]]
     ) -> bool:
-        """Have the blocks for a group's work free, if need be by preempting the last groups. False: it waits.
+        """Have the blocks for a group's work free, if need be by preempting the last groups, which first give what
+        their windows have passed. False: it waits.
 
         Groups are planned in order, so the last one has no work in this draft unless it is this one.
         """
@@ -205,7 +206,8 @@ class Scheduler:
                 break
             if epoch.cache.window and state.loading and state.running.last() is group:
                 break  # who is being loaded will run, and gives way if it comes later in order
-            state.preempt(state.running.last(), epoch, draft)
+            if not epoch.cache.slide_wholly(state.running.last()):
+                state.preempt(state.running.last(), epoch, draft)
         if num_missing <= pool.num_free and group.state is GroupState.RUNNING:
             return True
         for sequence, _ in work:

@@ -119,6 +119,30 @@ MUTANTS = (
         "return num_tokens if relative.num_freed_blocks <= self._first_needed_block(num_tokens) else 0",
         "return num_tokens",
     ),
+    _mutant(
+        "rows under a window are admitted for a block too few",
+        "cache_manager",
+        "return (self.window + num_tokens + self.block_size - 3) // self.block_size + 1",
+        "return max(1, (self.window + num_tokens + self.block_size - 3) // self.block_size)",
+    ),
+    _mutant(
+        "a row that publishes nothing any more goes on publishing",
+        "cache_manager",
+        "if sequence.num_freed_blocks and sequence.num_freed_blocks >= sequence.num_published_blocks:",
+        "if False:",
+    ),
+    _mutant(
+        "a gated row lets go of what it reads when it is preempted",
+        "cache_manager",
+        "position = min(position, sequence.num_tokens - 1)",
+        "position = position + 0",
+    ),
+    _mutant(
+        "a match holds a block too few",
+        "cache_manager",
+        "return max(0, min(self._first_needed_block(num_blocks * self.block_size), num_blocks - 1))",
+        "return max(0, min(self._first_needed_block(num_blocks * self.block_size) + 1, num_blocks - 1))",
+    ),
     # The prefix cache
     _mutant(
         "the last token of a block is not compared",
