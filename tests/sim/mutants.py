@@ -132,12 +132,6 @@ MUTANTS = (
         "if False:",
     ),
     _mutant(
-        "a gated row lets go of what it reads when it is preempted",
-        "cache_manager",
-        "position = min(position, sequence.num_tokens - 1)",
-        "position = position + 0",
-    ),
-    _mutant(
         "a match holds a block too few",
         "cache_manager",
         "return max(0, min(self._first_needed_block(num_blocks * self.block_size), num_blocks - 1))",
