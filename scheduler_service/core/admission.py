@@ -1,6 +1,6 @@
 """Which requests are taken at all: those that can run on what is there, while the queue has room."""
 
-from scheduler_service.core.cache_manager import Allocation
+from scheduler_service.core.cache_manager import Allocation, CacheManager
 from scheduler_service.core.lifecycle import Lifecycle
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import AdmissionError, AdmissionReason, Request
@@ -36,12 +36,15 @@ class Admission:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Prompt and output that one sequence may have: the model's length and the whole pool bound it."""
+        """Prompt and output that one sequence may have: the model's length bounds it, and the whole pool unless a
+        window fits into that."""
         if self._state.epoch is None:
             return self._max_model_len
-        capacity = self._state.epoch.capacity
-        num_positions = capacity.num_device_blocks * capacity.block_size
-        return min(self._max_model_len, capacity.max_model_len, num_positions + 1)
+        capacity, cache = self._state.epoch.capacity, self._state.epoch.cache
+        max_model_len = min(self._max_model_len, capacity.max_model_len)
+        if cache.window and cache.num_chunk_blocks(1) <= capacity.num_device_blocks:
+            return max_model_len
+        return min(max_model_len, capacity.num_device_blocks * capacity.block_size + 1)
 
     def num_slots(self, capacity: WorkerCapacity) -> int:
         """Rows that a worker may have. A decoding row takes a token of every step: with more rows than a step has
@@ -92,8 +95,7 @@ class Admission:
         if num_tokens > max_sequence_tokens:
             limit = f"this server allows {max_sequence_tokens}"
             if epoch is not None and max_sequence_tokens < self._max_model_len:
-                capacity = epoch.capacity
-                limit += f" (the worker has {capacity.num_device_blocks} blocks of {capacity.block_size} tokens)"
+                limit += f" ({_describe_pool(epoch.cache)})"
             return (
                 "prompt" if num_prompt_tokens >= max_sequence_tokens else "sampling.max_tokens",
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {request.max_tokens}: together "
@@ -116,3 +118,11 @@ class Admission:
             f"with {what} {request.num_rows} the request may need {num_blocks} blocks of "
             f"{cache.block_size} tokens, the worker has {cache.pool.num_blocks}; lower {what} or max_tokens",
         )
+
+
+def _describe_pool(cache: CacheManager) -> str:
+    """Say how many blocks there are, and how many a window needs where it does not fit into them."""
+    text = f"the worker has {cache.pool.num_blocks} blocks of {cache.block_size} tokens"
+    if not cache.window or cache.num_chunk_blocks(1) <= cache.pool.num_blocks:
+        return text
+    return f"{text}, the window of {cache.window} tokens needs {cache.num_chunk_blocks(1)}"

@@ -47,9 +47,12 @@ class Match:
 class CacheManager:
     """Gives blocks to sequences and takes them back. `watermark` is the share of blocks an admission leaves free."""
 
-    def __init__(self, capacity: WorkerCapacity, *, enable_prefix_caching: bool, watermark: float) -> None:
+    def __init__(
+        self, capacity: WorkerCapacity, *, num_step_tokens: int, enable_prefix_caching: bool, watermark: float
+    ) -> None:
         self.block_size = capacity.block_size
         self.window = capacity.sliding_window
+        self._num_step_tokens = num_step_tokens
         self.pool = BlockPool(capacity.num_device_blocks)
         self.host_pool = BlockPool(capacity.num_host_blocks)
         self.index = PrefixIndex(capacity.block_size, capacity.num_device_blocks, capacity.num_host_blocks)
@@ -61,18 +64,37 @@ class CacheManager:
         return -(-num_positions // self.block_size)
 
     def num_most_blocks(self, request: Request) -> int:
-        """Count the blocks that the request may hold at once: full blocks of its prompt are shared, and each beam may
-        need a copy of a block that another one goes on with."""
-        num_positions = len(request.prompt_token_ids) + max(0, request.max_tokens - 1)
-        num_blocks = self.num_blocks_for(num_positions)
-        num_rows = request.num_rows
-        if num_rows == 1:
-            return num_blocks
+        """Count the blocks without which the request cannot end: full blocks of its prompt are shared, and each beam
+        may need a copy of a block that another one goes on with. Or those of a window for each row, if these are
+        fewer."""
+        num_blocks = self._num_blocks_of_all(request)
+        num_rows, num_copies = request.num_rows, _num_copies(request)
         num_shared = (len(request.prompt_token_ids) - 1) // self.block_size
         if self.window and request.beam:
             num_shared = 0  # a beam whose row is opened late may find that the window has passed over the prompt
-        num_copies = num_rows if request.beam else 0
-        return num_shared + num_rows * (num_blocks - num_shared) + num_copies
+        num_most = num_shared + num_rows * (num_blocks - num_shared) + num_copies
+        if not self.window:
+            return num_most
+        return min(num_most, num_rows * min(num_blocks, self.num_chunk_blocks(1)) + num_copies)
+
+    def num_chunk_blocks(self, num_tokens: int) -> int:
+        """Count the blocks, at most, that a row reads and writes while it computes so many positions. There is a
+        window."""
+        return (self.window + num_tokens + self.block_size - 3) // self.block_size + 1
+
+    def max_row_blocks(self, request: Request) -> int:
+        """Count the blocks that each row of a request may hold: its part of the pool, if a window fits into that, but
+        no more than it can use in a step. Rows for which that is not enough have blocks for all their positions."""
+        num_blocks = self._num_blocks_of_all(request)
+        if not self.window:
+            return num_blocks
+        num_shared_out = (self.pool.num_blocks - _num_copies(request)) // request.num_rows
+        if num_shared_out < min(num_blocks, self.num_chunk_blocks(1)):
+            return num_blocks
+        return min(num_blocks, num_shared_out, self.num_chunk_blocks(self._num_step_tokens))
+
+    def _num_blocks_of_all(self, request: Request) -> int:
+        return self.num_blocks_for(len(request.prompt_token_ids) + max(0, request.max_tokens - 1))
 
     def can_allocate(self, num_blocks: int, num_most_blocks: int, *, alone: bool) -> Allocation:
         """Whether a group that takes `num_blocks` off the free list may have them now. The watermark does not bind one
@@ -98,16 +120,41 @@ class CacheManager:
     def num_opening_blocks(self, sequence: Sequence, match: Match) -> int:
         """Count the blocks that opening takes off the free list. Idle blocks that it matches itself are not free
         twice."""
-        num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device)
-        return self.num_blocks_for(sequence.num_tokens) - len(match.device) + num_idle
+        num_passed = self._num_passed(match)
+        num_idle = sum(self.pool.ref_count(node.blocks[0]) == 0 for node in match.device[num_passed:])
+        return self.num_opening_entries(sequence, num_passed) - max(len(match.device), num_passed) + num_idle
+
+    def num_opening_entries(self, sequence: Sequence, num_passed: int) -> int:
+        """Count the entries that a row's table has when it opens: blocks for all its tokens. Where the window passes
+        over some of these before the last is computed, those of a chunk as long as the window; `num_passed` are passed
+        already."""
+        num_blocks = self.num_blocks_for(sequence.num_tokens)
+        if not self.window:
+            return num_blocks
+        num_chunk_blocks = min(self.num_chunk_blocks(self.window), self.max_row_blocks(sequence.group.request))
+        return min(num_blocks, num_passed + num_chunk_blocks)
+
+    def _num_passed(self, match: Match) -> int:
+        """Count the blocks of a match that nobody need hold who goes on behind it: the window has passed over them. The
+        last is held, since content is published on top of it."""
+        num_blocks = len(match.device) + len(match.host)
+        return max(0, min(self._first_needed_block(num_blocks * self.block_size), num_blocks - 1))
+
+    def _first_needed_block(self, position: int) -> int:
+        """Return the index of the first block that is read by whoever computes from this position on."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def open(self, sequence: Sequence, match: Match, step: int) -> list[tuple[int, int]]:
-        """Give a sequence blocks for all its tokens, the matched ones first. Returns the loads that the plan of `step`
-        must order: (host block, device block)."""
-        for node in match.device:
+        """Give a sequence the blocks that it opens with, the matched ones first. Returns the loads that the plan of
+        `step` must order: (host block, device block)."""
+        num_passed = self._num_passed(match)
+        for node in match.device:  # also what the window has passed: it was used just now
             self.pool.share(node.blocks[0])
             sequence.block_table.append(node.blocks[0])
-        self.append(sequence, self.num_blocks_for(sequence.num_tokens) - len(match.device))
+        self._free_passed(sequence, min(num_passed, len(match.device)))
+        sequence.block_table.extend([0] * (num_passed - len(match.device)))
+        sequence.num_freed_blocks = num_passed
+        self.append(sequence, self.num_opening_entries(sequence, num_passed) - len(sequence.block_table))
         nodes = match.device + match.host
         sequence.node = nodes[-1] if nodes else None
         sequence.num_matched_blocks = sequence.num_published_blocks = len(nodes)
@@ -115,6 +162,8 @@ class CacheManager:
         loads = []
         for i, node in enumerate(match.host, start=len(match.device)):
             block = sequence.block_table[i]
+            if not block:
+                continue
             self.moves.add(Move(step, block, node.host_block, False, node))
             loads.append((node.host_block, block))
         return loads
@@ -123,20 +172,21 @@ class CacheManager:
         """Count the positions that the sequence can have from a relative whose prompt is computed: none if the window
         has passed over them there."""
         num_tokens = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
-        first_needed = max(0, num_tokens - self.window + 1) // self.block_size if self.window else 0
-        return num_tokens if relative.num_freed_blocks <= first_needed else 0
+        return num_tokens if relative.num_freed_blocks <= self._first_needed_block(num_tokens) else 0
 
     def num_fork_blocks(self, sequence: Sequence, relative: Sequence) -> int:
         """Count the blocks that a fork takes off the free list."""
-        return self.num_blocks_for(sequence.num_tokens) - self.num_forked_tokens(sequence, relative) // self.block_size
+        num_full = self.num_forked_tokens(sequence, relative) // self.block_size
+        num_freed = min(relative.num_freed_blocks, num_full)
+        return max(1, self.num_opening_entries(sequence, num_freed) - num_full)
 
     def fork(self, sequence: Sequence, relative: Sequence) -> list[tuple[int, int]]:
         """Let a sequence share the full blocks of its prompt with a relative. Returns the copy of the one that is
         not full, if there is one: (source, target)."""
-        num_tokens = self.num_forked_tokens(sequence, relative)
+        num_tokens, num_blocks = self.num_forked_tokens(sequence, relative), self.num_fork_blocks(sequence, relative)
         num_full = num_tokens // self.block_size
         self._share_table(sequence, relative, num_full)
-        self.append(sequence, self.num_blocks_for(sequence.num_tokens) - num_full)
+        self.append(sequence, num_blocks)
         sequence.num_matched_blocks = num_full
         sequence.start_from(num_tokens)
         if num_tokens % self.block_size == 0:
@@ -173,6 +223,19 @@ class CacheManager:
         sequence.node, sequence.num_published_blocks = node, num_published
 
     # Running
+
+    def num_computable_tokens(self, sequence: Sequence) -> int:
+        """Count the uncomputed tokens of a row for which there are blocks that it may have: always one, if it has any.
+        Under a window the watermark binds chunks too, since what they take beside the window they need not have."""
+        num_tokens = sequence.num_uncomputed_tokens
+        if not self.window or num_tokens <= 1:
+            return num_tokens
+        table = sequence.block_table
+        num_held = len(table) - sequence.num_freed_blocks
+        num_allowed = self.max_row_blocks(sequence.group.request) - num_held
+        num_blocks = max(0, min(num_allowed, self.pool.num_free - self._num_watermark_blocks))
+        num_positions = (len(table) + num_blocks) * self.block_size - sequence.num_computed_tokens
+        return min(num_tokens, max(1, num_positions))
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Count the blocks to append before `num_tokens` more positions can be computed."""
@@ -215,9 +278,27 @@ class CacheManager:
         one stays, since content is published on top of it."""
         if not self.window:
             return
-        num_passed = (sequence.num_computed_tokens - self.window + 1) // self.block_size
+        num_passed = self._first_needed_block(sequence.num_computed_tokens)
         if self._publishes(sequence):
             num_passed = min(num_passed, sequence.num_published_blocks - 1)
+        self._free_passed(sequence, num_passed)
+
+    def slide_wholly(self, group: SequenceGroup) -> bool:
+        """Let the group's rows hold no block more than they read: those that would need one to do so publish nothing
+        any more. Whether that freed any."""
+        if not self.window:
+            return False
+        num_free = self.pool.num_free
+        for sequence in group.open_sequences:
+            position = sequence.num_computed_tokens
+            if sequence.is_gated:  # it computes its last token again if it is preempted
+                position = min(position, sequence.num_tokens - 1)
+            self._free_passed(sequence, self._first_needed_block(position))
+            if sequence.num_freed_blocks and sequence.num_freed_blocks >= sequence.num_published_blocks:
+                sequence.node, sequence.num_published_blocks = None, 0
+        return self.pool.num_free > num_free
+
+    def _free_passed(self, sequence: Sequence, num_passed: int) -> None:
         for i in range(sequence.num_freed_blocks, num_passed):
             self._free(sequence.block_table[i])
             sequence.block_table[i] = 0
@@ -291,6 +372,14 @@ class CacheManager:
         """Count the device blocks that a swapped group needs to be back where it was."""
         return len({block for sequence in group.live_sequences for block in sequence.host_table if block})
 
+    def num_swap_in_blocks(self, group: SequenceGroup) -> int:
+        """Count the device blocks that a swapped group needs to run on: those it had, and as many more as if it
+        opened."""
+        rows = [sequence for sequence in group.live_sequences if sequence.host_table]
+        return self.num_swapped_blocks(group) + sum(
+            max(0, self.num_opening_entries(row, row.num_freed_blocks) - len(row.host_table)) for row in rows
+        )
+
     def swap_in(self, group: SequenceGroup, step: int) -> list[tuple[int, int]]:
         """Give the group's rows the blocks again that they had before `swap_out`. Returns the moves that the plan of
         `step` must order: (host block, device block)."""
@@ -310,6 +399,11 @@ class CacheManager:
                     self._free_host(host_block)
             sequence.host_table.clear()
         return swaps
+
+    def num_lost_tokens(self, group: SequenceGroup) -> int:
+        """Count the tokens to compute again if the group's blocks are lost, those that the window has passed too."""
+        num_passed = max((sequence.num_freed_blocks for sequence in group.open_sequences), default=0)
+        return (len(self._computed_blocks(group)) + num_passed) * self.block_size
 
     def _computed_blocks(self, group: SequenceGroup) -> list[int]:
         """The group's blocks that hold anything, each once."""
@@ -405,3 +499,8 @@ class CacheManager:
 
     def _free_host(self, host_block: int) -> None:
         self.host_pool.free(host_block, cached=self.index.node_of_host(host_block) is not None)
+
+
+def _num_copies(request: Request) -> int:
+    """Count the blocks that a request's beams may copy at once."""
+    return request.num_rows if request.beam and request.num_rows > 1 else 0

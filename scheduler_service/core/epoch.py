@@ -63,8 +63,7 @@ class Epoch:
         self.active[sequence] = None
         self.num_rows += 1
         draft.open(_opening(sequence))
-        work = draft.share_tokens([sequence])
-        self.cache.slide(sequence)
+        work = self.share_tokens([sequence], draft)
         if self.num_missing_blocks(work) <= self.cache.pool.num_free:
             self.give_blocks(work, draft)
             self.plan_row(*work[0], draft)
@@ -192,6 +191,19 @@ class Epoch:
             num_tokens = min(sequence.num_uncomputed_tokens, max_tokens)
             num_blocks += max(0, cache.num_missing_blocks(sequence, num_tokens)) + 1  # a beam's copy
         return num_blocks <= cache.pool.num_free
+
+    def share_tokens(self, rows: Iterable[Sequence], draft: PlanDraft) -> list[tuple[Sequence, int]]:
+        """Say how many tokens of the budget each row computes. A decoding row has its one already."""
+        num_free = draft.num_free_tokens
+        work = []
+        for sequence in rows:
+            self.cache.slide(sequence)
+            num_tokens = 1
+            if not sequence.is_decoding:
+                num_tokens = min(self.cache.num_computable_tokens(sequence), num_free)
+                num_free -= num_tokens
+            work.append((sequence, num_tokens))
+        return work
 
     def plan_row(self, sequence: Sequence, num_tokens: int, draft: PlanDraft) -> None:
         """Let a row compute `num_tokens` positions for which it has blocks; 0 lets it rest."""

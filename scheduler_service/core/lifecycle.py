@@ -181,12 +181,13 @@ class Lifecycle:
     def preempt(self, group: SequenceGroup, epoch: Epoch, draft: PlanDraft) -> None:
         """Take the blocks of a running group: it will be swapped in, or computed again, whichever is cheaper."""
         draft.has_preempted = True
+        epoch.cache.slide_wholly(group)
         num_blocks, num_host_blocks = epoch.cache.num_swap_blocks(group)
         swaps = (
             num_blocks > 0
             and not group.begins_anew
             and num_host_blocks <= epoch.cache.host_pool.num_free
-            and epoch.cost.prefers_swap(num_blocks, num_blocks * epoch.cache.block_size)
+            and epoch.cost.prefers_swap(num_blocks, epoch.cache.num_lost_tokens(group))
         )
         if not swaps:
             self.discard(group, epoch, draft.now)

@@ -116,12 +116,10 @@ class Openings:
         state, epoch, cache = self._state, self._epoch, self._epoch.cache
         rows = [sequence for sequence in group.live_sequences if sequence.host_table]
         num_slots = max(len(rows), group.num_first_slots)
-        num_blocks = cache.num_swapped_blocks(group) + sum(
-            max(0, cache.num_blocks_for(row.num_tokens) - len(row.host_table)) for row in rows
-        )
         if epoch.slots.num_free < num_slots:
             return False
-        if cache.can_allocate(num_blocks, 0, alone=not state.running and not state.loading) is not Allocation.OK:
+        is_alone = not state.running and not state.loading
+        if cache.can_allocate(cache.num_swap_in_blocks(group), 0, alone=is_alone) is not Allocation.OK:
             return False
         draft.swaps_in.extend(cache.swap_in(group, draft.step))
         epoch.reserve_slots(group, num_slots)

@@ -116,7 +116,7 @@ class Scheduler:
         for group, rows in epoch.rows_to_plan(draft):
             if group.state is not GroupState.RUNNING:
                 continue
-            work = draft.share_tokens(rows)
+            work = epoch.share_tokens(rows, draft)
             if not self._make_room(epoch, draft, group, work):
                 continue
             epoch.tell_beams(group, draft)
@@ -192,18 +192,22 @@ class Scheduler:
     def _make_room(
         self, epoch: Epoch, draft: PlanDraft, group: SequenceGroup, work: list[tuple[Sequence, int]]
     ) -> bool:
-        """Have the blocks for a group's work free, if need be by preempting the last groups. False: it waits.
+        """Have the blocks for a group's work free, if need be by preempting the last groups, which first give what
+        their windows have passed. False: it waits.
 
         Groups are planned in order, so the last one has no work in this draft unless it is this one.
         """
         state, pool, moves = self._state, epoch.cache.pool, epoch.cache.moves
-        for sequence, _ in work:
-            epoch.cache.slide(sequence)
         num_missing = epoch.num_missing_blocks(work)
+        if num_missing > pool.num_free:
+            epoch.cache.slide_wholly(group)
         while num_missing > pool.num_free and group.state is GroupState.RUNNING:
             if num_missing <= pool.num_free + moves.num_returning:
                 break
-            state.preempt(state.running.last(), epoch, draft)
+            if epoch.cache.window and state.loading and state.running.last() is group:
+                break  # who is being loaded will run, and gives way if it comes later in order
+            if not epoch.cache.slide_wholly(state.running.last()):
+                state.preempt(state.running.last(), epoch, draft)
         if num_missing <= pool.num_free and group.state is GroupState.RUNNING:
             return True
         for sequence, _ in work:
@@ -228,7 +232,12 @@ class Scheduler:
         if epoch <= self._last_epoch:
             raise WorkerProtocolError(f"epoch {epoch} is not above {self._last_epoch}")
         self._last_epoch = epoch
-        cache = CacheManager(capacity, enable_prefix_caching=self._enable_prefix_caching, watermark=self._watermark)
+        cache = CacheManager(
+            capacity,
+            num_step_tokens=min(self._admission.num_step_tokens, capacity.max_num_batched_tokens),
+            enable_prefix_caching=self._enable_prefix_caching,
+            watermark=self._watermark,
+        )
         cost = CostModel(self._preemption, capacity.block_bytes, capacity.swap_bandwidth)
         joined = Epoch(epoch, capacity, cache, self._admission.num_slots(capacity), cost)
         self._state.join_worker(joined)

@@ -268,6 +268,83 @@ def test_blocks_that_fell_out_of_the_window_are_freed():
     assert system.tokens[sequence_id] == system.expected(sequence_id)
 
 
+@pytest.mark.parametrize("options", [{}, {"n": 2}, {"width": 2}], ids=["alone", "samples", "beams"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_request_longer_than_the_pool_runs_in_the_blocks_of_its_windows(block_size, caching, options):
+    """The fewest blocks that suffice are enough, and with one less it is refused."""
+    num_window_blocks = (8 + block_size - 2) // block_size + 1
+    num_rows = options.get("n", options.get("width", 1))
+    num_blocks = num_rows * num_window_blocks + options.get("width", 0)
+    system = System(
+        num_blocks=num_blocks, block_size=block_size, window=8, budget=64, enable_prefix_caching=caching, watermark=0.5
+    )
+    add = system.add_beams if "width" in options else system.add
+    system.join()
+    add(prompt_of(150), 90, **options)
+    system.run()
+    system.assert_exact()
+    smaller = System(num_blocks=num_blocks - 1, block_size=block_size, window=8)
+    smaller.join()
+    add = smaller.add_beams if "width" in options else smaller.add
+    with pytest.raises(AdmissionError, match=f"has {num_blocks - 1}"):
+        add(prompt_of(150), 90, **options)
+
+
+def test_chunks_take_what_is_free_and_preempt_nobody():
+    """Two prompts longer than the pool, whose chunks share it, beside a row that decodes."""
+    system = System(num_blocks=16, window=8, budget=64, watermark=0.0)
+    system.join()
+    system.add(prompt_of(3), 60)
+    system.plan()
+    for i in range(2):
+        system.add(prompt_of(200, i), 20)
+    system.run()
+    assert explain.stats(system.scheduler.state).num_preemptions == 0
+    system.assert_exact()
+
+
+@pytest.mark.parametrize("preemption", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+def test_requests_longer_than_the_pool_are_preempted_and_go_on(preemption):
+    system = System(num_blocks=9, num_host_blocks=20, window=8, budget=16, preemption=preemption)
+    system.join()
+    for i in range(4):
+        system.add(prompt_of(2, i), 120)
+    system.add(prompt_of(100, 5), 30, priority=-1)
+    system.run()
+    assert explain.stats(system.scheduler.state).num_preemptions > 0
+    system.assert_exact()
+
+
+def test_a_matched_prefix_holds_only_what_the_window_reads():
+    system = System(num_blocks=64, window=8, budget=256)
+    system.join()
+    system.add(prompt_of(161), 1)
+    system.run()
+    system.add([*prompt_of(160), 5, 6, 7], 4)
+    (opening,) = system.plan().openings
+    assert opening.num_computed_tokens == 160
+    assert opening.block_ids[:38] == (0,) * 38
+    assert 0 not in opening.block_ids[38:]
+    system.run()
+    system.assert_exact()
+
+
+def test_only_what_the_window_reads_is_loaded_from_the_host():
+    system = System(num_blocks=12, num_host_blocks=64, window=8, budget=16)
+    system.join()
+    system.add(prompt_of(81), 1)
+    system.run()
+    for i in range(3):  # which leave nothing of it on the device
+        system.add(prompt_of(81, i + 1), 1)
+        system.run()
+    system.add([*prompt_of(80), 5, 6, 7], 4)
+    plan = system.plan()
+    assert 0 < len(plan.swap_in_host_blocks) <= 2
+    system.run()
+    system.assert_exact()
+
+
 # Admission
 
 

@@ -666,6 +666,11 @@ def test_a_poison_request_among_64_fails_alone():
     assert [system.tokens[i] for i in survivors] == [system.expected(i) for i in survivors]
 
 
+def most_blocks_of(window: int, block_size: int) -> int:
+    """Blocks that so many consecutive positions lie in, wherever they begin."""
+    return max(len({p // block_size for p in range(first, first + window)}) for first in range(block_size))
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Random adds, aborts, stops, results, worker losses and poison over tiny pools; every output is checked."""
 
@@ -712,9 +717,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
 
     @rule(
-        length=st.integers(1, 30),
+        length=st.one_of(st.integers(1, 30), st.integers(1, 150)),
         shared=st.integers(0, 2),
-        max_tokens=st.integers(1, 20),
+        max_tokens=st.one_of(st.integers(1, 20), st.integers(1, 60)),
         n=st.integers(1, 3),
         priority=st.integers(-1, 1),
         stop=st.booleans(),
@@ -727,6 +732,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         size = self.system.capacity.block_size
         num_blocks, num_shared = -(-(length + max_tokens - 1) // size), (length - 1) // size
         num_most = num_blocks if n == 1 else num_shared + n * (num_blocks - num_shared)
+        if window := self.system.capacity.sliding_window:
+            num_most = min(num_most, n * most_blocks_of(window, size))
         fits = length + max_tokens <= self.system.scheduler.max_sequence_tokens
         fits = fits and (not self.system.worker or num_most <= self.system.capacity.num_device_blocks)
         with nullcontext() if fits else pytest.raises(AdmissionError, match=r"together|with n"):

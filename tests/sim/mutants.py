@@ -104,8 +104,8 @@ MUTANTS = (
     _mutant(
         "a group that can never fit is admitted",
         "cache_manager",
-        "return num_shared + num_rows * (num_blocks - num_shared) + num_copies",
-        "return num_blocks",
+        "num_most = num_shared + num_rows * (num_blocks - num_shared) + num_copies",
+        "num_most = num_blocks",
     ),
     _mutant(
         "a request that is too long is admitted",
@@ -116,14 +116,32 @@ MUTANTS = (
     _mutant(
         "the window frees a block a token early",
         "cache_manager",
-        "(sequence.num_computed_tokens - self.window + 1) // self.block_size",
-        "(sequence.num_computed_tokens - self.window + 2) // self.block_size",
+        "return max(0, position - self.window + 1) // self.block_size if self.window else 0",
+        "return max(0, position - self.window + 2) // self.block_size if self.window else 0",
     ),
     _mutant(
         "a fork takes blocks that fell out of the window",
         "cache_manager",
-        "return num_tokens if relative.num_freed_blocks <= first_needed else 0",
+        "return num_tokens if relative.num_freed_blocks <= self._first_needed_block(num_tokens) else 0",
         "return num_tokens",
+    ),
+    _mutant(
+        "rows under a window are admitted for a block too few",
+        "cache_manager",
+        "return (self.window + num_tokens + self.block_size - 3) // self.block_size + 1",
+        "return max(1, (self.window + num_tokens + self.block_size - 3) // self.block_size)",
+    ),
+    _mutant(
+        "a row that publishes nothing any more goes on publishing",
+        "cache_manager",
+        "if sequence.num_freed_blocks and sequence.num_freed_blocks >= sequence.num_published_blocks:",
+        "if False:",
+    ),
+    _mutant(
+        "a match holds a block too few",
+        "cache_manager",
+        "return max(0, min(self._first_needed_block(num_blocks * self.block_size), num_blocks - 1))",
+        "return max(0, min(self._first_needed_block(num_blocks * self.block_size) + 1, num_blocks - 1))",
     ),
     # The prefix cache
     _mutant(

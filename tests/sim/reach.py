@@ -60,6 +60,8 @@ STATES = (
     "a sample waits for room",
     "a block falls out of the window",
     "a window's hole is opened or forked",
+    "a request is longer than the pool",
+    "a row longer than the pool is preempted",
     "aborted while it waits",
     "aborted with a token in flight",
     "aborted while it is swapped out",
@@ -152,7 +154,7 @@ class Reach:
         if self._simulation.scheduler.state.unopened:
             count["a sample waits for room"] += 1
         if epoch.cache.window:
-            self._see_windows(plan)
+            self._see_windows(epoch, plan)
         if not self._simulation.scheduler.state.quarantine.is_empty:
             count["suspects of a crash are tried"] += 1
         for client in self._simulation.clients.values():
@@ -188,15 +190,21 @@ class Reach:
             if group is not None and group.state is GroupState.WAITING:
                 count["a request waits for another one's load"] += epoch.cache.match(group.sequences[0]).is_loading
 
-    def _see_windows(self, plan: StepPlan) -> None:
+    def _see_windows(self, epoch: Epoch, plan: StepPlan) -> None:
         sequences = [s for group in self._simulation.scheduler.state.running for s in group.sequences]
         self._count["a block falls out of the window"] += any(sequence.num_freed_blocks for sequence in sequences)
         self._count["a window's hole is opened or forked"] += any(0 in opening.block_ids for opening in plan.openings)
+        self._count["a request is longer than the pool"] += any(
+            len(s.block_table) > epoch.cache.pool.num_blocks for s in sequences
+        )
 
     def _see_preemption(self, epoch: Epoch, plan: StepPlan, group: SequenceGroup) -> None:
         count = self._count
         if any(sequence.num_in_flight > 0 for sequence in group.sequences):
             count["preempted with a token in flight"] += 1
+        size = epoch.cache.block_size
+        if any(sequence.num_tokens > epoch.cache.pool.num_blocks * size for sequence in group.sequences):
+            count["a row longer than the pool is preempted"] += 1
         is_beam, is_pooled = group.beam is not None, group.request.sampling.pooling is not Pooling.NONE
         is_choice = epoch.cost.prefill_rate is not None and self._simulation.scenario.preemption is PreemptionMode.AUTO
         if group.state is GroupState.WAITING:

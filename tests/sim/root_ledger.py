@@ -24,13 +24,13 @@ class RootLedger:
             ins = [host.get(block) for block in plan.swap_in_host_blocks]
             host.update(zip(plan.swap_out_host_blocks, outs, strict=True))
             device.update(zip(plan.swap_in_device_blocks, ins, strict=True))
+        openings = []
         for opening in plan.openings:
             request = client_of[opening.sequence_id].request
             root = self._rows[opening.slot] = (request.tenant, request.cache_salt)
             num_full = opening.num_computed_tokens // self._block_size
             first = first_needed_block(opening, self._block_size, self._window)
-            for block in opening.block_ids[first:num_full]:
-                assert device[block] == root, f"S7: a block of {device[block]} is read by {root}: {plan}"
+            openings.append((root, opening.block_ids[first:num_full]))
             for block in opening.block_ids[num_full:]:
                 device[block] = root
         for source, target in zip(plan.fork_source_slots, plan.fork_target_slots, strict=True):
@@ -39,3 +39,6 @@ class RootLedger:
             device[block] = self._rows[slot]
         for slot, block in zip(plan.set_block_slots, plan.set_block_ids, strict=True):
             device[block] = self._rows[slot]
+        for root, blocks in openings:  # only now: they may have matched what a row of this very plan computes
+            for block in blocks:
+                assert device[block] == root, f"S7: a block of {device[block]} is read by {root}: {plan}"

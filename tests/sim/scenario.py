@@ -91,6 +91,9 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     # From streams of their own: seeds that once found a defect draw all else as they did then.
     slowdown, flushes, patience = Random(f"slowdown {seed}"), Random(f"flush {seed}"), Random(f"patience {seed}")
     embeddings = Random(f"embeddings {seed}") if Random(f"pooling {seed}").random() < 0.2 else None
+    lengths = Random(f"length {seed}")
+    if capacity.sliding_window and lengths.random() < 0.6:
+        arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
     return Scenario(
         seed=seed,
         capacity=capacity,
@@ -127,6 +130,18 @@ def _or_an_embedding(rng: Random | None, request: Request) -> Request:
         return request
     pooling = rng.choice((Pooling.LAST, Pooling.MEAN))
     return replace(request, sampling=SamplingParams(pooling=pooling), max_tokens=0, n=1, beam=None)
+
+
+def _lengthened(rng: Random, arrival: Arrival, max_model_len: int) -> Arrival:
+    """Perhaps with a longer prompt, or more tokens to come, than the pool has positions for."""
+    request = arrival.request
+    prompt = list(request.prompt_token_ids)
+    if rng.random() < 0.4:
+        prompt += [rng.randrange(BAD_TOKEN) for _ in range(rng.randint(0, max_model_len - len(prompt) - 1))]
+    max_tokens = max(1, min(request.max_tokens, max_model_len - len(prompt)))
+    if rng.random() < 0.3:
+        max_tokens = rng.randint(1, max_model_len - len(prompt))
+    return replace(arrival, request=replace(request, prompt_token_ids=tuple(prompt), max_tokens=max_tokens))
 
 
 def _with_output_mode(rng: Random, request: Request) -> Request:

@@ -47,16 +47,6 @@ class PlanDraft:
         """There is nothing that the worker must do. Rows that end can wait for another plan."""
         return not (self.num_tokens or self.swaps_out or self.swaps_in or self.openings)
 
-    def share_tokens(self, rows: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
-        """Say how many tokens of the budget each row computes. A decoding row has its one already."""
-        num_free = self.num_free_tokens
-        work = []
-        for sequence in rows:
-            num_tokens = 1 if sequence.is_decoding else min(sequence.num_uncomputed_tokens, num_free)
-            num_free -= 0 if sequence.is_decoding else num_tokens
-            work.append((sequence, num_tokens))
-        return work
-
     def can_open(self, sequence: Sequence) -> bool:
         """Whether the plan may become as large as a row's opening makes it. It always may have one opening."""
         num_values = self.num_opening_values
