@@ -21,10 +21,17 @@ from google.protobuf.descriptor_pb2 import (
 from prometheus_client.metrics_core import Metric
 
 from pagewire.compatibility import LLM_OPTIONS, SAMPLING_FIELDS, Foreign
+from pagewire.gguf import ARCHITECTURES, SERVED_TYPES
+from pagewire.kernels.rounding import BITS
 from pagewire.llm.options import MAPPED
 from scheduler_service.core.plan import WorkerCapacity
 from scheduler_service.core.request import SchedulerStats
 from scheduler_service.metrics import Metrics, MetricsCollector, ServiceStats
+from worker_service.host.operations import CpuOperations
+from worker_service.models.families import BY_ARCHITECTURE
+from worker_service.models.families.reading import DTYPES
+from worker_service.models.operations import TorchOperations
+from worker_service.models.quantization import METHODS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs"
@@ -62,6 +69,13 @@ which have vLLM's name and meaning: `dtype`, `max_model_len`, `max_num_seqs`, `m
 `gpu_memory_utilization`, `tensor_parallel_size`, `block_size`, `kv_cache_dtype`, `enable_prefix_caching`,
 `load_format`, `served_model_name`, `swap_space` (a number is in GiB). `seed` makes equal programs give equal outputs.
 The tables say what happens to the others. A name that is in none of them is a TypeError with the nearest known name."""
+
+FAMILIES_TITLE = """# Families, formats and devices
+
+What `architectures` of a `config.json`, or `general.architecture` of a GGUF file, may name. [models.md](models.md) says
+which models these are, and what is read of each."""
+FORMATS_TITLE = """What becomes of weights on each device, whatever the architecture. Those that stay as they are take
+no more memory than in the file; widened ones are of the dtype that the model computes in."""
 
 # Numbers of the fields in google/protobuf/descriptor.proto, of which the paths of comments are made.
 FILE_PACKAGE, FILE_MESSAGE, FILE_ENUM, FILE_SERVICE = 2, 4, 5, 6
@@ -121,6 +135,40 @@ def llm_page() -> str:
     parts += ["## Other options of `LLM`", _foreign_table(LLM_OPTIONS)]
     parts += ["## Fields of `SamplingParams` that are not ours", _foreign_table(SAMPLING_FIELDS)]
     return "\n\n".join(parts) + "\n"
+
+
+def families_page() -> str:
+    in_gguf = {name: key for key, each in ARCHITECTURES.items() for name in (each.in_config, *each.others)}
+    rows = ["| architecture | layers have | safetensors | GGUF |", "|---|---|---|---|"]
+    for name, family in BY_ARCHITECTURE.items():
+        has_experts = any("{expert}" in weight.target for weight in family.weights)
+        file = f"`{in_gguf[name]}`" if name in in_gguf else ""
+        rows.append(f"| `{name}` | {'experts' if has_experts else 'an MLP'} | yes | {file} |")
+    return "\n\n".join([FAMILIES_TITLE, MADE, "\n".join(rows), FORMATS_TITLE, _formats_table()]) + "\n"
+
+
+def _formats_table() -> str:
+    """Of the code's own lists. Whether weights stay as they are is a matter of the operations of a device."""
+    # Of a GPU's operations, products of quantised weights are torch's.
+    keeps = [
+        operations.multiplies_quantized is not TorchOperations.multiplies_quantized
+        for operations in (CpuOperations, TorchOperations)
+    ]
+    kept = " | ".join("as they are" if keep else "widened" for keep in keeps)
+    floats = [element_type.name for element_type in SERVED_TYPES.values() if not element_type.is_quantized]
+    codes = [element_type.name for element_type in SERVED_TYPES.values() if element_type.is_quantized]
+    quantizing = " | ".join("yes" if keep else "refused" for keep in keeps)
+    return "\n".join(
+        [
+            "| weights | CPU | GPU |",
+            "|---|---|---|",
+            f"| safetensors: {', '.join(DTYPES)} | as they are | as they are |",
+            f"| safetensors: {', '.join(METHODS)} | {kept} |",
+            f"| GGUF: {', '.join(floats)} | as they are | as they are |",
+            f"| GGUF: {', '.join(codes)} | {kept} |",
+            f"| `--quantization {'`, `'.join(BITS)}` | {quantizing} |",
+        ]
+    )
 
 
 def _foreign_table(options: Mapping[str, Foreign]) -> str:
@@ -227,7 +275,13 @@ def _paragraphs(comment: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-PAGES = {"metrics.md": metrics_page, "api.md": api_page, "worker_protocol.md": worker_page, "llm_options.md": llm_page}
+PAGES = {
+    "metrics.md": metrics_page,
+    "api.md": api_page,
+    "worker_protocol.md": worker_page,
+    "llm_options.md": llm_page,
+    "families.md": families_page,
+}
 
 
 def main(arguments: Sequence[str]) -> int:

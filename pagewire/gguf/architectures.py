@@ -16,6 +16,7 @@ class Architecture:
 
     in_config: str  # its name there
     settings: Callable[[Metadata], dict[str, Any]] = lambda keys: {}  # in the words of config.json, beside the common
+    others: tuple[str, ...] = ()  # that config.json tells apart, and files do not
     served: frozenset[str] = frozenset()  # keys that mean something to it which no other computes
     adds_one_to_norms: bool = False  # files hold 1 + w of the norms, checkpoints w
     turns_a_part: bool = False  # rope.dimension_count may be less than a head
@@ -74,26 +75,28 @@ def _qwen3moe(keys: Metadata) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", _llama, frozenset({"attention.sliding_window"})),
+    "llama": Architecture(
+        "LlamaForCausalLM", _llama, others=("MistralForCausalLM",), served=frozenset({"attention.sliding_window"})
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3moe, frozenset({"expert_count"})),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3moe, served=frozenset({"expert_count"})),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
         _gemma2,
-        frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
+        served=frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
         adds_one_to_norms=True,
     ),
     "gemma3": Architecture(
         "Gemma3ForCausalLM",
         _gemma3,
-        frozenset({"attention.sliding_window", "final_logit_softcapping"}),
+        served=frozenset({"attention.sliding_window", "final_logit_softcapping"}),
         adds_one_to_norms=True,
     ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         _phi3,
-        frozenset({"attention.sliding_window"}),
+        served=frozenset({"attention.sliding_window"}),
         turns_a_part=True,
         has_rope_factors=True,
     ),

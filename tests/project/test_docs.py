@@ -20,6 +20,7 @@ from pagewire.bench.command import VERBS as BENCH_VERBS
 from pagewire.cli.command import VERBS
 from tests.project.test_monitoring import NAME as METRIC
 from tests.project.test_monitoring import exported
+from worker_service.models.families import BY_ARCHITECTURE
 
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
@@ -59,6 +60,10 @@ def spans(path: Path) -> list[str]:
 
 
 # Pages that are made
+
+
+def test_the_readme_counts_the_architectures_that_are_served() -> None:
+    assert f"[{len(BY_ARCHITECTURE)} architectures](docs/families.md)" in read(Path("README.md"))
 
 
 @pytest.mark.parametrize("name", PAGES)

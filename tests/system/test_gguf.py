@@ -72,6 +72,7 @@ async def test_a_mixture_of_k_quants_is_the_same_weights(family: str, tmp_path: 
     usual |= {"mlp_only_layers": [], "moe_intermediate_size": 256} if family == "qwen3_moe" else {}
     source = make_checkpoint(tmp_path / "source", family, seed=9, num_key_value_heads=2, **WIDE, **usual)
     types = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q5_K", "token_embd.weight": "Q8_0", "output.weight": "Q6_K"}
+    types["ffn_down_exps.weight"] = "Q5_K"
     path = write_gguf(tmp_path / "model.gguf", source, "Q4_K", types=types)
     kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
     assert kinds >= {"Q4_K", "Q5_K", "Q6_K", "Q8_0", "F32"}
