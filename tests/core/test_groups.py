@@ -14,6 +14,7 @@ from scheduler_service.core.request import (
     BlockUse,
     CacheCleared,
     EarlyStopping,
+    EndReason,
     Tier,
 )
 from tests.core.test_scheduler import System, beam_reference, prompt_of
@@ -342,6 +343,28 @@ def test_only_what_the_window_reads_is_loaded_from_the_host():
     plan = system.plan()
     assert 0 < len(plan.swap_in_host_blocks) <= 2
     system.run()
+    system.assert_exact()
+
+
+@pytest.mark.parametrize("mode", PreemptionMode)
+def test_all_kinds_of_requests_longer_than_the_pool_share_it(mode):
+    """Alone, beside each other, as samples and beams; prompts and outputs that the pool of 40 positions cannot hold."""
+    system = System(num_blocks=10, num_host_blocks=20, window=8, budget=16, preemption=mode)
+    system.add(prompt_of(10), 200)
+    system.join()
+    system.run()
+    system.add(prompt_of(150), 100)
+    system.add(prompt_of(90), 30, n=2)
+    system.add(prompt_of(12), 60, priority=-1)
+    system.add_beams(prompt_of(70), 20, width=2)
+    for _ in range(40):
+        system.plan()
+        system.complete()
+        system.scheduler.check()
+    system.lose()
+    system.join()
+    system.run()
+    assert set(system.ends.values()) == {EndReason.LENGTH}
     system.assert_exact()
 
 

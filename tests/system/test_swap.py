@@ -142,6 +142,7 @@ def assert_all_free(loads) -> None:
 
 WINDOWS = {
     "mistral, every layer": ("mistral", {"sliding_window": 48}, 48),
+    "mistral, requests longer than the pool": ("mistral", {"sliding_window": 32}, 20),
     "qwen2, the upper layer": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},

@@ -54,6 +54,13 @@ def test_cache_below_one_sequence_is_warned_of(caplog: pytest.LogCaptureFixture)
     assert "less than one sequence of max_model_len 41" in caplog.text
 
 
+def test_cache_below_one_sequence_is_not_warned_of_where_windows_fit(caplog: pytest.LogCaptureFixture) -> None:
+    log_size(SHAPE, 10, max_model_len=1000, sliding_window=32)
+    assert "less than one sequence" not in caplog.text
+    log_size(SHAPE, 10, max_model_len=1000, sliding_window=40)
+    assert "less than one sequence" in caplog.text
+
+
 # Moves and copies. Block i of the device holds i throughout, block i of the host 100 + i.
 
 

@@ -99,7 +99,7 @@ def load_worker(config: WorkerConfig, worker_id: str, report: LoadProgress | Non
         config, model, model_config, dtype, backend, shape, device, max_model_len, communicator, streams, kernels
     )
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
-    log_size(shape, num_device_blocks, max_model_len)
+    log_size(shape, num_device_blocks, max_model_len, model_config.sliding_window)
     runner, cache = _allocate(assembly, num_device_blocks, num_host_blocks)
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
@@ -388,7 +388,7 @@ def _capture_graphs(computation: Computation, config: WorkerConfig) -> None:
         ) from error
 
 
-def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int) -> None:
+def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int, sliding_window: int = 0) -> None:
     num_positions = num_device_blocks * shape.block_size
     logger.info(
         "KV cache: %d blocks, %d tokens, %.2f x max_model_len (%d), %.3f GiB",
@@ -398,7 +398,9 @@ def log_size(shape: CacheShape, num_device_blocks: int, max_model_len: int) -> N
         max_model_len,
         (num_device_blocks + 1) * shape.block_bytes / GIB,
     )
-    if num_positions < max_model_len:
+    # Where every layer has a window, the blocks of one suffice for any request.
+    num_needed = min(max_model_len, sliding_window + 2 * shape.block_size) if sliding_window else max_model_len
+    if num_positions < num_needed:
         logger.warning(
             "the KV cache holds %d tokens, less than one sequence of max_model_len %d: longer requests are refused; "
             "raise the memory or lower --max-model-len",
