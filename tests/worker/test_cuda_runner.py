@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 from scheduler_service.core import plan as core_plan
@@ -38,6 +39,7 @@ from worker_service.device.sampler import REFERENCE, Sampler
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
+from worker_service.models.operations import ExpertProduct, TorchOperations, multiply_all
 from worker_service.rows.table import TableLimits
 from worker_service.rpc.wire import decode_request
 from worker_service.startup.loader import attention_shape
@@ -81,6 +83,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_checkpoint(root / family, family, seed=7) for family in FAMILIES}
 
 
+class DeviceOperations(TorchOperations):
+    """Plain torch as it is on a GPU, where nobody asks which experts are chosen."""
+
+    def prepare_experts(self, weights: Tensor, biases: Tensor | None, computed: torch.dtype) -> ExpertProduct:
+        return lambda x, ids: multiply_all(x, weights, ids, biases)
+
+
 class Pair:
     """A plain runner and one on a fake device, over one model."""
 
@@ -98,7 +107,7 @@ class Pair:
         device: FakeDevice | None = None,
     ) -> None:
         config = ModelConfig.load(path)
-        model = load_model(path, dtype=torch.float32, device=CPU)
+        model = load_model(path, dtype=torch.float32, device=CPU, operations=DeviceOperations())
         self.limits = TableLimits(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

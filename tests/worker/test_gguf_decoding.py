@@ -20,7 +20,9 @@ HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "MXFP4": (),  # its scales are powers of two, in the first byte of a block
 }
+MXFP4_SCALES = np.array([1, 2, 3, 127, 251, 252], np.uint8)
 # The least and the greatest, denormal and normal, and both zeros.
 EXTREMES = np.array([0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x7BFF, 0xFBFF, 0x3C00, 0xBC00], np.uint16)
 
@@ -34,6 +36,8 @@ def random_blocks(type_name: str, seed: int, *, extreme: bool) -> np.ndarray:
         drawn = rng.integers(0, 0x7C00, (7, 5), dtype=np.uint16) | (rng.integers(0, 2, (7, 5), dtype=np.uint16) << 15)
         halves = rng.choice(EXTREMES, (7, 5)) if extreme else drawn.astype(np.uint16)
         blocks[..., start : start + 2] = halves.view(np.uint8).reshape(7, 5, 2)
+    if type_name == "MXFP4":
+        blocks[..., 0] = rng.choice(MXFP4_SCALES, (7, 5)) if extreme else rng.integers(64, 192, (7, 5))
     return blocks.reshape(7, -1)
 
 
