@@ -91,7 +91,7 @@ class Admission:
         """Why the request can never run: the field at fault and the message. Empty if it can."""
         epoch, max_sequence_tokens = self._state.epoch, self.max_sequence_tokens
         num_prompt_tokens = len(request.prompt_token_ids)
-        num_tokens = num_prompt_tokens + request.max_tokens
+        num_tokens = num_prompt_tokens + max(1, request.max_tokens)  # a prompt that is embedded leaves room for one too
         if num_tokens > max_sequence_tokens:
             limit = f"this server allows {max_sequence_tokens}"
             if epoch is not None and max_sequence_tokens < self._max_model_len:

@@ -201,7 +201,7 @@ class Simulation:
             self._bound_steps()
 
     def _check_misfit(self, request: Request) -> None:
-        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        num_tokens = len(request.prompt_token_ids) + max(1, request.max_tokens)
         assert num_tokens > self.scheduler.max_sequence_tokens or request.n > 1 or request.beam, "it fits"
 
     def _check_refusal(self, arrival: Arrival, error: AdmissionError) -> None:
