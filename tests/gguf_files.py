@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
 }
 _GEMMAS = (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)  # whose files hold 1 + w of norms
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -55,7 +56,7 @@ def write_gguf(
         if value is not None:
             _add(writer, key, value)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    for name, tensor in _stacked(load_file(checkpoint / "model.safetensors")).items():
+    for name, tensor in _stacked(_apart(load_file(checkpoint / "model.safetensors"))).items():
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None, name
         if replaced and own_name in replaced:
@@ -66,7 +67,7 @@ def write_gguf(
         if arch in _GEMMAS and own_name.endswith("_norm.weight"):
             tensor = tensor.float() + 1
         own_type = next((kind for ending, kind in (types or {}).items() if own_name.endswith(ending)), type_name)
-        is_exact = tensor.dim() == 1 or own_name.endswith("ffn_gate_inp.weight")
+        is_exact = tensor.dim() == 1 or own_name.endswith(("ffn_gate_inp.weight", ".bias"))
         add_tensor(writer, own_name, tensor, "F32" if is_exact else own_type)
     for own_name, (tensor, own_type) in {**_rope_factors(config), **(replaced or {})}.items():
         add_tensor(writer, own_name, tensor, own_type)
@@ -90,6 +91,35 @@ def _stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         else:
             stacks.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
     return found | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in stacks.items()}
+
+
+_OF_ALL_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")  # gpt-oss
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def _parts(match: re.Match[str]) -> list[str]:
+    """What llama.cpp's converter calls the projections that gpt-oss has in one tensor, where their outputs take
+    turns."""
+    return [f"{match[1]}.{projection}.{'bias' if match[3] else 'weight'}" for projection in _PROJECTIONS[match[2]]]
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With each projection of gpt-oss for itself, [experts, outputs, inputs], as llama.cpp's converter has them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _OF_ALL_EXPERTS.fullmatch(name)
+        if match is None:
+            found[f"{name}.weight" if name.endswith(".sinks") else name] = tensor
+            continue
+        parts, outputs_first = _parts(match), tensor if match[3] else tensor.swapaxes(1, 2)
+        found |= {part: outputs_first[:, number :: len(parts)] for number, part in enumerate(parts)}
+    return found
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """What `_apart` takes apart."""
+    stacked = torch.stack(parts, dim=2).flatten(1, 2)
+    return stacked if stacked.dim() == 2 else stacked.swapaxes(1, 2)
 
 
 def permuted(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -155,10 +185,10 @@ def _settings(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         f"{arch}.final_logit_softcapping": config.get("final_logit_softcapping"),
         "general.file_type": 1,
     }
-    if arch == "qwen3moe":
+    if arch in ("qwen3moe", "gpt-oss"):
         found[f"{arch}.expert_count"] = config.get("num_experts") or config["num_local_experts"]
         found[f"{arch}.expert_used_count"] = config["num_experts_per_tok"]
-        found[f"{arch}.expert_feed_forward_length"] = config["moe_intermediate_size"]
+        found[f"{arch}.expert_feed_forward_length"] = config.get("moe_intermediate_size", config["intermediate_size"])
     if arch == "gemma3":
         found[f"{arch}.rope.freq_base_swa"] = float(local_rope.get("rope_theta", 10_000.0))
         found[f"{arch}.attention.sliding_window_pattern"] = config["layer_types"].index("full_attention") + 1
@@ -233,9 +263,15 @@ def write_dequantized(directory: Path, path: Path, checkpoint: Path) -> Path:
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     values, weights = dequantized(path), {}
     for name in load_file(checkpoint / "model.safetensors"):
+        of_all = _OF_ALL_EXPERTS.fullmatch(name)
+        if of_all is not None:
+            own_names = [names.get_name(part, try_suffixes=(".weight", ".bias")) for part in _parts(of_all)]
+            weights[name] = _together([torch.from_numpy(values[own].copy()) for own in own_names]).contiguous()
+            continue
         match = _OF_EXPERT.fullmatch(name)
         own_name = names.get_name(match[1] + match[3] if match else name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None, name
+        own_name += ".weight" * name.endswith(".sinks")
         tensor = torch.from_numpy(values[own_name][int(match[2])].copy() if match else values[own_name].copy())
         if arch is gguf.MODEL_ARCH.LLAMA and (".attn_q." in own_name or ".attn_k." in own_name):
             heads = config["num_attention_heads" if ".attn_q." in own_name else "num_key_value_heads"]

@@ -21,6 +21,7 @@ class Architecture:
     adds_one_to_norms: bool = False  # files hold 1 + w of the norms, checkpoints w
     turns_a_part: bool = False  # rope.dimension_count may be less than a head
     has_rope_factors: bool = False  # in tensors, for short sequences and for long ones
+    rounds_yarn: bool = True  # the bounds between which frequencies are blended
 
 
 def _llama(keys: Metadata) -> dict[str, Any]:
@@ -74,6 +75,18 @@ def _qwen3moe(keys: Metadata) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: Metadata) -> dict[str, Any]:
+    """Windows are in every other layer from the first on, which is what config.json means without layer_types."""
+    if keys.has("attention.sliding_window_pattern") and keys.whole("attention.sliding_window_pattern") != 2:
+        raise keys.error("attention.sliding_window_pattern", "2: nothing else is served")
+    return {
+        "num_local_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+        "intermediate_size": keys.whole("expert_feed_forward_length"),
+        "sliding_window": keys.whole("attention.sliding_window"),
+    }
+
+
 ARCHITECTURES = {
     "llama": Architecture(
         "LlamaForCausalLM", _llama, others=("MistralForCausalLM",), served=frozenset({"attention.sliding_window"})
@@ -99,6 +112,13 @@ ARCHITECTURES = {
         served=frozenset({"attention.sliding_window"}),
         turns_a_part=True,
         has_rope_factors=True,
+    ),
+    # ggml rounds the bounds of yarn; the model was trained without.
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM",
+        _gpt_oss,
+        served=frozenset({"expert_count", "attention.sliding_window"}),
+        rounds_yarn=False,
     ),
 }
 

@@ -32,7 +32,7 @@ _INERT: dict[str, tuple[object, ...]] = {
     "nextn_predict_layers": (0,),
     "rope.scaling.alpha": (0.0,),
 }
-_ROUTER = ".ffn_gate_inp.weight"  # which is in float32 whatever the model computes in
+_EXACT = (".ffn_gate_inp.weight", ".bias")  # which are in float32 whatever the model computes in
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -119,7 +119,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _dtype(file: GgufFile) -> str:
     """Return what the model computes in where nobody says: weights of fewer bits than 16 are widened to bfloat16."""
-    tensors = {name: info for name, info in file.tensors.items() if not name.endswith(_ROUTER)}
+    tensors = {name: info for name, info in file.tensors.items() if not name.endswith(_EXACT)}
     names = {info.type_name for info in tensors.values() if len(info.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(names), "bfloat16")
 
@@ -142,7 +142,7 @@ def _rope(keys: Metadata, architecture: Architecture, head_dim: int) -> dict[str
     if kind == "linear" and factor not in (0.0, 1.0):
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        rope |= {"rope_type": "yarn", "factor": factor, **_yarn(scaling)}
+        rope |= {"rope_type": "yarn", "factor": factor, "truncate": architecture.rounds_yarn, **_yarn(scaling)}
     return {"rope_theta": rope["rope_theta"], "rope_parameters": rope}
 
 

@@ -65,14 +65,16 @@ async def test_quantized_stories_are_those_of_the_same_weights(type_name: str, t
     assert all(text for text, _ in codes)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss"])
 async def test_a_mixture_of_k_quants_is_the_same_weights(family: str, tmp_path: Path) -> None:
     """As in files of the kinds Q4_K_M and Q5_K_M."""
     usual = {"query_pre_attn_scalar": 64} if family.startswith("gemma") else {}
     usual |= {"mlp_only_layers": [], "moe_intermediate_size": 256} if family == "qwen3_moe" else {}
+    usual |= {"swiglu_limit": 7.0} if family == "gpt_oss" else {}
     source = make_checkpoint(tmp_path / "source", family, seed=9, num_key_value_heads=2, **WIDE, **usual)
     types = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q5_K", "token_embd.weight": "Q8_0", "output.weight": "Q6_K"}
     types["ffn_down_exps.weight"] = "Q5_K"
+    types |= {"ffn_gate_exps.weight": "MXFP4", "ffn_up_exps.weight": "MXFP4"} if family == "gpt_oss" else {}
     path = write_gguf(tmp_path / "model.gguf", source, "Q4_K", types=types)
     kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
     assert kinds >= {"Q4_K", "Q5_K", "Q6_K", "Q8_0", "F32"}

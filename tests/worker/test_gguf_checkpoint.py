@@ -17,6 +17,7 @@ from worker_service.host.operations import CpuProduct, create_host_operations
 from worker_service.models.checkpoint import Checkpoint, Piece
 from worker_service.models.checkpoint_files import CheckpointError
 from worker_service.models.config import ModelConfig, RopeConfig
+from worker_service.models.families.gpt_oss import FAMILY as GPT_OSS
 from worker_service.models.gguf.checkpoint import GgufCheckpoint
 from worker_service.models.gguf.files import open_gguf
 from worker_service.models.linear import Embedding, Linear
@@ -26,7 +27,7 @@ from worker_service.models.source import load_config, model_digest, read_headers
 from worker_service.startup.cpu_kernels import load_cpu_kernels
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ALL_FAMILIES = (*FAMILIES, "gemma2", "gemma3_text", "phi3", "qwen3_moe")
+ALL_FAMILIES = (*FAMILIES, "gemma2", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
 ALL_LAYERS = {"mlp_only_layers": []}  # have experts: files know no others
 # Several chunks of rows, heads and groups of which some ranks cut through.
 WIDE = {
@@ -42,7 +43,9 @@ QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MX
 
 def usual(family: str) -> dict[str, Any]:
     """What files do not say: it is the same in all models of a family."""
-    return ALL_LAYERS if family == "qwen3_moe" else {"query_pre_attn_scalar": 16} if family.startswith("gemma") else {}
+    if family.startswith("gemma"):
+        return {"query_pre_attn_scalar": 16}
+    return {"qwen3_moe": ALL_LAYERS, "gpt_oss": {"swiglu_limit": 7.0}}.get(family, {})
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +73,12 @@ def test_weights_have_the_names_and_order_of_the_checkpoint(
 ) -> None:
     source = checkpoints[family]
     ours = GgufCheckpoint(write_gguf(tmp_path / "model.gguf", source, "F32"))
-    theirs = Checkpoint(source)
+    theirs = Checkpoint(source, GPT_OSS.stacks if family == "gpt_oss" else None)
     assert ours.names == theirs.names
     # A file has 1 + w of Gemma's norms in float32, which is what the model multiplies with.
     added = {name: float(family.startswith("gemma") and name.endswith("norm.weight")) for name in theirs.names}
-    for name, shape in shapes(source).items():
+    for name in theirs.names:
+        shape = theirs.header(name).shape
         assert torch.equal(read(ours, name, shape) + added[name], read(theirs, name, shape) + added[name]), name
 
 
@@ -214,13 +218,14 @@ def test_parts_of_a_tensor_are_those_of_the_whole(
             assert torch.equal(part, whole[index]), (name, max_chunk)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 @pytest.mark.parametrize(("type_name", "dtype"), FLOATS.items())
 def test_what_it_computes_in_follows_from_the_weights(
-    checkpoints: dict[str, Path], type_name: str, dtype: str, tmp_path: Path
+    checkpoints: dict[str, Path], type_name: str, dtype: str, family: str, tmp_path: Path
 ) -> None:
-    path = write_gguf(tmp_path / "model.gguf", checkpoints["qwen3"], type_name)
+    path = write_gguf(tmp_path / "model.gguf", checkpoints[family], type_name)
     assert load_config(path).dtype == dtype
-    assert GgufCheckpoint(path).dtype("model.layers.0.mlp.up_proj.weight") == getattr(torch, dtype)
+    assert GgufCheckpoint(path).dtype("model.layers.0.self_attn.q_proj.weight") == getattr(torch, dtype)
 
 
 def test_a_worker_says_what_becomes_of_quantized_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -300,6 +305,43 @@ def test_what_cannot_be_served_is_refused_by_name(
 ) -> None:
     with pytest.raises(CheckpointError, match=text):
         load_model(broken(tmp_path, checkpoints["qwen3"], **changes), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"replaced": {"blk.1.ffn_gate_exps.bias": (torch.ones(4, 128), "F32")}},
+            r"tensor blk\.1\.ffn_gate_exps\.bias in .*model\.gguf has shape \[128\], expected \[512\]",
+        ),
+        (
+            {"replaced": {"blk.1.ffn_down_exps.bias": (torch.ones(3, 256), "F32")}},
+            r"tensor blk\.1\.ffn_down_exps\.bias is missing in .*model\.gguf; expected shape \[256\]",
+        ),
+        (
+            {"replaced": {"blk.1.ffn_up_exps.bias": (torch.ones(4, 512), "Q8_0")}},
+            r"tensor blk\.1\.ffn_up_exps\.bias in .*model\.gguf is Q8_0; one of one dimension must be F32, F16, BF16",
+        ),
+        (
+            {"replaced": {"blk.0.attn_sinks.weight": (torch.ones(3), "F32")}},
+            r"tensor blk\.0\.attn_sinks\.weight in .*model\.gguf has shape \[3\], expected \[4\]",
+        ),
+        (
+            {"replaced": {"blk.0.ffn_norm.weight": (torch.ones(256), "F32")}},
+            r"tensor blk\.0\.ffn_norm\.weight in the checkpoint has no place in Decoder",
+        ),
+        ({"settings": {"gpt-oss.attention.sliding_window": None}}, r"has no gpt-oss\.attention\.sliding_window, which"),
+        (
+            {"settings": {"gpt-oss.attention.sliding_window_pattern": 3}},
+            r"gpt-oss\.attention\.sliding_window_pattern is 3, but must be 2: nothing else is served",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_of_gpt_oss_is_refused_by_name(
+    checkpoints: dict[str, Path], changes: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        load_model(broken(tmp_path, checkpoints["gpt_oss"], **changes), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_scale_that_is_no_number_names_tensor_and_file(checkpoints: dict[str, Path], tmp_path: Path) -> None:

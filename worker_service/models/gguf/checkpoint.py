@@ -37,8 +37,7 @@ _GEMMA_MODULES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_QWEN3_MOE_MODULES = {
-    "ffn_gate_inp": "mlp.gate",
+_EXPERT_MODULES = {
     "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
@@ -46,14 +45,21 @@ _QWEN3_MOE_MODULES = {
 _OTHER_LAYER_MODULES = {
     "gemma2": _GEMMA_MODULES,
     "gemma3": _GEMMA_MODULES,
-    "qwen3moe": _QWEN3_MOE_MODULES,
+    "qwen3moe": {"ffn_gate_inp": "mlp.gate", **_EXPERT_MODULES},
+    "gpt-oss": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+        **_EXPERT_MODULES,
+    },
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
 _OWN_MODULES = {ours: own for own, ours in _MODULES.items()}
+_SINKS = {"self_attn.sinks": "attn_sinks.weight"}  # neither weight nor bias in checkpoint directories
 _IN_CONFIG = frozenset({"rope_freqs.weight", *ROPE_FACTORS.values()})  # tensors that hold no weights
 # Files of this architecture turn pairs of neighbours: halves of heads are interleaved in what makes queries and keys.
 _INTERLEAVED = "llama"
 _TURNED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
+_KINDS = ("weight", "bias")
 _MAX_CHUNK = 1 << 20  # elements that are decoded at once; one row, or head, that is longer too
 _WORKING_BYTES = 16  # that an element takes meanwhile: codes and their parts, and twice float32
 
@@ -74,7 +80,8 @@ class GgufCheckpoint:
         """Raises CheckpointError for a file that cannot be served."""
         self._file = open_gguf(path)
         architecture = self._file.metadata.get("general.architecture", "")
-        self._layer_modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}
+        self._own_names = _own_names(architecture)
+        self._our_names = {own: ours for ours, own in self._own_names.items()}
         names = self._file.tensors.keys() - _IN_CONFIG
         self._sources = {ours: source for name in sorted(names) for ours, source in self._found_in(name)}
         self._adds_one = architecture in ARCHITECTURES and ARCHITECTURES[architecture].adds_one_to_norms
@@ -194,7 +201,7 @@ class GgufCheckpoint:
     def _found_in(self, own_name: str) -> Iterator[tuple[str, _Source]]:
         """Yield what a tensor of the file holds: itself, or a tensor of each expert."""
         name, shape = self._our_name(own_name), self._file.tensors[own_name].shape
-        if "{expert}" not in name or len(shape) != 3:
+        if "{expert}" not in name or len(shape) != (2 if own_name.endswith(".bias") else 3):
             yield name, _Source(own_name, shape)
             return
         for expert in range(shape[0]):
@@ -203,22 +210,29 @@ class GgufCheckpoint:
     def _our_name(self, own_name: str) -> str:
         """Return the name that checkpoint directories have for a tensor; its own for one that they do not have."""
         module, _, kind = own_name.rpartition(".")
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
+        match = re.fullmatch(r"blk\.(\d+)\.(.+)", own_name)
         if match is None:
             return f"{_MODULES[module]}.{kind}" if module in _MODULES else own_name
         layer, part = match.groups()
-        return f"model.layers.{layer}.{self._layer_modules[part]}.{kind}" if part in self._layer_modules else own_name
+        return f"model.layers.{layer}.{self._our_names[part]}" if part in self._our_names else own_name
 
     def _own_name(self, name: str) -> str:
         """Return the name that GGUF files have for a tensor of a checkpoint directory."""
         module, _, kind = name.rpartition(".")
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if match is None:
             return f"{_OWN_MODULES[module]}.{kind}"
         layer, part = match.groups()
         part = re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", part)
-        own_part = next(own for own, ours in self._layer_modules.items() if ours == part)
-        return f"blk.{layer}.{own_part}.{kind}"
+        return f"blk.{layer}.{self._own_names[part]}"
+
+
+def _own_names(architecture: str) -> dict[str, str]:
+    """Return what files of an architecture call the tensors of a layer, by their names in checkpoint directories."""
+    modules = {**_LAYER_MODULES, **_OTHER_LAYER_MODULES.get(architecture, {})}
+    # Of two words for one module, the architecture's own is the last, which stays.
+    own_modules = {ours: own for own, ours in modules.items()}
+    return {f"{ours}.{kind}": f"{own}.{kind}" for ours, own in own_modules.items() for kind in _KINDS} | _SINKS
 
 
 def _halved(rows: Tensor, head_dim: int) -> Tensor:
