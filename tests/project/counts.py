@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.project.sources import PACKAGES, ROOT, module_name, parse, sources
 
 # Statements by ast; docstrings, comments and formatting do not count.
-MAX_STATEMENTS = {"scheduler_service": 7_931, "worker_service": 7_266, "pagewire/kernels": 3_070, "pagewire": 6_026}
+MAX_STATEMENTS = {"scheduler_service": 7_931, "worker_service": 7_272, "pagewire/kernels": 3_070, "pagewire": 6_031}
 MAX_CLASS_NAMES_TWICE = 19
 MAX_PROTOCOLS = 24
 MAX_FUNCTION_LINES = 60
