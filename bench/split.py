@@ -62,7 +62,7 @@ class LocalLink:
         from worker_service import step
 
         openings = tuple(
-            step.RowOpening(**{**fields(opening), "sampling": step.SamplingParams(**fields(opening.sampling))})
+            step.RowOpening(**{**fields(opening), "sampling": _worker_sampling(opening.sampling)})
             for opening in plan.openings
         )
         self._engine.submit(self._session, step.StepPlan(**{**fields(plan), "openings": openings}))
@@ -79,6 +79,12 @@ class LocalLink:
         assert not outcome.statuses
         columns["parts"] = StepParts(**fields(columns["parts"]))
         self._events.result(StepResult(**columns))
+
+
+def _worker_sampling(sampling):
+    from worker_service import step
+
+    return step.SamplingParams(**{**fields(sampling), "pooling": step.Pooling(sampling.pooling.value)})
 
 
 def fields(value) -> dict:
