@@ -2,10 +2,10 @@
 
 On a GPU it is `pagewire.kernels.triton.sampler`, on a CPU `pagewire.kernels.cpu.sampling`.
 
-A row goes through: logit bias, suppression, penalties -> temperature -> top-k -> top-p -> min-p -> the highest of logit
-+ Gumbel noise; its log-probabilities are those before temperature and filters. Parameters mean what they mean in vLLM.
-Each filter keeps the tokens whose logit is at least some value, so tokens of equal logits stay or go together. A row of
-temperature 0 takes the highest logit, and the lowest id among equals.
+A row goes through: mask, logit bias, suppression, penalties -> temperature -> top-k -> top-p -> min-p -> the highest of
+logit + Gumbel noise; its log-probabilities are those before temperature and filters. Parameters mean what they mean in
+vLLM. Each filter keeps the tokens whose logit is at least some value, so tokens of equal logits stay or go together. A
+row of temperature 0 takes the highest logit, and the lowest id among equals.
 
 The noise is that of `pagewire.kernels.noise`.
 """
@@ -44,6 +44,11 @@ class SamplingColumns(NamedTuple):
         stop_token_ids: [R, max_stops] int32, -inf while num_tokens < min_num_tokens; an id of -1, or one outside the
             vocabulary, is vacant. Or None.
         min_num_tokens: [R] int32, or None with `stop_token_ids`.
+        masks: [M, ceil(vocab_size / 32)] int32, which tokens a row may take: token i by bit i % 32 of number i // 32,
+            the lowest bit first. All others are -inf, whatever their bias. Where every token that is allowed would be
+            suppressed, none is. A row takes the lowest id that is allowed where all of those are -inf. A mask allows
+            at least one token. Or None.
+        mask_lines: [R] int32, each row's line of `masks`; -1: all tokens. None with `masks`.
     """
 
     temperature: Tensor
@@ -62,6 +67,8 @@ class SamplingColumns(NamedTuple):
     bias_values: Tensor | None = None
     stop_token_ids: Tensor | None = None
     min_num_tokens: Tensor | None = None
+    masks: Tensor | None = None
+    mask_lines: Tensor | None = None
 
     @staticmethod
     def of(
@@ -118,8 +125,9 @@ def sample(
     for row in range(num_rows):
         if sampled.is_nan[row]:
             continue
-        _adjust(logits[row], columns, row, token_counts)
-        sampled.token_ids[row] = token_id = _choose(logits[row], columns, row)
+        allowed = _allowed(columns, row, vocab_size)
+        _adjust(logits[row], columns, row, token_counts, allowed)
+        sampled.token_ids[row] = token_id = _choose(logits[row], columns, row, allowed)
         if token_counts is not None and columns.slots[row] >= 0:
             token_counts[columns.slots[row], token_id] += 2
         if columns.num_logprobs[row] >= 0 and max_logprobs is not None:
@@ -169,18 +177,32 @@ def logprob_columns(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Te
     return chosen.squeeze(1), ranks, top.indices.int(), top.values
 
 
-def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Tensor | None) -> None:
-    """Bias, suppression and penalties, in this order, in place: [vocab_size]."""
+def _allowed(columns: SamplingColumns, row: int, vocab_size: int) -> Tensor:
+    """[vocab_size] bool, the tokens that a row may take."""
+    if columns.masks is None or columns.mask_lines is None or columns.mask_lines[row] < 0:
+        return torch.ones(vocab_size, dtype=torch.bool)
+    token_ids = torch.arange(vocab_size)
+    return (columns.masks[columns.mask_lines[row]].cpu()[token_ids // 32] >> token_ids % 32 & 1).bool()
+
+
+def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Tensor | None, allowed: Tensor) -> None:
+    """Mask, bias, suppression and penalties, in this order, in place: [vocab_size]."""
     vocab_size = len(logits)
+    allowed = allowed.to(logits.device)
+    logits[~allowed] = -torch.inf
     if columns.bias_token_ids is not None and columns.bias_values is not None:
         is_bias = columns.bias_token_ids[row] >= 0
+        is_bias &= allowed[columns.bias_token_ids[row].long()]
         ids = columns.bias_token_ids[row][is_bias].long()
         logits.index_put_((ids,), columns.bias_values[row][is_bias], accumulate=True)
         logits[ids] = logits[ids].clamp(max=LARGEST)  # an infinite bias must not turn differences into NaN
     if columns.stop_token_ids is not None and columns.min_num_tokens is not None:
         ids = columns.stop_token_ids[row]
-        if columns.num_tokens[row] < columns.min_num_tokens[row]:
-            logits[ids[(ids >= 0) & (ids < vocab_size)].long()] = -torch.inf
+        ids = ids[(ids >= 0) & (ids < vocab_size)].long()
+        is_left = allowed.clone()
+        is_left[ids] = False
+        if columns.num_tokens[row] < columns.min_num_tokens[row] and (allowed.all() or is_left.any()):
+            logits[ids] = -torch.inf
     if token_counts is not None and columns.slots[row] >= 0:
         counts = token_counts[columns.slots[row]]
         repetition = columns.repetition_penalty[row]
@@ -190,8 +212,10 @@ def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Te
         logits.copy_(torch.where(counts > 0, repeated - subtrahend, logits))
 
 
-def _choose(logits: Tensor, columns: SamplingColumns, row: int) -> int:
+def _choose(logits: Tensor, columns: SamplingColumns, row: int, allowed: Tensor) -> int:
     highest = logits.max()
+    if highest == -torch.inf:
+        return int(allowed.nonzero()[0])
     temperature = columns.temperature[row]
     if temperature == 0 or highest.isinf():
         return int((logits == highest).nonzero()[0])

@@ -51,6 +51,27 @@ class SamplingParams:
     pooling: Pooling = field(default=Pooling.NONE, metadata={"is_legal": lambda value: isinstance(value, Pooling)})
 
 
+class GrammarKind(Enum):
+    """The form in which a grammar's text is written."""
+
+    JSON_SCHEMA = 1
+    JSON_OBJECT = 2
+    REGEX = 3
+    CHOICE = 4  # a JSON array of texts
+    GRAMMAR = 5  # Lark or EBNF
+    STRUCTURAL_TAG = 6
+
+
+@dataclass(frozen=True, slots=True)
+class AddedGrammar:
+    """What an output must match, and the number by which an epoch knows it, from 1. One of the end tokens ends it."""
+
+    grammar_id: int
+    kind: GrammarKind
+    text: str
+    end_token_ids: tuple[int, ...]  # at least one, rising
+
+
 @dataclass(frozen=True, slots=True)
 class RowOpening:
     """A sequence moves into a slot."""
@@ -65,14 +86,15 @@ class RowOpening:
     seed: int
     sample_index: int
     traceparent: str = ""
+    grammar_id: int = 0  # 0: its output may be anything
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The plan of one step.
 
-    Its phases are carried out in order, all reads of a phase before its writes: released slots, moves, copies,
-    openings, forks, appended blocks, set blocks, appended tokens, work."""
+    Its phases are carried out in order, all reads of a phase before its writes: released slots, released
+    and added grammars, moves, copies, openings, forks, appended blocks, set blocks, appended tokens, work."""
 
     epoch: int
     step: int
@@ -99,12 +121,16 @@ class StepPlan:
     append_token_ids: tuple[int, ...] = ()
     work_slots: tuple[int, ...] = ()
     work_num_tokens: tuple[int, ...] = ()
+    added_grammars: tuple[AddedGrammar, ...] = ()
+    released_grammar_ids: tuple[int, ...] = ()
 
 
 class RowStatus(Enum):
     OK = 1
     NAN_LOGITS = 2
     OUT_OF_MEMORY = 3
+    GRAMMAR_FAILED = 4  # it refuses a token of the row, or allows none
+    GRAMMAR_LIMIT = 5  # what it allows takes more than a step may
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +145,12 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Columns over the rows of beams: each row has as many entries as it asked for, most likely first."""
+    """Columns over the rows of beams: each row has as many entries as it asked for, or as its grammar allows, most
+    likely first."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()  # of each row's entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +249,17 @@ class WorkerCapacity:
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1  # ranks that share the model out; each says `block_bytes` of its own part
     quantization: str = ""  # what the weights were made into while they loaded
+    grammar_version: str = ""  # of the library that reads grammars; empty: rows have none
+    gates_grammars: bool = False  # rows with a grammar rest when they have sampled
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReport:
+    """A grammar that was added is ready, or `error` says why it never will be."""
+
+    epoch: int
+    grammar_id: int
+    error: str = ""
 
 
 class RefusalReason(Enum):

@@ -41,6 +41,36 @@ class SamplingParams:
         return self.num_candidates is None and self.pooling is Pooling.NONE
 
 
+class GrammarKind(Enum):
+    """The form in which a grammar's text is written."""
+
+    JSON_SCHEMA = 1
+    JSON_OBJECT = 2
+    REGEX = 3
+    CHOICE = 4  # a JSON array of texts
+    GRAMMAR = 5  # Lark or EBNF
+    STRUCTURAL_TAG = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must match. One of the end tokens ends it."""
+
+    kind: GrammarKind
+    text: str
+    end_token_ids: tuple[int, ...]  # at least one, rising
+
+
+@dataclass(frozen=True, slots=True)
+class AddedGrammar:
+    """A grammar with the number by which an epoch knows it, from 1."""
+
+    grammar_id: int
+    kind: GrammarKind
+    text: str
+    end_token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class RowOpening:
     """A sequence moves into a slot."""
@@ -55,14 +85,15 @@ class RowOpening:
     seed: int
     sample_index: int
     traceparent: str = ""
+    grammar_id: int = 0  # 0: its output may be anything
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The plan of one step.
 
-    Its phases are carried out in order, all reads of a phase before its writes: released slots, moves, copies,
-    openings, forks, appended blocks, set blocks, appended tokens, work."""
+    Its phases are carried out in order, all reads of a phase before its writes: released slots, released
+    and added grammars, moves, copies, openings, forks, appended blocks, set blocks, appended tokens, work."""
 
     epoch: int
     step: int
@@ -89,6 +120,8 @@ class StepPlan:
     append_token_ids: tuple[int, ...] = ()
     work_slots: tuple[int, ...] = ()
     work_num_tokens: tuple[int, ...] = ()
+    added_grammars: tuple[AddedGrammar, ...] = ()
+    released_grammar_ids: tuple[int, ...] = ()
 
 
 class RowStatus(Enum):
@@ -97,6 +130,8 @@ class RowStatus(Enum):
     OK = 1
     NAN_LOGITS = 2
     OUT_OF_MEMORY = 3
+    GRAMMAR_FAILED = 4  # it refuses a token of the row, or allows none
+    GRAMMAR_LIMIT = 5  # what it allows takes more than a step may
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +146,12 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Columns over the rows of beams: each row has as many entries as it asked for, most likely first."""
+    """Columns over the rows of beams: each row has as many entries as it asked for, or as its grammar allows, most
+    likely first."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()  # of each row's entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +196,15 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarReport:
+    """A grammar that was added is ready, or `error` says why it never will be."""
+
+    epoch: int
+    grammar_id: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerCapacity:
     """The capacity that a worker reported when it joined."""
 
@@ -180,3 +226,5 @@ class WorkerCapacity:
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1  # ranks that share the model out; `block_bytes` are those of one of them
     quantization: str = ""  # what the weights were made into while they loaded
+    grammar_version: str = ""  # of the library that reads grammars; empty: rows have none
+    gates_grammars: bool = False  # rows with a grammar rest when they have sampled

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from scheduler_service.core.plan import SamplingParams
+from scheduler_service.core.plan import Grammar, SamplingParams
 
 
 class EarlyStopping(Enum):
@@ -49,6 +49,7 @@ class Request:
     deadline: float | None = None  # seconds of the caller's clock; orders requests under the policy "deadline"
     traceparent: str = ""  # W3C trace context, handed on to the worker
     output_mode: OutputMode = OutputMode.STREAMED
+    grammar: Grammar | None = None  # what each of its outputs matches
 
     @property
     def num_rows(self) -> int:
@@ -84,6 +85,8 @@ class EndReason(Enum):
     CRASHES_WORKER = "crashes_worker"  # INTERNAL
     NO_LONGER_FITS = "no_longer_fits"  # RESOURCE_EXHAUSTED: the worker came back smaller
     NO_WORKER = "no_worker"  # UNAVAILABLE
+    GRAMMAR_FAILED = "grammar_failed"  # INTERNAL
+    GRAMMAR_LIMIT = "grammar_limit"  # RESOURCE_EXHAUSTED: what a step may take to tell what its grammar allows
 
 
 @dataclass(frozen=True, slots=True)

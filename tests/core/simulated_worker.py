@@ -316,6 +316,7 @@ class SimulatedWorker:
         token_ids: list[int] = []
         chosen: list[float] = []
         beams: list[tuple[int, float]] = []
+        counts: list[int] = []
         embeddings: list[bytes] = []
         prompt_logprobs: list[PromptLogprobs] = []
         for slot, row in working:
@@ -332,7 +333,9 @@ class SimulatedWorker:
             if opening.sampling.num_candidates is not None:
                 row.work = 0
                 if is_good:
-                    beams.extend(candidates(prefix, opening.sampling.num_candidates, self.vocab_size))
+                    entries = candidates(prefix, opening.sampling.num_candidates, self.vocab_size)
+                    beams.extend(entries)
+                    counts.append(len(entries))
                 continue
             if row.pooling is not Pooling.NONE:
                 row.work = 0
@@ -353,7 +356,7 @@ class SimulatedWorker:
             () if set(statuses) <= {RowStatus.OK} else tuple(statuses),
             tuple(token_ids),
             Logprobs(tuple(chosen), (1,) * len(chosen)),
-            Candidates(tuple(token_id for token_id, _ in beams), tuple(logprob for _, logprob in beams)),
+            Candidates(tuple(token_id for token_id, _ in beams), tuple(logprob for _, logprob in beams), tuple(counts)),
             tuple(prompt_logprobs),
             last_moved_step=self.last_moved_step,
             embeddings=tuple(embeddings),

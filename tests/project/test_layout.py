@@ -38,9 +38,21 @@ ALLOWED_IMPORTS = {
     "pagewire.kernels": ("pagewire.kernels",),
     "pagewire.transport": ("pagewire.transport",),
     "pagewire.gguf": ("pagewire.gguf",),
-    "scheduler_service": ("scheduler_service", "pagewire.gguf", "pagewire.transport", "pagewire.__version__"),
+    "pagewire.grammars": ("pagewire.grammars",),
+    "scheduler_service": (
+        "scheduler_service",
+        "pagewire.gguf",
+        "pagewire.grammars",
+        "pagewire.transport",
+        "pagewire.__version__",
+    ),
     "scheduler_service.core": ("scheduler_service.core",),
-    "scheduler_service.serving": ("scheduler_service.core", "scheduler_service.serving", "pagewire.gguf"),
+    "scheduler_service.serving": (
+        "scheduler_service.core",
+        "scheduler_service.serving",
+        "pagewire.gguf",
+        "pagewire.grammars",
+    ),
     # What several of the packages beside it need, and no more.
     "scheduler_service.rpc": ("scheduler_service.rpc.status", "pagewire.protos.gen.pagewire.scheduler"),
     "scheduler_service.rpc.worker": (
@@ -65,7 +77,7 @@ ALLOWED_IMPORTS = {
         "scheduler_service.rpc.trace_context",
         "scheduler_service.rpc.waiting",
     ),
-    "worker_service": ("worker_service", "pagewire.transport", "pagewire.__version__"),
+    "worker_service": ("worker_service", "pagewire.grammars", "pagewire.transport", "pagewire.__version__"),
     "worker_service.rpc": (
         "worker_service.step",
         "worker_service.engine",

@@ -82,6 +82,7 @@ def join_results(step: BegunStep, outline: StepOutline, parts: Sequence[StepPart
         candidates=Candidates(
             tuple(token_id for sample in in_order for token_id in sample.candidates.token_ids),
             tuple(logprob for sample in in_order for logprob in sample.candidates.logprobs),
+            tuple(count for sample in in_order for count in sample.candidates.counts),
         ),
         embeddings=tuple(embedding for sample in in_order for embedding in sample.embeddings),
     )
@@ -96,7 +97,7 @@ def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple
     result, vocab_size = part.result, outline.vocab_size
     slots = part.rows.slots[part.rows.samples].tolist()
     num_tokens = num_positions = num_top = num_candidates = 0
-    embeddings = iter(result.embeddings)
+    embeddings, counts = iter(result.embeddings), iter(result.candidates.counts)
     for slot, status in zip(slots, result.statuses or (RowStatus.OK,) * len(slots), strict=True):
         sampling = outline.sampling[slot]
         if status is not RowStatus.OK:
@@ -106,9 +107,10 @@ def _samples(outline: StepOutline, part: StepPart[StepResult]) -> Iterator[tuple
             yield slot, Samples((status,), embeddings=(next(embeddings),))
             continue
         if sampling.num_candidates is not None:
-            start, num_candidates = num_candidates, num_candidates + min(sampling.num_candidates, vocab_size)
+            count = next(counts)
+            start, num_candidates = num_candidates, num_candidates + count
             ids, values = result.candidates.token_ids, result.candidates.logprobs
-            found = Candidates(ids[start:num_candidates], values[start:num_candidates])
+            found = Candidates(ids[start:num_candidates], values[start:num_candidates], (count,))
             yield slot, Samples((status,), candidates=found)
             continue
         logprobs = Logprobs()

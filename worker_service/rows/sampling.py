@@ -204,12 +204,15 @@ class StepSampling:
             if self.reports_candidates.any():
                 # Where a logit is infinite, there are no log-probabilities.
                 is_nan |= self.reports_candidates & np.isnan(top_logprobs[:, :1]).any(1)
-                reported = is_first & (~is_nan & ~chooses)[:, None]
-                candidates = Candidates(tuple(top_ids[reported].tolist()), tuple(top_logprobs[reported].tolist()))
+                tells = ~is_nan & ~chooses
+                reported = is_first & tells[:, None] & (top_logprobs > -np.inf)
+                columns = (top_ids[reported], top_logprobs[reported], reported.sum(axis=1)[tells])
+                candidates = Candidates(*(tuple(column.tolist()) for column in columns))
             asks = ~is_nan & chooses & (self.num_reported >= 0)
             top = is_first & asks[:, None]
-            columns = (chosen[asks], ranks[asks], top_ids[top], top_logprobs[top])
-            logprobs = Logprobs(*(tuple(column.tolist()) for column in columns))
+            logprobs = Logprobs(
+                *(tuple(column.tolist()) for column in (chosen[asks], ranks[asks], top_ids[top], top_logprobs[top]))
+            )
         return Samples(row_statuses(is_nan), tuple(token_ids[~is_nan & chooses].tolist()), logprobs, candidates)
 
 

@@ -4,7 +4,18 @@ from collections.abc import Callable
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.transport.translation import decoder, encoder, unknown_field
-from worker_service.step import Heartbeat, Hello, ProtocolError, Refusal, StepPlan, StepResult, WorkerCapacity
+from worker_service.step import (
+    GrammarReport,
+    Heartbeat,
+    Hello,
+    ProtocolError,
+    Refusal,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+)
+
+Response = WorkerCapacity | Refusal | StepResult | Heartbeat | GrammarReport
 
 # By the name of the body that a message may have, and by the type of what is answered.
 _DECODERS: dict[str, Callable[..., Hello | StepPlan]] = {
@@ -16,6 +27,7 @@ _ENCODERS = {
     Heartbeat: ("heartbeat", encoder(Heartbeat, pb.Heartbeat)),
     WorkerCapacity: ("ready", encoder(WorkerCapacity, pb.WorkerCapacity)),
     Refusal: ("refusal", encoder(Refusal, pb.Refusal)),
+    GrammarReport: ("grammar", encoder(GrammarReport, pb.GrammarReport)),
 }
 
 
@@ -32,6 +44,6 @@ def decode_request(request: pb.ExecuteRequest) -> Hello | StepPlan:
         raise ProtocolError(f"a {body} means nothing: {error}") from None
 
 
-def encode_response(response: WorkerCapacity | Refusal | StepResult | Heartbeat) -> pb.ExecuteResponse:
+def encode_response(response: Response) -> pb.ExecuteResponse:
     body, encode = _ENCODERS[type(response)]
     return pb.ExecuteResponse(**{body: encode(response)})

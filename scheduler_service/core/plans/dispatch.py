@@ -6,7 +6,7 @@ A result's rows are resolved here and never by slot alone: by the time it arrive
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import attrgetter, itemgetter
+from operator import attrgetter, gt, itemgetter
 from typing import NamedTuple
 
 from scheduler_service.core.plan import Candidates, Logprobs, Pooling, RowStatus, StepResult
@@ -125,8 +125,8 @@ def _read_samples(
     tokens = iter(token_ids)
     reported = [(token, num_top) for token, num_top in zip(token_ids, choosing, strict=True) if num_top is not None]
     logprobs = iter(_read_logprobs(result.logprobs, reported, vocab_size))
-    counts = [sampling.num_candidates for sampling in wanted if sampling.num_candidates is not None]
-    candidates = iter(_read_candidates(result.candidates, counts, vocab_size))
+    asked = [sampling.num_candidates for sampling in wanted if sampling.num_candidates is not None]
+    candidates = iter(_read_candidates(result.candidates, asked, vocab_size))
     num_pooled = sum(sampling.pooling is not Pooling.NONE for sampling in wanted)
     embeddings = iter(_read_embeddings(dispatch.step, result.embeddings, num_pooled))
     samples = []
@@ -185,16 +185,17 @@ def _read_logprobs(columns: Logprobs, tokens: list[tuple[int, int]], vocab_size:
     ]
 
 
-def _read_candidates(columns: Candidates, counts: list[int], vocab_size: int) -> list[list[tuple[int, float]]]:
-    """Cut the columns into rows, of which each was asked for so many candidates."""
-    counts = [min(count, vocab_size) for count in counts]
-    num_candidates = sum(counts)
+def _read_candidates(columns: Candidates, asked: list[int], vocab_size: int) -> list[list[tuple[int, float]]]:
+    """Cut the columns into rows, of which each was asked for so many candidates and has no more."""
+    if len(columns.counts) != len(asked) or any(map(gt, columns.counts, asked)):
+        raise WorkerProtocolError(f"rows asked for {asked} candidates, and have {list(columns.counts)}")
+    num_candidates = sum(columns.counts)
     if not len(columns.token_ids) == len(columns.logprobs) == num_candidates:
         raise WorkerProtocolError(f"the columns of candidates have not the {num_candidates} entries that they should")
-    if counts and not 0 <= min(columns.token_ids) <= max(columns.token_ids) < vocab_size:
+    if num_candidates and not 0 <= min(columns.token_ids) <= max(columns.token_ids) < vocab_size:
         raise WorkerProtocolError(f"a candidate is outside the vocabulary of {vocab_size}")
     pairs = zip(columns.token_ids, columns.logprobs, strict=True)
-    return [list(islice(pairs, count)) for count in counts]
+    return [list(islice(pairs, count)) for count in columns.counts]
 
 
 def _read_embeddings(step: int, embeddings: tuple[bytes, ...], num_pooled: int) -> tuple[bytes, ...]:

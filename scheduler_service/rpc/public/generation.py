@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _FAILURES = {
     EndReason.NAN_LOGITS: grpc.StatusCode.INTERNAL,
     EndReason.OUT_OF_MEMORY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    EndReason.GRAMMAR_FAILED: grpc.StatusCode.INTERNAL,
+    EndReason.GRAMMAR_LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
     EndReason.CRASHES_WORKER: grpc.StatusCode.INTERNAL,
     EndReason.NO_LONGER_FITS: grpc.StatusCode.RESOURCE_EXHAUSTED,
     EndReason.NO_WORKER: grpc.StatusCode.UNAVAILABLE,

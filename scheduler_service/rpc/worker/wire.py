@@ -7,10 +7,10 @@ from enum import Enum
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from pagewire.transport.translation import decoder, encoder, unknown_field
-from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core.plan import GrammarReport, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import WorkerProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class RefusalReason(Enum):
@@ -37,7 +37,7 @@ class Heartbeat:
     last_moved_step: int = 0
 
 
-WorkerMessage = WorkerCapacity | Refusal | StepResult | Heartbeat
+WorkerMessage = WorkerCapacity | Refusal | StepResult | Heartbeat | GrammarReport
 
 
 _encode_plan = encoder(StepPlan, worker_pb2.StepPlan)
@@ -47,6 +47,7 @@ _DECODERS: dict[str, Callable[..., WorkerMessage]] = {
     "heartbeat": decoder(Heartbeat, worker_pb2.Heartbeat),
     "ready": decoder(WorkerCapacity, worker_pb2.WorkerCapacity),
     "refusal": decoder(Refusal, worker_pb2.Refusal),
+    "grammar": decoder(GrammarReport, worker_pb2.GrammarReport),
 }
 _CAPACITY_COUNTS = (
     "vocab_size",

@@ -7,6 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GRAMMAR_KIND_UNSPECIFIED: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_JSON_SCHEMA: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_JSON_OBJECT: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_REGEX: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_CHOICE: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_GRAMMAR: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_STRUCTURAL_TAG: _ClassVar[GrammarKind]
+
 class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     POOLING_UNSPECIFIED: _ClassVar[Pooling]
@@ -19,6 +29,15 @@ class RowStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_STATUS_OK: _ClassVar[RowStatus]
     ROW_STATUS_NAN_LOGITS: _ClassVar[RowStatus]
     ROW_STATUS_OUT_OF_MEMORY: _ClassVar[RowStatus]
+    ROW_STATUS_GRAMMAR_FAILED: _ClassVar[RowStatus]
+    ROW_STATUS_GRAMMAR_LIMIT: _ClassVar[RowStatus]
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind
+GRAMMAR_KIND_JSON_OBJECT: GrammarKind
+GRAMMAR_KIND_REGEX: GrammarKind
+GRAMMAR_KIND_CHOICE: GrammarKind
+GRAMMAR_KIND_GRAMMAR: GrammarKind
+GRAMMAR_KIND_STRUCTURAL_TAG: GrammarKind
 POOLING_UNSPECIFIED: Pooling
 POOLING_LAST: Pooling
 POOLING_MEAN: Pooling
@@ -26,6 +45,8 @@ ROW_STATUS_UNSPECIFIED: RowStatus
 ROW_STATUS_OK: RowStatus
 ROW_STATUS_NAN_LOGITS: RowStatus
 ROW_STATUS_OUT_OF_MEMORY: RowStatus
+ROW_STATUS_GRAMMAR_FAILED: RowStatus
+ROW_STATUS_GRAMMAR_LIMIT: RowStatus
 
 class ExecuteRequest(_message.Message):
     __slots__ = ("hello", "plan")
@@ -36,16 +57,18 @@ class ExecuteRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
-    __slots__ = ("ready", "refusal", "result", "heartbeat")
+    __slots__ = ("ready", "refusal", "result", "heartbeat", "grammar")
     READY_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     ready: WorkerCapacity
     refusal: Refusal
     result: StepResult
     heartbeat: Heartbeat
-    def __init__(self, ready: _Optional[_Union[WorkerCapacity, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    grammar: GrammarReport
+    def __init__(self, ready: _Optional[_Union[WorkerCapacity, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., grammar: _Optional[_Union[GrammarReport, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "instance_id", "epoch", "pipeline_depth")
@@ -60,7 +83,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., instance_id: _Optional[str] = ..., epoch: _Optional[int] = ..., pipeline_depth: _Optional[int] = ...) -> None: ...
 
 class WorkerCapacity(_message.Message):
-    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "sliding_window", "tensor_parallel_rank", "tensor_parallel_size", "quantization")
+    __slots__ = ("worker_id", "model_digest", "vocab_size", "max_model_len", "block_size", "num_device_blocks", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "device", "dtype", "attention_backend", "num_host_blocks", "swap_bandwidth", "sliding_window", "tensor_parallel_rank", "tensor_parallel_size", "quantization", "grammar_version", "gates_grammars")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +102,8 @@ class WorkerCapacity(_message.Message):
     TENSOR_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GATES_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model_digest: bytes
     vocab_size: int
@@ -97,7 +122,9 @@ class WorkerCapacity(_message.Message):
     tensor_parallel_rank: int
     tensor_parallel_size: int
     quantization: str
-    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
+    grammar_version: str
+    gates_grammars: bool
+    def __init__(self, worker_id: _Optional[str] = ..., model_digest: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_device_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., attention_backend: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bandwidth: _Optional[float] = ..., sliding_window: _Optional[int] = ..., tensor_parallel_rank: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., quantization: _Optional[str] = ..., grammar_version: _Optional[str] = ..., gates_grammars: bool = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason", "epoch", "instance_id", "message")
@@ -122,7 +149,7 @@ class Refusal(_message.Message):
     def __init__(self, reason: _Optional[_Union[Refusal.Reason, str]] = ..., epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("epoch", "step", "released_slots", "swap_out_device_blocks", "swap_out_host_blocks", "swap_in_host_blocks", "swap_in_device_blocks", "openings", "append_slots", "append_block_ids", "work_slots", "work_num_tokens", "copy_source_blocks", "copy_target_blocks", "fork_source_slots", "fork_target_slots", "set_block_slots", "set_block_indexes", "set_block_ids", "append_token_slots", "append_token_ids")
+    __slots__ = ("epoch", "step", "released_slots", "swap_out_device_blocks", "swap_out_host_blocks", "swap_in_host_blocks", "swap_in_device_blocks", "openings", "append_slots", "append_block_ids", "work_slots", "work_num_tokens", "copy_source_blocks", "copy_target_blocks", "fork_source_slots", "fork_target_slots", "set_block_slots", "set_block_indexes", "set_block_ids", "append_token_slots", "append_token_ids", "added_grammars", "released_grammar_ids")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +171,8 @@ class StepPlan(_message.Message):
     SET_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     APPEND_TOKEN_SLOTS_FIELD_NUMBER: _ClassVar[int]
     APPEND_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADDED_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_GRAMMAR_IDS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     released_slots: _containers.RepeatedScalarFieldContainer[int]
@@ -165,10 +194,34 @@ class StepPlan(_message.Message):
     set_block_ids: _containers.RepeatedScalarFieldContainer[int]
     append_token_slots: _containers.RepeatedScalarFieldContainer[int]
     append_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., swap_out_device_blocks: _Optional[_Iterable[int]] = ..., swap_out_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_device_blocks: _Optional[_Iterable[int]] = ..., openings: _Optional[_Iterable[_Union[RowOpening, _Mapping]]] = ..., append_slots: _Optional[_Iterable[int]] = ..., append_block_ids: _Optional[_Iterable[int]] = ..., work_slots: _Optional[_Iterable[int]] = ..., work_num_tokens: _Optional[_Iterable[int]] = ..., copy_source_blocks: _Optional[_Iterable[int]] = ..., copy_target_blocks: _Optional[_Iterable[int]] = ..., fork_source_slots: _Optional[_Iterable[int]] = ..., fork_target_slots: _Optional[_Iterable[int]] = ..., set_block_slots: _Optional[_Iterable[int]] = ..., set_block_indexes: _Optional[_Iterable[int]] = ..., set_block_ids: _Optional[_Iterable[int]] = ..., append_token_slots: _Optional[_Iterable[int]] = ..., append_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    added_grammars: _containers.RepeatedCompositeFieldContainer[AddedGrammar]
+    released_grammar_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., released_slots: _Optional[_Iterable[int]] = ..., swap_out_device_blocks: _Optional[_Iterable[int]] = ..., swap_out_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_host_blocks: _Optional[_Iterable[int]] = ..., swap_in_device_blocks: _Optional[_Iterable[int]] = ..., openings: _Optional[_Iterable[_Union[RowOpening, _Mapping]]] = ..., append_slots: _Optional[_Iterable[int]] = ..., append_block_ids: _Optional[_Iterable[int]] = ..., work_slots: _Optional[_Iterable[int]] = ..., work_num_tokens: _Optional[_Iterable[int]] = ..., copy_source_blocks: _Optional[_Iterable[int]] = ..., copy_target_blocks: _Optional[_Iterable[int]] = ..., fork_source_slots: _Optional[_Iterable[int]] = ..., fork_target_slots: _Optional[_Iterable[int]] = ..., set_block_slots: _Optional[_Iterable[int]] = ..., set_block_indexes: _Optional[_Iterable[int]] = ..., set_block_ids: _Optional[_Iterable[int]] = ..., append_token_slots: _Optional[_Iterable[int]] = ..., append_token_ids: _Optional[_Iterable[int]] = ..., added_grammars: _Optional[_Iterable[_Union[AddedGrammar, _Mapping]]] = ..., released_grammar_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AddedGrammar(_message.Message):
+    __slots__ = ("grammar_id", "kind", "text", "end_token_ids")
+    GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    grammar_id: int
+    kind: GrammarKind
+    text: str
+    end_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, grammar_id: _Optional[int] = ..., kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[str] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GrammarReport(_message.Message):
+    __slots__ = ("epoch", "grammar_id", "error")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    grammar_id: int
+    error: str
+    def __init__(self, epoch: _Optional[int] = ..., grammar_id: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class RowOpening(_message.Message):
-    __slots__ = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "seed", "sample_index", "traceparent")
+    __slots__ = ("slot", "sequence_id", "token_ids", "num_prompt_tokens", "num_computed_tokens", "block_ids", "sampling", "seed", "sample_index", "traceparent", "grammar_id")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +232,7 @@ class RowOpening(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
     slot: int
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -189,7 +243,8 @@ class RowOpening(_message.Message):
     seed: int
     sample_index: int
     traceparent: str
-    def __init__(self, slot: _Optional[int] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    grammar_id: int
+    def __init__(self, slot: _Optional[int] = ..., sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., traceparent: _Optional[str] = ..., grammar_id: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias_token_ids", "logit_bias_values", "min_tokens", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "num_candidates", "pooling")
@@ -286,12 +341,14 @@ class Logprobs(_message.Message):
     def __init__(self, chosen: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Candidates(_message.Message):
-    __slots__ = ("token_ids", "logprobs")
+    __slots__ = ("token_ids", "logprobs", "counts")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("slot", "first_position", "logprobs")

@@ -1,0 +1,155 @@
+"""A grammar's state, moved on by tokens, which says what tokens may come next."""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import metadata
+from threading import Lock
+
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from pagewire.grammars.source import to_llguidance
+
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=30_000,
+    step_max_items=20_000,
+    max_lexer_states=30_000,
+    verbose_errors=False,
+)
+_LIMIT_REASONS = ("LexerTooComplex", "ParserTooComplex")
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be read, a token that it refuses, or a state that allows none. The text says why."""
+
+
+class GrammarLimitError(GrammarError):
+    """A grammar that takes more work or memory than it may."""
+
+
+def version() -> str:
+    """The version of the library, on which depends what a grammar means."""
+    return metadata.version("llguidance")
+
+
+@contextmanager
+def _caught() -> Iterator[None]:
+    """Make errors of the library and its panics, which are no Exceptions, a GrammarError."""
+    try:
+        yield
+    except (GrammarError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise GrammarError(f"the grammar cannot be read: {error}") from None
+
+
+class Matcher:
+    """The state of a grammar behind the tokens of one output."""
+
+    def __init__(self, state: LLMatcher, end_token_ids: frozenset[int]) -> None:
+        self._state = state
+        self._end_token_ids = end_token_ids
+        self.end_token_id: int | None = None  # the end token that was consumed: from there on nothing else is allowed
+
+    def copy(self) -> "Matcher":
+        """Returns a matcher in the same state, which goes its own way."""
+        copied = Matcher(self._state.deep_copy(), self._end_token_ids)
+        copied.end_token_id = self.end_token_id
+        return copied
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Move on by tokens; those behind the first end token are not looked at. Raises GrammarError for one that is
+        not allowed, GrammarLimitError; then the matcher is of no more use."""
+        if self.end_token_id is not None:
+            return
+        end = next((i for i, token_id in enumerate(token_ids) if token_id in self._end_token_ids), None)
+        with _caught():
+            is_taken = self._state.consume_tokens(list(token_ids[:end]))
+            is_taken = is_taken and (end is None or self._state.is_accepting())
+        if not is_taken:
+            raise self.error() or GrammarError("the grammar does not allow a token of the output")
+        if end is not None:
+            self.end_token_id = token_ids[end]
+
+    def fill_mask(self, address: int, mask_bytes: int) -> None:
+        """Write which tokens are allowed, a bit each, the lowest of int32 number 0 first, to memory of `mask_bytes`,
+        which are `4 * ceil(vocab_size / 32)`. Behind an end token that one alone is. Raises GrammarError where no token
+        is allowed, GrammarLimitError."""
+        if self.end_token_id is not None:
+            self._allow_end_alone(address, mask_bytes)
+            return
+        with _caught():
+            self._state.unsafe_compute_mask_ptr(address, mask_bytes)
+        if error := self.error():
+            raise error
+
+    def error(self) -> GrammarError | None:
+        """Why the matcher is of no more use."""
+        if not self._state.is_error():
+            return None
+        is_limit = self._state.stop_reason() in _LIMIT_REASONS
+        return (GrammarLimitError if is_limit else GrammarError)(self._state.get_error())
+
+    def _allow_end_alone(self, address: int, mask_bytes: int) -> None:
+        assert self.end_token_id is not None
+        ctypes.memset(address, 0, mask_bytes)
+        byte, bit = divmod(self.end_token_id, 8)
+        ctypes.memset(address + byte, 1 << bit, 1)
+
+
+def fill_masks(masks: Sequence[tuple[Matcher, int]], address: int, mask_bytes: int) -> dict[int, GrammarError]:
+    """Do `fill_mask` of several matchers, side by side: that of (matcher, line) into line `line` of an array of masks.
+
+    Returns the errors by line; what stands in those lines means nothing.
+    """
+    errors: dict[int, GrammarError] = {}
+    going = [(matcher, line) for matcher, line in masks if matcher.end_token_id is None]
+    if len(going) > 1:
+        num_masks = 1 + max(line for _, line in going)
+        with _caught():
+            _executor().unsafe_compute_mask_ptr(
+                [(matcher._state, line) for matcher, line in going], address, mask_bytes, num_masks
+            )
+        errors = {line: error for matcher, line in going if (error := matcher.error())}
+        masks = [(matcher, line) for matcher, line in masks if matcher.end_token_id is not None]
+    for matcher, line in masks:
+        try:
+            matcher.fill_mask(address + line * mask_bytes, mask_bytes)
+        except GrammarError as error:
+            errors[line] = error
+    return errors
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor()
+
+
+class GrammarCompiler:
+    """Reads grammars for one tokenizer. May be used on any thread."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
+        """`vocab_size`: the model's, as many tokens as it has logits."""
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
+        self._lock = Lock()
+
+    def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
+        """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
+        with _caught():
+            state = LLMatcher(self._tokenizer(end_token_ids), to_llguidance(kind, text), limits=_LIMITS, log_level=0)
+        matcher = Matcher(state, frozenset(end_token_ids))
+        if error := matcher.error():
+            raise error
+        return matcher
+
+    def _tokenizer(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:
+        with self._lock:
+            if end_token_ids not in self._tokenizers:
+                self._tokenizers[end_token_ids] = LLTokenizer(
+                    self._tokenizer_json, n_vocab=self._vocab_size, eos_token=list(end_token_ids)
+                )
+            return self._tokenizers[end_token_ids]
