@@ -1,8 +1,8 @@
 """The only place where a plan meets a worker: plan -> send -> result -> publish, in one task.
 
-Whoever holds the link to the worker reports `worker_ready`, `moved`, `result` and `worker_lost`; the link needs no
-gRPC. All methods belong to the event loop's thread. What the worker reports waits in an inbox that is emptied before
-the next plan is made, so a plan always knows the latest news.
+Whoever holds the link to the worker reports `worker_ready`, `moved`, `grammar_ready`, `result` and `worker_lost`; the
+link needs no gRPC. All methods belong to the event loop's thread. What the worker reports waits in an inbox that is
+emptied before the next plan is made, so a plan always knows the latest news.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class StepLoop:
         self.kv_events = KvEvents(scheduler, kv_event_log or KvEventLog(max_batches=10_000), observers)
         self._fan_out = FanOut()
         self._streams: dict[int, TokenStream] = {}
-        self._inbox: deque[StepResult | int] = deque()  # results, and steps up to which all moves are done
+        self._inbox: deque[Callable[[float], None]] = deque()  # what the worker told, which gets the time
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -179,12 +179,14 @@ class StepLoop:
 
     def moved(self, step: int) -> None:
         """The moves of all plans up to this step are done. Comes before the result that says so."""
-        self._inbox.append(step)
-        self._wake.set()
+        self._tell(partial(self._take_moved, step))
+
+    def grammar_ready(self, grammar_id: int, error: str) -> None:
+        """The worker has prepared a grammar of the epoch, or (with an error) says why it cannot."""
+        self._tell(partial(self._take_grammar, grammar_id, error))
 
     def result(self, result: StepResult) -> None:
-        self._inbox.append(result)
-        self._wake.set()
+        self._tell(partial(self._take_result, result))
 
     def worker_lost(self, reason: str) -> None:
         """Nothing happens if no worker is there."""
@@ -198,16 +200,22 @@ class StepLoop:
 
     # Steps
 
+    def _tell(self, news: Callable[[float], None]) -> None:
+        self._inbox.append(news)
+        self._wake.set()
+
     def _empty_inbox(self) -> None:
         while self._inbox and self._link is not None:
-            news, now = self._inbox.popleft(), time.monotonic()
             try:
-                if isinstance(news, StepResult):
-                    self._take_result(news, now)
-                else:
-                    self._scheduler.moved(news, now)
+                self._inbox.popleft()(time.monotonic())
             except WorkerProtocolError as error:
                 self._fail_epoch(str(error))
+
+    def _take_moved(self, step: int, now: float) -> None:
+        self._scheduler.moved(step, now)
+
+    def _take_grammar(self, grammar_id: int, error: str, now: float) -> None:
+        self._publish(self._scheduler.grammar_ready(grammar_id, error, now))
 
     def _take_result(self, result: StepResult, now: float) -> None:
         outputs = self._scheduler.complete(result, now)
