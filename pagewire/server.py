@@ -19,6 +19,7 @@ class WorkerInfo:
     num_host_blocks: int
     swap_bandwidth: float
     sliding_window: int
+    grammar_version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class ServerInfo:
     """The model that a server has, and the server's limits. `worker` is None while none is connected.
 
     `model_digest` is hexadecimal, `max_sequence_tokens` the most that a request may have now, `unavailable_reason` why
-    requests are refused now, or nothing. `special_tokens` holds texts by the names that a chat template uses, such as
-    eos_token.
+    requests are refused now, or nothing, `structured_output_refusal` why those are that ask for structured output.
+    `special_tokens` holds texts by the names that a chat template uses, such as eos_token.
     """
 
     version: str
@@ -47,6 +48,7 @@ class ServerInfo:
     unavailable_reason: str
     special_tokens: Mapping[str, str]
     has_tenants: bool
+    structured_output_refusal: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ many equal observations at once, which keeps the cost of a step independent of i
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from operator import add
@@ -20,7 +21,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduler_service.core.plan import StepParts, StepResult, WorkerCapacity
+from scheduler_service.core.plan import GrammarKind, StepParts, StepResult, WorkerCapacity
 from scheduler_service.core.request import (
     EndReason,
     KvEventCounts,
@@ -54,6 +55,7 @@ _HISTOGRAMS = {
     "vllm:iteration_tokens_total": ("Prompt and output tokens of a step.", _STEP_TOKENS),
     "pagewire:step_duration_seconds": ("Time of a step on the worker.", _STEP_SECONDS),
     "pagewire:plan_bytes": ("Size of a plan on the wire.", _BYTES),
+    "pagewire:grammar_check_seconds": ("Time that it took to compile a grammar which was not known.", _PAUSE_SECONDS),
     "pagewire:gc_pause_seconds": ("Time for which a garbage collection stopped the scheduler.", _PAUSE_SECONDS),
 }
 # Numbers that are told as they are: their texts, and their names in SchedulerStats.
@@ -103,6 +105,10 @@ _SERVICE_GAUGES = {
         "Failed submissions that clients of GenerateMany have not been told of, since they do not read.",
         "num_unread_failures",
     ),
+    "pagewire:grammar_verdicts": (
+        "Grammars of which it is known whether they can be used.",
+        "num_grammar_verdicts",
+    ),
 }
 
 
@@ -115,6 +121,7 @@ class ServiceStats:
     detached_bytes: int = 0
     kv_event_bytes: int = 0
     num_unread_failures: int = 0
+    num_grammar_verdicts: int = 0
 
 
 class Histogram:
@@ -143,6 +150,8 @@ class Metrics(Observer):
         self.num_epochs = 0
         self.num_kv_events = KvEventCounts()
         self.num_invariant_failures = 0
+        self.num_grammar_requests = {kind.name.lower(): 0 for kind in GrammarKind}
+        self.num_grammar_checks = {"accepted": 0, "refused": 0}
         self.capacity: WorkerCapacity | None = None
         self._num_computed_prompt_tokens = 0
         self._parts_us = dict.fromkeys((field.name for field in fields(StepParts)), 0)
@@ -154,6 +163,17 @@ class Metrics(Observer):
             self._collection_began_at = time.perf_counter()
         else:
             self._observe("pagewire:gc_pause_seconds", time.perf_counter() - self._collection_began_at)
+
+    @contextmanager
+    def submission(self, request: Request) -> Iterator[Request]:
+        yield request
+        if request.grammar is not None:
+            self.num_grammar_requests[request.grammar.kind.name.lower()] += 1
+
+    def grammar_checked(self, seconds: float, is_good: bool) -> None:
+        """Observe how long it took to compile a grammar, and whether it can be used."""
+        self._observe("pagewire:grammar_check_seconds", seconds)
+        self.num_grammar_checks["accepted" if is_good else "refused"] += 1
 
     def step_finished(self, result: StepResult, stats: SchedulerStats) -> None:
         # A prompt counts in the step in which its sequence first runs, all chunks of it together.
@@ -238,6 +258,9 @@ class MetricsCollector(Collector):
         yield from self._shares(stats)
         kv_events = dict(zip(("stored", "removed", "cleared"), metrics.num_kv_events, strict=True))
         yield self._counters("pagewire:kv_events", "Changes of the prefix cache.", "kind", kv_events)
+        kinds, results = metrics.num_grammar_requests, metrics.num_grammar_checks
+        yield self._counters("pagewire:grammar_requests", "Requests taken with a grammar, by its kind.", "kind", kinds)
+        yield self._counters("pagewire:grammar_checks", "Grammars compiled to be checked.", "result", results)
         for name, (text, field) in _METRICS_COUNTERS.items():
             yield self._number(CounterMetricFamily, name, text, getattr(metrics, field))
         text = "Lines of the log that were dropped since nobody read standard error."

@@ -32,6 +32,7 @@ from scheduler_service.rpc.trace_context import trace_context_of_call
 from scheduler_service.rpc.worker.epochs import EpochsExhausted
 from scheduler_service.rpc.worker.worker_link import CHANNEL_OPTIONS, FencedError, WorkerLink
 from scheduler_service.serving.activity import Activity
+from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.kv_event_log import KvEventLog
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.recording import Recorder, SchedulerArguments, record
@@ -106,7 +107,8 @@ class _Scheduler:
         )
         self._tracing = _tracing(config, info.served_model_name)
         self._kv_event_log = KvEventLog(config.kv_events_buffer, config.max_kv_event_bytes)
-        observers = [self._metrics, RequestLog(logs_all=config.log_requests)]
+        self._grammars = GrammarChecks(service.model, self._metrics.grammar_checked)
+        observers = [self._metrics, RequestLog(logs_all=config.log_requests), self._grammars]
         self._step_loop = StepLoop(
             record(scheduler, self._recorder) if self._recorder else scheduler,
             observers if self._tracing is None else [*observers, self._tracing],
@@ -148,6 +150,7 @@ class _Scheduler:
             lambda: self._activity.generation_throughput,
             max_pending_calls=self._config.max_waiting_requests,
             text_limits=service.text_limits,
+            grammars=self._grammars,
             quotas=None if service.tenants is None else Quotas(service.tenants.quota, lambda: availability.capacity),
         )
 
@@ -169,6 +172,7 @@ class _Scheduler:
             detached_bytes=self._detached.num_bytes,
             kv_event_bytes=self._kv_event_log.num_bytes,
             num_unread_failures=self._servicer.num_unread_failures,
+            num_grammar_verdicts=self._grammars.num_verdicts,
         )
 
     def _make_vllm(self, vllm: ModuleType) -> "VllmServicer":
@@ -193,6 +197,7 @@ class _Scheduler:
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         gc.callbacks.append(self._metrics.collection)
+        self._grammars.start()
         try:
             return await self._service.run(
                 self._step_loop,
@@ -205,6 +210,7 @@ class _Scheduler:
             )
         finally:
             gc.callbacks.remove(self._metrics.collection)
+            self._grammars.close()
             for channel in self._channels:
                 await channel.close()
             if self._metrics_server is not None:

@@ -153,12 +153,15 @@ def _info_rows(info: ServerInfo) -> list[tuple[str, str]]:
         host, _, process = worker.worker_id.partition(":")
         if process:
             described += f", process {process.partition(':')[0]} on {host}"
-    return [
+    rows = [
         ("model", f"{info.served_model_name}, {info.max_model_len} positions, {info.vocab_size} tokens"),
         ("server", f"pagewire {info.version}, {info.instance_id}"),
         ("worker", described),
         ("step", f"{info.max_num_seqs} sequences, {info.max_num_batched_tokens} tokens, depth {info.pipeline_depth}"),
     ]
+    if info.structured_output_refusal:
+        rows.append(("structured output", f"refused: {info.structured_output_refusal}"))
+    return rows
 
 
 def _load_rows(loads: Loads) -> list[tuple[str, str]]:

@@ -47,6 +47,23 @@ class ModelInfo:
         return self.tokenizer_path is not None
 
     @property
+    def grammar_end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an output which matches a grammar, rising: the end tokens that can be sampled."""
+        return tuple(token_id for token_id in self.eos_token_ids if token_id < self.vocab_size)
+
+    @property
+    def grammar_refusal(self) -> str:
+        """Why no output can match a grammar, or nothing."""
+        if not self.has_tokenizer:
+            return "the served checkpoint has no tokenizer, and without its texts no output can match a grammar"
+        if not self.grammar_end_token_ids:
+            return (
+                "the served checkpoint names no end token, with which an output that matches a grammar ends; add "
+                "eos_token_id to its generation_config.json"
+            )
+        return ""
+
+    @property
     def chat_template(self) -> str | None:
         """Its text."""
         return None if self.template_file is None else self.template_file.text

@@ -27,11 +27,18 @@ _REPLACEMENT = "\ufffd"
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
+def read_tokenizer_json(path: Path) -> str:
+    """Return a tokenizer.json's text, or what stands for it in a GGUF file. Raises ValueError and OSError."""
+    if is_gguf(path):
+        return json.dumps(tokenizer_json(GgufFile.open(path)))
+    return path.read_text(encoding="utf-8")
+
+
 def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
     """Load a tokenizer.json, or what stands for it in a GGUF file. Raises ValueError if it cannot be read."""
     try:
         if is_gguf(path):
-            return HuggingFaceTokenizer.from_str(json.dumps(tokenizer_json(GgufFile.open(path))))
+            return HuggingFaceTokenizer.from_str(read_tokenizer_json(path))
         return HuggingFaceTokenizer.from_file(str(path))
     except GgufError:
         raise

@@ -1,8 +1,10 @@
 """A core Request as the GenerateRequest that another scheduler resolves to the same."""
 
+import json
+
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.transport.translation import enum_names
-from scheduler_service.core.plan import Pooling
+from scheduler_service.core.plan import Grammar, GrammarKind, Pooling
 from scheduler_service.core.request import Request
 from scheduler_service.rpc.public.generate_request import SAME_NUMBERS
 from scheduler_service.serving.sampling_options import FILTERS_OFF
@@ -45,8 +47,21 @@ def _encode_sampling(request: Request, eos_token_ids: tuple[int, ...]) -> schedu
     for name in SAME_NUMBERS:
         if beam is None or name not in FILTERS_OFF:
             setattr(message, name, getattr(sampling, name))
+    if request.grammar is not None:
+        _encode_grammar(request.grammar, message)
     if beam is not None:
         message.beam_width = beam.beam_width
         message.length_penalty = beam.length_penalty
         message.early_stopping = _EARLY_STOPPING[beam.early_stopping.value]
     return message
+
+
+def _encode_grammar(grammar: Grammar, message: scheduler_pb2.SamplingParams) -> None:
+    """Its end tokens are the model's own, which the other one knows too."""
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            message.json_object = True
+        case GrammarKind.CHOICE:
+            message.choice.texts.extend(json.loads(grammar.text))
+        case kind:
+            setattr(message, kind.name.lower(), grammar.text)

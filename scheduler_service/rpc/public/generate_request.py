@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
-from scheduler_service.core.plan import SamplingParams
+from scheduler_service.core.plan import Grammar, SamplingParams
 from scheduler_service.core.request import BeamParams, Request
 from scheduler_service.rpc.public.beam_search import check_beam_search, num_candidates, resolve_beam
 from scheduler_service.rpc.public.prompt_text import too_many_tokens
+from scheduler_service.rpc.public.structured_output import check_structured_output, resolve_grammar
 from scheduler_service.rpc.status import invalid
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.sampling_options import FILTERS_OFF, SAMPLING_OPTIONS
@@ -79,12 +80,12 @@ def resolve_request(
             "sampling.min_tokens",
             f"min_tokens is {sampling.min_tokens}, but the output has at most {max_tokens} tokens; lower min_tokens",
         )
-    beam = resolve_beam(sampling)
+    beam, grammar = resolve_beam(sampling), resolve_grammar(sampling, model)
     return Request(
         request_id=_request_id(request),
         tenant=request.tenant,
         prompt_token_ids=tuple(prompt_token_ids),
-        sampling=_resolve_sampling(sampling, model, beam),
+        sampling=_resolve_sampling(sampling, model, beam, grammar),
         max_tokens=max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         n=_value_or(sampling, "n", 1),
@@ -92,6 +93,7 @@ def resolve_request(
         cache_salt=request.cache_salt,
         beam=beam,
         deadline=deadline,
+        grammar=grammar,
     )
 
 
@@ -127,6 +129,7 @@ def _check_sampling(sampling: scheduler_pb2.SamplingParams, model: ModelInfo) ->
         if sampling.HasField(field) and not option.holds(value):
             raise invalid(f"sampling.{field}", f"{field} is {value:g}, but must be {option}")
     check_beam_search(sampling)
+    check_structured_output(sampling, model)
     _check_stop(sampling, model)
     _check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for position, token_id in enumerate(sampling.stop_token_ids):
@@ -177,7 +180,7 @@ def _check_prompt(
 
 
 def _resolve_sampling(
-    sampling: scheduler_pb2.SamplingParams, model: ModelInfo, beam: BeamParams | None
+    sampling: scheduler_pb2.SamplingParams, model: ModelInfo, beam: BeamParams | None, grammar: Grammar | None
 ) -> SamplingParams:
     eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
     biases = sorted(sampling.logit_bias.items())
@@ -192,7 +195,8 @@ def _resolve_sampling(
     )
     if beam is None:
         return resolved
-    candidates = num_candidates(beam, len(resolved.stop_token_ids), model.vocab_size)
+    end_token_ids = {*resolved.stop_token_ids, *(grammar.end_token_ids if grammar is not None else ())}
+    candidates = num_candidates(beam, len(end_token_ids), model.vocab_size)
     return replace(resolved, num_candidates=candidates, **FILTERS_OFF)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import grpc
@@ -13,10 +14,12 @@ from scheduler_service.rpc.public.generate_request import check_before_tokenizin
 from scheduler_service.rpc.public.generation import Generation
 from scheduler_service.rpc.public.output import OutputBuffer
 from scheduler_service.rpc.public.prompt_text import PromptTexts, TextLimits
+from scheduler_service.rpc.public.structured_output import check_grammar, check_grammars_served
 from scheduler_service.rpc.status import RpcError, invalid
 from scheduler_service.rpc.tenants.authentication import tenant_of_call
 from scheduler_service.rpc.tenants.quota import Quotas
 from scheduler_service.serving.engine import RequestEngine
+from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.token_stream import Outlet
 from scheduler_service.serving.tokenizer import Tokenizer
@@ -39,9 +42,10 @@ class Intake:
         text_limits: TextLimits,
         detached: DetachedRequests | None = None,
         quotas: Quotas | None = None,
+        grammars: GrammarChecks | None = None,
     ) -> None:
         """The names of `detached` requests are taken as long as those are kept. Without `quotas` tenants are held to
-        none."""
+        none. Without `grammars` those of requests are checked behind the engine."""
         self._engine = engine
         self._model = model
         self._tokenizer = tokenizer
@@ -49,6 +53,7 @@ class Intake:
         self._max_pending_calls = max_pending_calls
         self._detached = detached
         self._quotas = quotas
+        self._grammars = grammars
         self._num_pending = 0  # calls whose request is not in the engine yet
 
     async def begin(
@@ -83,28 +88,36 @@ class Intake:
         if message.embed and output_mode is OutputMode.DETACHED:
             raise invalid("request.embed", "an embedding cannot be detached; call Embed and wait for it")
         self._check_available(output_mode)
+        with self._pending(message.tenant):
+            prompt_token_ids = await self._tokenize(message, output_mode)
+            limit = self._engine.availability.max_sequence_tokens
+            request = resolve_request(message, prompt_token_ids, self._model, limit, deadline)
+            if request.grammar is not None and self._grammars is not None:
+                await check_grammar(self._grammars, request.grammar, request.tenant)
+        return replace(request, output_mode=output_mode)
+
+    @contextlib.contextmanager
+    def _pending(self, tenant: str) -> Iterator[None]:
+        """Count the call inside the block, in which its request is made ready. Raises RpcError."""
         if self._num_pending >= self._max_pending_calls:
             raise RpcError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self._num_pending} calls wait to be queued, the limit is {self._max_pending_calls}; try again later",
             )
-        with contextlib.nullcontext() if self._quotas is None else self._quotas.pending(message.tenant):
-            prompt_token_ids = await self._tokenize(message, output_mode)
-        limit = self._engine.availability.max_sequence_tokens
-        request = resolve_request(message, prompt_token_ids, self._model, limit, deadline)
-        return replace(request, output_mode=output_mode)
+        with contextlib.nullcontext() if self._quotas is None else self._quotas.pending(tenant):
+            self._num_pending += 1
+            try:
+                yield
+            finally:
+                self._num_pending -= 1
 
     async def _tokenize(self, message: scheduler_pb2.GenerateRequest, output_mode: OutputMode) -> list[int]:
         """Return the tokens of the prompt, once it is known what fits."""
-        self._num_pending += 1
-        try:
-            await self._engine.availability.wait_for_first_worker(output_mode)
-            if message.WhichOneof("prompt") == "text" and self.texts is not None:
-                limit = self._engine.availability.max_sequence_tokens
-                return await self.texts.encode(message.text, message.tenant, limit)
-            return list(message.token_ids.ids)
-        finally:
-            self._num_pending -= 1
+        await self._engine.availability.wait_for_first_worker(output_mode)
+        if message.WhichOneof("prompt") == "text" and self.texts is not None:
+            limit = self._engine.availability.max_sequence_tokens
+            return await self.texts.encode(message.text, message.tenant, limit)
+        return list(message.token_ids.ids)
 
     def _outputs(
         self, message: scheduler_pb2.GenerateRequest, request: Request, *, with_text: bool
@@ -138,6 +151,8 @@ class Intake:
         """Hold the request against what is kept, its tenant's quota and the engine, and queue it. Raises RpcError."""
         request = generation.request
         self._check_available(request.output_mode)
+        if request.grammar is not None and self._grammars is not None:
+            check_grammars_served(self._grammars, request.grammar)
         if self._detached is not None and self._detached.has(request.tenant, request.request_id):
             raise RpcError(
                 grpc.StatusCode.ALREADY_EXISTS,

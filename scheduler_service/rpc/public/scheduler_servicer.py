@@ -17,6 +17,7 @@ from scheduler_service.rpc.public.prompt_text import TextLimits
 from scheduler_service.rpc.public.request_servicer import RequestServicer
 from scheduler_service.rpc.tenants.authentication import check_operator, tenant_of_call
 from scheduler_service.rpc.tenants.quota import Quotas
+from scheduler_service.serving.grammars import GrammarChecks
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.step_loop import StepLoop
 from scheduler_service.serving.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ class SchedulerServicer(RequestServicer):
         *,
         max_pending_calls: int,
         text_limits: TextLimits,
+        grammars: GrammarChecks,
         quotas: Quotas | None = None,
     ) -> None:
         """`info` has all that clients are told of the server which does not change while it runs.
@@ -46,9 +48,11 @@ class SchedulerServicer(RequestServicer):
             text_limits=text_limits,
             detached=detached,
             quotas=quotas,
+            grammars=grammars,
         )
         super().__init__(step_loop, model, tokenizer, intake, self.server_info, self._loads)
         self._step_loop = step_loop
+        self._grammars = grammars
         self._info = info
         self._detached = detached
         self._generation_throughput = generation_throughput
@@ -107,7 +111,9 @@ class SchedulerServicer(RequestServicer):
         availability = self._step_loop.availability
         capacity = availability.capacity
         response = scheduler_pb2.GetServerInfoResponse(
-            max_sequence_tokens=availability.max_sequence_tokens, unavailable_reason=availability.unavailable_reason
+            max_sequence_tokens=availability.max_sequence_tokens,
+            unavailable_reason=availability.unavailable_reason,
+            structured_output_refusal=self._grammars.refusal,
         )
         response.MergeFrom(self._info)
         if capacity is not None:

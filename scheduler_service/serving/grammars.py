@@ -1,0 +1,208 @@
+"""Grammars of requests are read once before they are queued, so that nothing is queued which no worker could read.
+
+A verdict is a function of the grammar and the model, and is kept by content. A grammar without one is compiled on a
+thread of its own, of low priority, one at a time; what was compiled is let go again, since the worker has its own. A
+tenant's grammars wait for each other before they come to the thread, so that it serves tenants in turn.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from pagewire.grammars import GrammarCompiler, GrammarError, version
+from scheduler_service.core.plan import Grammar, GrammarKind, WorkerCapacity
+from scheduler_service.serving.model_info import ModelInfo
+from scheduler_service.serving.observer import Observer
+from scheduler_service.serving.tokenizer import read_tokenizer_json
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # of all grammars that wait to be checked
+MAX_TENANT_WAITING = 128  # of one tenant's
+_MAX_VERDICTS = 4096
+_MAX_ERROR_BYTES = 1000  # a status has it three times, and room for 8 KiB
+_NICENESS = 10  # of the thread
+
+_Key = tuple[GrammarKind, tuple[int, ...], bytes]
+
+
+class GrammarRefusedError(Exception):
+    """The grammar cannot be read, or takes more than it may. The text says why, in the library's words."""
+
+
+class GrammarsNotServedError(Exception):
+    """No grammar is served now. The text says why."""
+
+
+class TooManyGrammarsError(Exception):
+    """Too many grammars wait to be checked. The text says how many."""
+
+
+@dataclass(slots=True)
+class _Turns:
+    """One tenant's grammars that wait."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the one that is on the thread, or next
+    num_waiting: int = 0
+
+
+class GrammarChecks(Observer):
+    """Belongs to the event loop's thread. It hears of workers, since those must read grammars as this service does."""
+
+    def __init__(self, model: ModelInfo, on_checked: Callable[[float, bool], None]) -> None:
+        """`on_checked` gets how many seconds each compilation took, and whether the grammar is good."""
+        self._model = model
+        self._on_checked = on_checked
+        self._compiler: GrammarCompiler | None = None  # made by the thread
+        self._tokenizer_fault = ""  # why not
+        self._worker_fault = ""  # why the worker that is there, or was there last, takes no grammars
+        self._verdicts: OrderedDict[_Key, str] = OrderedDict()  # why a grammar is refused, or nothing
+        self._turns: dict[str, _Turns] = {}  # of the tenants that have grammars which wait
+        self._num_waiting_bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_lower_priority)
+
+    def start(self) -> None:
+        """Begin to read the tokenizer. What is to be checked waits for it."""
+        if not self._model.grammar_refusal:
+            self._thread.submit(self._read_tokenizer)
+
+    def close(self) -> None:
+        """Check nothing any more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def refusal(self) -> str:
+        """The reason why no grammar is served, as far as is known, or nothing."""
+        return self._model.grammar_refusal or self._tokenizer_fault or self._worker_fault
+
+    @property
+    def num_verdicts(self) -> int:
+        """The number of verdicts that are kept."""
+        return len(self._verdicts)
+
+    def worker_changed(self, capacity: WorkerCapacity | None) -> None:
+        """Hold the worker's library against the one here. A worker that is lost may come back the same."""
+        if capacity is None or self._model.grammar_refusal:
+            return
+        self._worker_fault = _worker_fault(capacity.grammar_version)
+        if self._worker_fault:
+            logger.warning("structured output is refused: %s", self._worker_fault)
+
+    async def check(self, grammar: Grammar, tenant: str) -> None:
+        """Return if the grammar can be used. Raises GrammarRefusedError, GrammarsNotServedError and
+        TooManyGrammarsError."""
+        if self.refusal:
+            raise GrammarsNotServedError(self.refusal)
+        text = grammar.text.encode()
+        key = (grammar.kind, grammar.end_token_ids, sha256(text).digest())
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            async with self._turn(tenant, len(text)):
+                # The grammar before it may have been the same.
+                verdict = self._verdicts.get(key)
+                if verdict is None:
+                    verdict = await self._compile(grammar)
+        self._verdicts[key] = verdict
+        self._verdicts.move_to_end(key)
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+        if verdict:
+            raise GrammarRefusedError(verdict)
+
+    @asynccontextmanager
+    async def _turn(self, tenant: str, size: int) -> AsyncIterator[None]:
+        """Wait for the tenant's grammars that came before. Raises TooManyGrammarsError."""
+        turns = self._turns.get(tenant) or _Turns()
+        if turns.num_waiting >= MAX_TENANT_WAITING:
+            raise TooManyGrammarsError(
+                f"{turns.num_waiting} new grammars of this tenant wait to be checked, the limit is "
+                f"{MAX_TENANT_WAITING}; try again later"
+            )
+        if self._num_waiting_bytes + size > MAX_WAITING_BYTES:
+            raise TooManyGrammarsError(
+                f"new grammars with {self._num_waiting_bytes} bytes wait to be checked, this one has {size}, and the "
+                f"limit is {MAX_WAITING_BYTES}; try again later"
+            )
+        self._turns[tenant] = turns
+        turns.num_waiting += 1
+        self._num_waiting_bytes += size
+        try:
+            async with turns.lock:
+                yield
+        finally:
+            turns.num_waiting -= 1
+            self._num_waiting_bytes -= size
+            if not turns.num_waiting:
+                del self._turns[tenant]
+
+    async def _compile(self, grammar: Grammar) -> str:
+        """Return why a grammar cannot be used, or nothing. Raises GrammarsNotServedError."""
+        seconds, verdict = await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._compile_on_thread, grammar
+        )
+        if self._tokenizer_fault:
+            raise GrammarsNotServedError(self._tokenizer_fault)
+        self._on_checked(seconds, not verdict)
+        return verdict
+
+    # On the thread
+
+    def _read_tokenizer(self) -> None:
+        """Make the compiler, and let it read a first grammar, so that it knows the tokenizer."""
+        model = self._model
+        assert model.tokenizer_path is not None
+        try:
+            compiler = GrammarCompiler(read_tokenizer_json(model.tokenizer_path), model.vocab_size)
+            compiler.compile("json_object", "", model.grammar_end_token_ids)
+        except (ValueError, OSError) as error:
+            self._tokenizer_fault = (
+                f"llguidance {version()} cannot read the checkpoint's tokenizer: {_shortened(str(error))}"
+            )
+            logger.warning("structured output is refused: %s", self._tokenizer_fault)
+        else:
+            self._compiler = compiler
+
+    def _compile_on_thread(self, grammar: Grammar) -> tuple[float, str]:
+        """Return how many seconds it took, and why the grammar cannot be used, or nothing."""
+        if self._compiler is None:
+            return 0.0, ""
+        began = time.perf_counter()
+        try:
+            self._compiler.compile(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
+        except GrammarError as error:
+            verdict = _shortened(str(error)) or "it cannot be read"
+        else:
+            verdict = ""
+        return time.perf_counter() - began, verdict
+
+
+def _worker_fault(grammar_version: str) -> str:
+    """Return why a worker takes no grammars, or nothing."""
+    if not grammar_version:
+        return "the worker reads no grammars; its log says why"
+    if grammar_version != version():
+        return (
+            f"the worker reads grammars by llguidance {grammar_version}, the scheduler by {version()}; install the "
+            "same version for both"
+        )
+    return ""
+
+
+def _shortened(text: str) -> str:
+    encoded = text.encode(errors="replace")
+    return text if len(encoded) <= _MAX_ERROR_BYTES else f"{encoded[:_MAX_ERROR_BYTES].decode(errors='ignore')}..."
+
+
+def _lower_priority() -> None:
+    """Let this thread give way to all others; only Linux has priorities of threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
