@@ -48,9 +48,10 @@ vLLM, so dashboards and gateways made for it work here too. Names of our own beg
 Every series has the labels `model_name` and `engine` (always "0"). A histogram has the series `_bucket`, `_sum` and
 `_count`. A dashboard and alerts are in [deploy/components/monitoring](../deploy/components/monitoring).
 
-`pagewire:waiting_text_bytes`, `pagewire:detached_bytes`, `pagewire:kv_event_bytes` and `pagewire:unread_failures` tell
-what clients make the scheduler hold now. The first three are bounded by `--max-waiting-text-bytes`,
-`--max-detached-bytes` and `--max-kv-event-bytes`, the last by 1,024 for each call of `GenerateMany`."""
+`pagewire:waiting_text_bytes`, `pagewire:detached_bytes`, `pagewire:kv_event_bytes`, `pagewire:waiting_grammar_bytes`
+and `pagewire:unread_failures` tell what clients make the scheduler hold now. The first three are bounded by
+`--max-waiting-text-bytes`, `--max-detached-bytes` and `--max-kv-event-bytes`, the next by 64 MiB, the last by 1,024 for
+each call of `GenerateMany`."""
 API_TITLE = """# API reference
 
 What the public port serves, made from the comments of

@@ -105,6 +105,7 @@ _SERVICE_GAUGES = {
         "Failed submissions that clients of GenerateMany have not been told of, since they do not read.",
         "num_unread_failures",
     ),
+    "pagewire:waiting_grammar_bytes": ("Bytes of grammars that wait to be checked.", "waiting_grammar_bytes"),
     "pagewire:grammar_verdicts": (
         "Grammars of which it is known whether they can be used.",
         "num_grammar_verdicts",
@@ -121,6 +122,7 @@ class ServiceStats:
     detached_bytes: int = 0
     kv_event_bytes: int = 0
     num_unread_failures: int = 0
+    waiting_grammar_bytes: int = 0
     num_grammar_verdicts: int = 0
 
 

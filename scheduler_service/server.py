@@ -172,6 +172,7 @@ class _Scheduler:
             detached_bytes=self._detached.num_bytes,
             kv_event_bytes=self._kv_event_log.num_bytes,
             num_unread_failures=self._servicer.num_unread_failures,
+            waiting_grammar_bytes=self._grammars.num_waiting_bytes,
             num_grammar_verdicts=self._grammars.num_verdicts,
         )
 

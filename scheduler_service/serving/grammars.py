@@ -67,7 +67,7 @@ class GrammarChecks(Observer):
         self._worker_fault = ""  # why the worker that is there, or was there last, takes no grammars
         self._verdicts: OrderedDict[_Key, str] = OrderedDict()  # why a grammar is refused, or nothing
         self._turns: dict[str, _Turns] = {}  # of the tenants that have grammars which wait
-        self._num_waiting_bytes = 0
+        self.num_waiting_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_lower_priority)
 
     def start(self) -> None:
@@ -127,20 +127,20 @@ class GrammarChecks(Observer):
                 f"{turns.num_waiting} new grammars of this tenant wait to be checked, the limit is "
                 f"{MAX_TENANT_WAITING}; try again later"
             )
-        if self._num_waiting_bytes + size > MAX_WAITING_BYTES:
+        if self.num_waiting_bytes + size > MAX_WAITING_BYTES:
             raise TooManyGrammarsError(
-                f"new grammars with {self._num_waiting_bytes} bytes wait to be checked, this one has {size}, and the "
+                f"new grammars with {self.num_waiting_bytes} bytes wait to be checked, this one has {size}, and the "
                 f"limit is {MAX_WAITING_BYTES}; try again later"
             )
         self._turns[tenant] = turns
         turns.num_waiting += 1
-        self._num_waiting_bytes += size
+        self.num_waiting_bytes += size
         try:
             async with turns.lock:
                 yield
         finally:
             turns.num_waiting -= 1
-            self._num_waiting_bytes -= size
+            self.num_waiting_bytes -= size
             if not turns.num_waiting:
                 del self._turns[tenant]
 
@@ -179,7 +179,7 @@ class GrammarChecks(Observer):
         try:
             self._compiler.compile(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
         except GrammarError as error:
-            verdict = _shortened(str(error)) or "it cannot be read"
+            verdict = _shortened(str(error).strip()) or "it cannot be read"
         else:
             verdict = ""
         return time.perf_counter() - began, verdict

@@ -340,12 +340,30 @@ async def test_the_scheduler_draining_is_unavailable_here_too(checkpoint: Path) 
 def test_an_encoded_request_resolves_to_the_same(checkpoint: Path, seed: int) -> None:
     print(f"seed {seed}")
     rng, model = random.Random(seed), read_model_info(str(checkpoint))
+    kinds: set[str | None] = set()
     for _ in range(300):
         message = random_request(rng)
+        kinds.add(message.sampling.WhichOneof("structured_output"))
         resolved = resolve_request(message, PROMPT, model, 256, None)
         encoded = encode_request(resolved, model.eos_token_ids, 256)
         assert resolve_request(encoded, list(encoded.token_ids.ids), model, 256, None) == resolved
         assert encoded.sampling.HasField("max_tokens") == (resolved.max_tokens != 256 - len(PROMPT))
+        given, sent = message.sampling, encoded.sampling
+        kind = given.WhichOneof("structured_output")
+        assert sent.WhichOneof("structured_output") == kind
+        assert kind is None or getattr(sent, kind) == getattr(given, kind)
+    assert kinds == {None, *GRAMMARS} == {None, *(field.name for field in STRUCTURED_OUTPUT.fields)}
+
+
+STRUCTURED_OUTPUT = pb.SamplingParams.DESCRIPTOR.oneofs_by_name["structured_output"]
+GRAMMARS: dict[str, object] = {
+    "json_schema": '{"type": "object"}',
+    "json_object": True,
+    "regex": "[a-z]+é",
+    "choice": {"texts": ["yes", 'n"o', "", "é\n"]},
+    "grammar": 'start: "a"',
+    "structural_tag": '{"format": {"type": "any_text"}}',
+}
 
 
 def random_request(rng: random.Random) -> pb.GenerateRequest:
@@ -368,6 +386,9 @@ def random_request(rng: random.Random) -> pb.GenerateRequest:
         sampling = {key: sampling[key] for key in rng.sample(sorted(sampling), k=rng.randrange(len(sampling)))}
     # What fits is filled where max_tokens is unset; seeds and ids are drawn, so they are set here.
     sampling["seed"] = rng.getrandbits(64)
+    if rng.random() < 0.5:
+        kind = rng.choice(list(GRAMMARS))
+        sampling[kind] = GRAMMARS[kind]
     return pb.GenerateRequest(
         request_id="r",
         tenant=rng.choice(["", "t"]),

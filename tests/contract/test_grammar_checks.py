@@ -1,0 +1,208 @@
+"""Grammars are read once before their requests are queued: what is kept of that, and who waits for whom."""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pagewire.grammars import GrammarCompiler, Matcher, version
+from scheduler_service.core.plan import Grammar, GrammarKind, WorkerCapacity
+from scheduler_service.serving import grammars
+from scheduler_service.serving.grammars import (
+    GrammarChecks,
+    GrammarRefusedError,
+    GrammarsNotServedError,
+    TooManyGrammarsError,
+)
+from scheduler_service.serving.model_info import read_model_info
+from tests.contract.scheduler_stack import make_checkpoint
+
+END = 0  # of the tokenizer
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "with_end", eos_token_id=END)
+
+
+class Checked:
+    """Checks, and what they told of the grammars that they compiled."""
+
+    def __init__(self, path: Path) -> None:
+        self.told: list[bool] = []
+        self.checks = GrammarChecks(read_model_info(str(path)), self._tell)
+
+    def _tell(self, seconds: float, is_good: bool) -> None:
+        assert seconds > 0
+        self.told.append(is_good)
+
+    def assert_nothing_waits(self) -> None:
+        assert not self.checks.num_waiting_bytes
+        assert not self.checks._turns
+
+
+@contextmanager
+def checking(path: Path) -> Iterator[Checked]:
+    checked = Checked(path)
+    checked.checks.start()
+    try:
+        yield checked
+    finally:
+        checked.checks.close()
+
+
+def regex(text: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, text, (END,))
+
+
+def capacity(grammar_version: str) -> WorkerCapacity:
+    return WorkerCapacity("w", b"", 300, 256, 4, 400, 1, 64, 64, "cpu", "float32", "", grammar_version=grammar_version)
+
+
+async def test_a_grammar_is_compiled_once(model_path: Path) -> None:
+    with checking(model_path) as checked:
+        for _ in range(3):
+            await checked.checks.check(regex("[a-z]+"), "t")
+            with pytest.raises(GrammarRefusedError, match="unclosed character class"):
+                await checked.checks.check(regex("[a-z"), "u")
+        assert checked.told == [True, False]
+        assert checked.checks.num_verdicts == 2
+        # The same text as another kind is another grammar.
+        with pytest.raises(GrammarRefusedError):
+            await checked.checks.check(Grammar(GrammarKind.JSON_SCHEMA, "[a-z]+", (END,)), "t")
+        assert checked.told == [True, False, False]
+
+
+async def test_what_is_known_needs_no_thread(model_path: Path) -> None:
+    with checking(model_path) as checked:
+        await checked.checks.check(regex("[a-z]+"), "t")
+        checked.checks.close()  # no thread takes anything any more
+        check = checked.checks.check(regex("[a-z]+"), "t")
+        with pytest.raises(StopIteration):  # it ends without having waited for anything
+            check.send(None)
+
+
+async def test_equal_grammars_that_come_at_once_are_compiled_once(model_path: Path) -> None:
+    with checking(model_path) as checked:
+        await asyncio.gather(*(checked.checks.check(regex("[a-z]+"), "t") for _ in range(10)))
+        assert checked.told == [True]
+
+
+async def test_the_oldest_verdicts_are_forgotten(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_MAX_VERDICTS", 3)
+    with checking(model_path) as checked:
+        for text in ("a", "b", "c", "a", "d", "a", "b"):
+            await checked.checks.check(regex(text), "t")
+            assert checked.checks.num_verdicts <= 3
+        assert len(checked.told) == 5, "b alone is compiled again"
+
+
+async def test_tenants_are_served_in_turn(model_path: Path) -> None:
+    order: list[str] = []
+
+    async def check(text: str, tenant: str) -> None:
+        await checked.checks.check(regex(text), tenant)
+        order.append(text)
+
+    with checking(model_path) as checked:
+        flood = [check(f"flood{number}", "flooding") for number in range(100)]
+        others = [check(f"{tenant}{number}", tenant) for number in range(2) for tenant in ("x", "y")]
+        await asyncio.gather(*flood, *others)
+    assert set(order[:3]) == {"flood0", "x0", "y0"}
+    assert set(order[3:6]) == {"flood1", "x1", "y1"}
+    assert order[6:] == [f"flood{number}" for number in range(2, 100)]
+    checked.assert_nothing_waits()
+
+
+@pytest.mark.parametrize(("limit", "value", "whose"), [("MAX_TENANT_WAITING", 5, "t"), ("MAX_WAITING_BYTES", 10, "u")])
+async def test_only_so_many_wait(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, whose: str
+) -> None:
+    monkeypatch.setattr(grammars, limit, value)
+    with checking(model_path) as checked:
+        many = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(5)]
+        await asyncio.sleep(0)  # each has begun
+        with pytest.raises(TooManyGrammarsError, match=rf"\b{value}; try again later"):
+            await checked.checks.check(regex("another"), whose)
+        await asyncio.gather(*many)
+        await checked.checks.check(regex("another"[:value]), whose)
+    checked.assert_nothing_waits()
+
+
+async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    class CountingCompiler(GrammarCompiler):
+        def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
+            compiled.append(text)
+            return super().compile(kind, text, end_token_ids)
+
+    monkeypatch.setattr(grammars, "GrammarCompiler", CountingCompiler)
+    with checking(model_path) as checked:
+        tasks = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(20)]
+        await asyncio.sleep(0)  # each has begun
+        for task in tasks[:-1]:  # the one on the thread, and those that wait for it
+            task.cancel()
+        await asyncio.wait(tasks[:-1])
+        assert all(task.cancelled() for task in tasks[:-1])
+        await tasks[-1]
+        assert set(compiled) <= {"", "g0", "g19"}, "those that nobody waits for are not compiled"
+    checked.assert_nothing_waits()
+
+
+async def test_errors_fit_into_a_status(model_path: Path) -> None:
+    text = "€" * 5000 + "["
+    with checking(model_path) as checked, pytest.raises(GrammarRefusedError) as refusal:
+        await checked.checks.check(regex(text), "t")
+    assert len(str(refusal.value).encode()) <= grammars._MAX_ERROR_BYTES + 3
+
+
+async def test_a_tokenizer_that_the_library_cannot_read(checkpoint: Path) -> None:
+    """The end token of this checkpoint is outside its tokenizer.json."""
+    with checking(checkpoint) as checked:
+        with pytest.raises(GrammarsNotServedError, match=r"cannot read the checkpoint's tokenizer: .*299"):
+            await checked.checks.check(regex("a"), "t")
+        assert "299" in checked.checks.refusal
+        assert not checked.told
+        assert not checked.checks.num_verdicts
+
+
+@pytest.mark.parametrize(("eos", "with_tokenizer", "reason"), [(0, False, "no tokenizer"), ([], True, "no end token")])
+async def test_a_model_that_takes_no_grammars(tmp_path: Path, eos: object, with_tokenizer: bool, reason: str) -> None:
+    path = make_checkpoint(tmp_path / "model", with_tokenizer=with_tokenizer, eos_token_id=eos)
+    with checking(path) as checked:
+        assert reason in checked.checks.refusal
+        checked.checks.worker_changed(capacity(""))
+        assert reason in checked.checks.refusal
+
+
+async def test_a_worker_must_read_grammars_alike(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with checking(model_path) as checked:
+        checks = checked.checks
+        await checks.check(regex("a"), "t")
+        for theirs, reason in (("0.0.1", rf"llguidance 0\.0\.1, the scheduler by {version()}"), ("", "no grammars")):
+            checks.worker_changed(capacity(theirs))
+            checks.worker_changed(None)
+            with pytest.raises(GrammarsNotServedError, match=reason):
+                await checks.check(regex("a"), "t")
+            assert checks.refusal in caplog.text
+        checks.worker_changed(capacity(version()))
+        await checks.check(regex("a"), "t")
+
+
+async def test_checks_give_way_to_others(model_path: Path) -> None:
+    with checking(model_path) as checked:
+        await checked.checks.check(regex("a"), "t")
+        (thread,) = checked.checks._thread._threads
+        assert os.getpriority(os.PRIO_PROCESS, thread.native_id) > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+async def test_a_large_grammar_is_read(model_path: Path) -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(200)}}
+    with checking(model_path) as checked:
+        await checked.checks.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), (END,)), "t")
+        assert checked.told == [True]
