@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from pagewire import __version__
+from pagewire import __version__, grammars
 from pagewire.transport.dialling import dial
 from pagewire.transport.link_secret import LinkSecret
 from pagewire.transport.process import EXIT_ERROR, EXIT_REFUSED
@@ -259,6 +259,7 @@ def _scheduler_arguments(config: SchedulerConfig, model: ModelInfo) -> Scheduler
         policy=_policy(config),
         preemption=config.preemption,
         max_decode_slowdown=config.max_decode_slowdown,
+        grammar_version="" if model.grammar_refusal else grammars.version(),
     )
 
 

@@ -19,6 +19,7 @@ class Admission:
         max_waiting_requests: int,
         max_waiting_tokens: int,
         max_tenant_waiting_requests: int | None,
+        grammar_version: str,
     ) -> None:
         self._state = state
         self._max_num_seqs = max_num_seqs
@@ -27,6 +28,7 @@ class Admission:
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
         self._max_tenant_waiting_requests = max_tenant_waiting_requests
+        self._grammar_version = grammar_version
 
     @property
     def num_step_tokens(self) -> int:
@@ -67,9 +69,13 @@ class Admission:
             raise AdmissionError(AdmissionReason.INVALID, field, message)
         waiting = self._state.waiting
         num_sequences = 1 if request.beam else request.n
-        limits = [("", waiting.num_sequences, self._max_waiting_requests)]
+        preparing = self._state.preparing
+        num_preparing = sum(group.num_waiting_sequences for group in preparing)
+        limits = [("", waiting.num_sequences + num_preparing, self._max_waiting_requests)]
         if self._max_tenant_waiting_requests is not None:
-            num_waiting = waiting.num_tenant_sequences(request.tenant)
+            num_waiting = waiting.num_tenant_sequences(request.tenant) + sum(
+                group.num_waiting_sequences for group in preparing if group.request.tenant == request.tenant
+            )
             limits.append((" of this tenant", num_waiting, self._max_tenant_waiting_requests))
         for whose, num_waiting, limit in limits:
             if num_waiting + num_sequences > limit:
@@ -87,8 +93,21 @@ class Admission:
                 f"the limit is {self._max_waiting_tokens}; try again later",
             )
 
+    def _grammar_fault(self) -> str:
+        """Why no request may have a grammar. Empty if they may."""
+        epoch = self._state.epoch
+        theirs = self._grammar_version if epoch is None else epoch.capacity.grammar_version
+        if self._grammar_version and theirs == self._grammar_version:
+            return ""
+        return (
+            f"this server takes no structured output: the scheduler reads grammars by version "
+            f"{self._grammar_version or 'none'} of llguidance, the worker by {theirs or 'none'}"
+        )
+
     def misfit(self, request: Request) -> tuple[str, str]:
         """Why the request can never run: the field at fault and the message. Empty if it can."""
+        if request.grammar is not None and (fault := self._grammar_fault()):
+            return "sampling.structured_output", fault
         epoch, max_sequence_tokens = self._state.epoch, self.max_sequence_tokens
         num_prompt_tokens = len(request.prompt_token_ids)
         num_tokens = num_prompt_tokens + max(1, request.max_tokens)  # a prompt that is embedded leaves room for one too

@@ -61,11 +61,18 @@ class BeamSearch:
     `best`."""
 
     def __init__(
-        self, params: BeamParams, stop_token_ids: frozenset[int], min_tokens: int, max_output_tokens: int
+        self,
+        params: BeamParams,
+        stop_token_ids: frozenset[int],
+        min_tokens: int,
+        max_output_tokens: int,
+        end_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Below `min_tokens` no output ends: stop tokens are no candidates there, whatever the worker says."""
+        """Below `min_tokens` no output ends: stop tokens are no candidates there, whatever the worker says, but for
+        `end_token_ids`, those of a grammar: with one the worker names them only where they may come."""
         self._params = params
         self._stop_token_ids = stop_token_ids
+        self._delayed_token_ids = stop_token_ids - end_token_ids
         self._min_tokens = min_tokens
         self._max_output_tokens = max_output_tokens
         self._finished: list[FinishedHypothesis] = []  # best first, at most beam_width
@@ -104,7 +111,7 @@ class BeamSearch:
         self, beams: Sequence[BeamState], candidates: Sequence[Sequence[tuple[int, float]]], num_tokens: int
     ) -> Iterator[tuple[float, int, int]]:
         """Merge the candidates of all beams, best first: (negated cumulative log-probability, parent, token id)."""
-        barred = self._stop_token_ids if num_tokens <= self._min_tokens else frozenset()
+        barred = self._delayed_token_ids if num_tokens <= self._min_tokens else frozenset()
         columns = [
             [
                 (-(beam.cumulative_logprob + logprob), parent, token_id)

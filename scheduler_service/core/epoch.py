@@ -6,6 +6,7 @@ from itertools import groupby
 
 from scheduler_service.core.cache_manager import CacheManager, Match
 from scheduler_service.core.cost import CostModel
+from scheduler_service.core.grammars import EpochGrammars
 from scheduler_service.core.plan import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanDraft, PlannedRow, RowSlots
 from scheduler_service.core.sequence import Sequence, SequenceGroup, StepCount
@@ -24,6 +25,7 @@ class Epoch:
         self.steps = StepCount()
         self.slots = RowSlots(num_slots)
         self.decoding = DecodeBatch(self.steps, capacity.block_size)
+        self.grammars = EpochGrammars()
         self.num_rows = 0
         self.active: dict[Sequence, None] = {}  # rows with tokens to compute that do not decode
         self.unacknowledged: list[Dispatch] = []
@@ -62,11 +64,32 @@ class Epoch:
             sequence.forkable_from = draft.step + 1  # it may have matched what this very plan computes
         self.active[sequence] = None
         self.num_rows += 1
-        draft.open(_opening(sequence))
+        draft.open(self._opening(sequence))
         work = self.share_tokens([sequence], draft)
         if self.num_missing_blocks(work) <= self.cache.pool.num_free:
             self.give_blocks(work, draft)
             self.plan_row(*work[0], draft)
+
+    def _opening(self, sequence: Sequence) -> RowOpening:
+        request = sequence.group.request
+        grammar = request.grammar
+        sampling = request.sampling
+        sequence.reports_prompt_logprobs = sequence.wants_prompt_logprobs
+        if sampling.num_prompt_logprobs is not None and not sequence.reports_prompt_logprobs:
+            sampling = replace(sampling, num_prompt_logprobs=None)
+        return RowOpening(
+            slot=sequence.slot,
+            sequence_id=sequence.sequence_id,
+            token_ids=tuple(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed_tokens=sequence.num_computed_tokens,
+            block_ids=tuple(sequence.block_table),
+            sampling=sampling,
+            seed=request.seed,
+            sample_index=sequence.sample_index,
+            traceparent=request.traceparent,
+            grammar_id=0 if grammar is None else self.grammars.id_of(grammar),
+        )
 
     def pause(self, sequence: Sequence) -> None:
         """A decoding row goes back to those that are planned one by one."""
@@ -244,30 +267,12 @@ class Epoch:
                 has_moves=bool(draft.swaps_out or draft.swaps_in),
             )
         )
-        plan = draft.freeze(self.number, self.slots.take_released(), self.slots.patch(rows))
+        plan = draft.freeze(
+            self.number, self.slots.take_released(), self.grammars.take_released(), self.slots.patch(rows)
+        )
         for row in rows:
             sequence = row.sequence
             if row.samples and row.num_tokens_next and sequence.num_uncomputed_tokens:
                 self.decoding.join(sequence)
                 self.slots.decodes(row.slot)
         return plan
-
-
-def _opening(sequence: Sequence) -> RowOpening:
-    request = sequence.group.request
-    sampling = request.sampling
-    sequence.reports_prompt_logprobs = sequence.wants_prompt_logprobs
-    if sampling.num_prompt_logprobs is not None and not sequence.reports_prompt_logprobs:
-        sampling = replace(sampling, num_prompt_logprobs=None)
-    return RowOpening(
-        slot=sequence.slot,
-        sequence_id=sequence.sequence_id,
-        token_ids=tuple(sequence.token_ids),
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
-        block_ids=tuple(sequence.block_table),
-        sampling=sampling,
-        seed=request.seed,
-        sample_index=sequence.sample_index,
-        traceparent=request.traceparent,
-    )

@@ -18,10 +18,13 @@ def stats(state: Lifecycle) -> SchedulerStats:
     return SchedulerStats(
         num_running=epoch.num_rows if epoch else 0,
         # Those that are swapped stand in the queue too.
-        num_waiting=waiting.num_sequences - sum(group.num_waiting_sequences for group in state.swapped),
+        num_waiting=waiting.num_sequences
+        - sum(group.num_waiting_sequences for group in state.swapped)
+        + sum(group.num_waiting_sequences for group in state.preparing),
         num_swapped=sum(group.num_unfinished for group in [*state.swapped, *state.loading]),
         num_waiting_tokens=waiting.num_prompt_tokens
-        - sum(len(group.request.prompt_token_ids) for group in state.swapped),
+        - sum(len(group.request.prompt_token_ids) for group in state.swapped)
+        + sum(len(group.request.prompt_token_ids) for group in state.preparing),
         num_device_blocks=cache.pool.num_blocks if cache else 0,
         num_held_blocks=cache.pool.num_blocks - cache.pool.num_free if cache else 0,
         num_cached_blocks=cache.index.num_cached_blocks if cache else 0,
@@ -48,7 +51,7 @@ def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
     return RequestReport(
         request_id=group.request.request_id,
         tenant=group.request.tenant,
-        state=group.state.value,
+        state=(GroupState.WAITING if group.state is GroupState.PREPARING else group.state).value,
         reason=_reason(group, epoch, position, num_wanted),
         queue_position=position,
         num_prompt_tokens=len(group.request.prompt_token_ids),
@@ -112,6 +115,8 @@ def _num_wanted_blocks(group: SequenceGroup, epoch: Epoch) -> int:
 def _reason(group: SequenceGroup, epoch: Epoch | None, position: int | None, num_wanted: int) -> str:
     if epoch is None:
         return "no worker is connected"
+    if group.state is GroupState.PREPARING:
+        return "the worker prepares its grammar"
     num_free = epoch.cache.pool.num_free
     if group.state is GroupState.RUNNING:
         return f"it lacks {num_wanted} blocks to go on, {num_free} are free" if num_wanted > num_free else ""

@@ -5,6 +5,7 @@ is SWAPPED, and then no move names its host blocks.
 """
 
 from array import array
+from collections import Counter
 from itertools import pairwise
 
 from scheduler_service.core.cache import BlockPool, Node
@@ -65,6 +66,7 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
     for group, live in groups:
         where = group.state
         assert (group in waiting) == (where in QUEUED), f"{where} and the queue disagree"
+        assert (group in state.preparing) == (where is GroupState.PREPARING), f"{where} and its grammar disagree"
         assert (group in state.loading) == (where is GroupState.SWAPPING_IN), f"{where} and those that load disagree"
         assert (group in state.swapped) == (where in SWAPPED), f"{where} and those that are swapped disagree"
         assert group.num_lone_crashes < 2, "S10: a request that must fail is still there"
@@ -74,13 +76,30 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
         if group.beam is None:
             assert len(live) == group.num_unfinished
             num_samples += len(live)
-    assert len(waiting) + len(running) + num_loading == len(groups), "S8"
+    assert len(waiting) + len(running) + num_loading + len(state.preparing) == len(groups), "S8"
+    _check_grammars(state, groups)
     assert len(running) == num_running
     for group in running:
         assert group.state is GroupState.RUNNING
     assert len(state.loading) == num_loading
     assert len(state.samples) == num_samples, "S8: a sequence is in no request, or in one too many"
     assert sum(state.num_tenant_requests.values()) == len(groups), "S8: a tenant is counted wrong"
+
+
+def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
+    """A group that is anywhere but among those whose grammar is prepared has one that is ready, or none."""
+    if state.epoch is None:
+        assert not state.preparing, "S8: a grammar is prepared without a worker"
+        return
+    grammars = state.epoch.grammars
+    num_needing = Counter(group.request.grammar for group, _ in groups if group.request.grammar is not None)
+    for grammar, num in num_needing.items():
+        assert grammars.num_needing(grammar) == num, "S8: a grammar is counted wrong"
+    for group, _ in groups:
+        grammar = group.request.grammar
+        if grammar is not None:
+            is_preparing = group.state is GroupState.PREPARING
+            assert is_preparing != grammars.is_ready(grammar), "S8: a group and its grammar disagree"
 
 
 def _check_group(group: SequenceGroup, epoch: Epoch | None) -> None:

@@ -5,6 +5,7 @@
     running ──▶ swapping_out ──▶ swapped    it is preempted, and what it has computed is kept on the host
     swapped ──▶ swapping_in ──▶ running     it goes on
     any     ──▶ waiting                     what it has computed is lost
+    waiting ──▶ preparing ──▶ waiting       its grammar is not ready on this worker; nobody waits for it
     any     ──▶ finished
 
 Where a group stands follows from its state, and both change in one function, `_enter`. Questions about the scheduler
@@ -18,6 +19,7 @@ from scheduler_service.core.beam import BeamSearch
 from scheduler_service.core.beam_group import BeamGroup
 from scheduler_service.core.cache import RootKey
 from scheduler_service.core.epoch import Epoch
+from scheduler_service.core.plan import Grammar
 from scheduler_service.core.plans import PlanDraft
 from scheduler_service.core.policy import Policy
 from scheduler_service.core.quarantine import Quarantine
@@ -68,6 +70,7 @@ class Lifecycle:
         self.unopened: dict[SequenceGroup, None] = {}  # those that run, and have sequences without a row
         self.swapped: dict[SequenceGroup, None] = {}  # out, or on their way out; these wait too
         self.loading: dict[SequenceGroup, None] = {}  # blocks of theirs are on their way in
+        self.preparing: dict[SequenceGroup, None] = {}  # the worker prepares their grammars
         self.quarantine = Quarantine()
         self.counters = Counters()
 
@@ -81,12 +84,16 @@ class Lifecycle:
             self.unopened.pop(group, None)
         elif before is GroupState.SWAPPING_IN:
             del self.loading[group]
+        elif before is GroupState.PREPARING:
+            del self.preparing[group]
         elif before in SWAPPED and state not in SWAPPED:
             del self.swapped[group]
         if state is GroupState.RUNNING:
             self.running.add(group)
         elif state is GroupState.SWAPPING_IN:
             self.loading[group] = None
+        elif state is GroupState.PREPARING:
+            self.preparing[group] = None
         elif state in SWAPPED:
             self.swapped[group] = None
         if state in QUEUED and before not in QUEUED:
@@ -102,8 +109,10 @@ class Lifecycle:
         group.sequences = [self._new_sequence(group, index) for index in range(request.num_rows)]
         output_ids = [sequence.sequence_id for sequence in group.sequences[: request.n]]
         if request.beam is not None:
-            stop_token_ids = self._stop_set(request.sampling.stop_token_ids)
-            search = BeamSearch(request.beam, stop_token_ids, request.sampling.min_tokens, request.max_tokens)
+            stop_token_ids, end_token_ids = group.sequences[0].stop_token_ids, frozenset(group.end_token_ids)
+            search = BeamSearch(
+                request.beam, stop_token_ids, request.sampling.min_tokens, request.max_tokens, end_token_ids
+            )
             group.beam = BeamGroup(search, output_ids, beams=group.sequences[:1])
         else:
             self.samples.update((sequence.sequence_id, sequence) for sequence in group.sequences)
@@ -113,6 +122,8 @@ class Lifecycle:
         self.num_tenant_requests[request.tenant] = num_requests + 1
         self._policy.arrived(request.tenant, num_requests == 0)
         self.waiting.add(group)
+        if self.epoch is not None:
+            self._ask_for_grammar(group, self.epoch)
         return output_ids
 
     def _new_sequence(self, group: SequenceGroup, sample_index: int) -> Sequence:
@@ -126,12 +137,29 @@ class Lifecycle:
             num_prompt_tokens=len(request.prompt_token_ids),
             max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
             root_key=self._shared_key(request.tenant, request.cache_salt, self._model_digest),
-            stop_token_ids=self._stop_set(request.sampling.stop_token_ids),
+            stop_token_ids=self._stop_set(tuple(sorted({*request.sampling.stop_token_ids, *group.end_token_ids}))),
             num_prompt_logprobs=request.sampling.num_prompt_logprobs if sample_index == 0 else None,
-            is_gated=not request.sampling.chooses_tokens,
+            is_gated=_is_gated(request, self.epoch),
         )
         sequence.start_from(0)
         return sequence
+
+    # Grammars
+
+    def _ask_for_grammar(self, group: SequenceGroup, epoch: Epoch) -> None:
+        """Let a group that waits have its grammar prepared, if it has one that is not."""
+        grammar = group.request.grammar
+        if grammar is not None and not epoch.grammars.need(grammar):
+            self._enter(group, GroupState.PREPARING)
+
+    def prepared(self, grammar: Grammar, outputs: TokenOutputs, error: str) -> None:
+        """The worker has prepared a grammar, or says why it cannot: then those that need it end."""
+        for group in [group for group in self.preparing if group.request.grammar == grammar]:
+            if error:
+                message = f"the worker cannot read the grammar: {error}"
+                self.end_group(group, EndReason.GRAMMAR_FAILED, outputs, message=message)
+            else:
+                self._enter(group, GroupState.WAITING)
 
     # On the worker
 
@@ -228,6 +256,8 @@ class Lifecycle:
                 sequence.root_key = self._shared_key(
                     sequence.root_key.tenant, sequence.root_key.cache_salt, self._model_digest
                 )
+                sequence.is_gated = _is_gated(group.request, epoch)
+            self._ask_for_grammar(group, epoch)
 
     def lose_worker(self, epoch: Epoch, now: float) -> list[SequenceGroup]:
         """Everything that was on the worker is gone, and waits again in order of arrival. Returns the groups that seem
@@ -236,7 +266,7 @@ class Lifecycle:
         self.counters.num_moved_blocks_out += epoch.cache.moves.num_moved_out
         self.counters.num_moved_blocks_in += epoch.cache.moves.num_moved_in
         for group in self.groups.values():
-            if group.state not in QUEUED:
+            if group.state not in (*QUEUED, GroupState.PREPARING):
                 group.pause(now)
             group.reset()
             self._enter(group, GroupState.WAITING)
@@ -308,6 +338,8 @@ class Lifecycle:
         tenant = group.request.tenant
         if self.epoch is not None:
             self.epoch.forget(group)
+            if group.request.grammar is not None:
+                self.epoch.grammars.give_up(group.request.grammar)
         self._enter(group, GroupState.FINISHED)
         group.dissolve()
         del self.groups[tenant, group.request.request_id]
@@ -330,6 +362,13 @@ class Lifecycle:
         """Count the tokens that the beams of a search go on with, and tell the policy of them."""
         self.counters.num_generation_tokens += num_tokens
         self._policy.charge(group.request.tenant, 0, num_tokens)
+
+
+def _is_gated(request: Request, epoch: Epoch | None) -> bool:
+    """Whether the rows of a request rest when they have sampled."""
+    if request.grammar is not None and epoch is not None and epoch.capacity.gates_grammars:
+        return True
+    return not request.sampling.chooses_tokens
 
 
 def _sequence_end(

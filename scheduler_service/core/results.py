@@ -18,6 +18,19 @@ _FAILURES = {
 }
 
 
+# How a request ends whose grammar went wrong. What its row computed is good.
+_GRAMMAR_FAILURES = {
+    RowStatus.GRAMMAR_FAILED: (
+        EndReason.GRAMMAR_FAILED,
+        "the request's grammar refuses a token of the output, or allows none: this is a defect of the server",
+    ),
+    RowStatus.GRAMMAR_LIMIT: (
+        EndReason.GRAMMAR_LIMIT,
+        "what the request's grammar allows next cannot be told within the limits of one step: simplify the grammar",
+    ),
+}
+
+
 class Results:
     """Turns what the rows of a plan yielded into outputs and ends."""
 
@@ -37,7 +50,11 @@ class Results:
     ) -> None:
         """End the requests whose rows were not computed, or whose logits are not numbers, and have whatever was
         computed on top of their blocks redone. Blocks are no better if the sequence has ended by itself meanwhile."""
-        failed = {sample.sequence: sample.status for sample in samples if sample.status is not RowStatus.OK}
+        for sample in samples:
+            if sample.status in _GRAMMAR_FAILURES and sample.sequence not in dispatch.dropped:
+                reason, message = _GRAMMAR_FAILURES[sample.status]
+                self._state.end_group(sample.sequence.group, reason, outputs, message=message)
+        failed = {sample.sequence: sample.status for sample in samples if sample.status in _FAILURES}
         if not failed:
             return
         # Who wrote a shared block was planned before those who matched it: the cause is found before its consequences.
@@ -88,12 +105,14 @@ class Results:
         outputs.token_ids.append(token_id)
         if sample.logprobs is not None:
             outputs.logprobs[sequence.sequence_id] = sample.logprobs
-        if token_id in sequence.stop_token_ids and _may_stop(sequence):
+        if token_id in sequence.stop_token_ids and _may_stop(sequence, token_id):
             self._state.end(sequence, EndReason.STOP, outputs, stop_token_id=token_id)
         elif sequence.num_tokens >= sequence.max_num_tokens:
             self._state.end(sequence, EndReason.LENGTH, outputs)
         elif sequence.slot >= 0:
             epoch.cache.publish(sequence)
+            if sequence.is_gated:
+                epoch.active[sequence] = None
 
     def _take_candidates(
         self, epoch: Epoch, sequence: Sequence, candidates: list[tuple[int, float]], outputs: TokenOutputs
@@ -130,9 +149,10 @@ class Results:
         if columns.any_stop.isdisjoint(token_ids):
             return
         for i in [i for i, stops in enumerate(columns.stop_sets) if token_ids[i] in stops]:
-            if _may_stop(columns.sequences[i]):
+            if _may_stop(columns.sequences[i], token_ids[i]):
                 self._state.end(columns.sequences[i], EndReason.STOP, outputs, stop_token_id=token_ids[i])
 
 
-def _may_stop(sequence: Sequence) -> bool:
-    return sequence.num_output_tokens > sequence.group.request.sampling.min_tokens
+def _may_stop(sequence: Sequence, token_id: int) -> bool:
+    group = sequence.group
+    return sequence.num_output_tokens > group.request.sampling.min_tokens or token_id in group.end_token_ids

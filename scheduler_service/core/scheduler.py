@@ -60,7 +60,9 @@ class Scheduler:
         policy: Policy | None = None,
         preemption: PreemptionMode = PreemptionMode.AUTO,
         max_decode_slowdown: float | None = None,
+        grammar_version: str = "",
     ) -> None:
+        """`grammar_version`: of the library by which grammars were checked; a worker with another one gets none."""
         policy = policy or create_policy("priority")
         self._pipeline_depth = pipeline_depth
         self._enable_prefix_caching = enable_prefix_caching
@@ -76,6 +78,7 @@ class Scheduler:
             max_waiting_requests=max_waiting_requests,
             max_waiting_tokens=max_waiting_tokens,
             max_tenant_waiting_requests=max_tenant_waiting_requests,
+            grammar_version=grammar_version,
         )
         self._results = Results(self._state)
         self._openings: Openings | None = None  # of the epoch
@@ -113,6 +116,7 @@ class Scheduler:
         if not state.quarantine.is_empty and not self._isolate_trial(epoch, now):
             return None
         draft = PlanDraft(epoch.num_steps + 1, self._draft_tokens(epoch), epoch.decoding, now)
+        draft.added_grammars.extend(epoch.grammars.take_added())
         for group, rows in epoch.rows_to_plan(draft):
             if group.state is not GroupState.RUNNING:
                 continue
@@ -175,6 +179,17 @@ class Scheduler:
             epoch.last_moved_step = step
             epoch.cache.moves.acknowledge(step)
             self._state.moved(step)
+
+    def grammar_ready(self, grammar_id: int, error: str, now: float) -> TokenOutputs:
+        """The worker has prepared a grammar of the epoch, or says why it cannot: then those that need it end. Raises
+        WorkerProtocolError if there is no such grammar."""
+        outputs, epoch = TokenOutputs(), self._state.epoch
+        if epoch is None or not 1 <= grammar_id <= epoch.grammars.last_id:
+            raise WorkerProtocolError(f"grammar {grammar_id} is reported, but none was added by this number")
+        grammar = epoch.grammars.report(grammar_id, is_ready=not error)
+        if grammar is not None:
+            self._state.prepared(grammar, outputs, error)
+        return outputs
 
     # Planning
 
@@ -243,7 +258,7 @@ class Scheduler:
         self._state.join_worker(joined)
         self._openings = Openings(self._state, joined)
         outputs = TokenOutputs()
-        for group in list(self._state.waiting):
+        for group in [*self._state.waiting, *self._state.preparing]:
             _, message = self._admission.misfit(group.request)
             if message:
                 self._state.end_group(group, EndReason.NO_LONGER_FITS, outputs, message=message)
@@ -275,7 +290,7 @@ class Scheduler:
     def _end_without_worker(self, ends: Callable[[SequenceGroup], bool]) -> TokenOutputs:
         outputs = TokenOutputs()
         if self._state.epoch is None:
-            for group in filter(ends, list(self._state.waiting)):
+            for group in filter(ends, list(self._state.waiting)):  # without a worker no grammar is being prepared
                 self._state.end_group(group, EndReason.NO_WORKER, outputs, message="no worker is connected")
         return outputs
 

@@ -24,6 +24,7 @@ class GroupState(Enum):
     """The state of a group: what it does, and where its blocks are."""
 
     WAITING = "waiting"  # nothing of it is on the worker
+    PREPARING = "preparing"  # as before, and it cannot begin: the worker prepares its grammar
     RUNNING = "running"
     SWAPPING_OUT = "swapping_out"  # its blocks are on their way to the host
     SWAPPED = "swapped"
@@ -65,6 +66,11 @@ class SequenceGroup:
     # them in which nothing else was.
     num_crashes: int = 0
     num_lone_crashes: int = 0
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end its outputs wherever they come: those of its grammar."""
+        return () if self.request.grammar is None else self.request.grammar.end_token_ids
 
     @property
     def is_finished(self) -> bool:

@@ -34,7 +34,7 @@ from scheduler_service.core.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 # The events, and the types of their arguments; the time comes last in each call.
 EVENTS: dict[str, tuple[type, ...]] = {
     "add": (Request,),
@@ -43,6 +43,7 @@ EVENTS: dict[str, tuple[type, ...]] = {
     "schedule": (),
     "complete": (StepResult,),
     "moved": (int,),
+    "grammar_ready": (int, str),
     "worker_joined": (WorkerCapacity, int),
     "worker_lost": (),
     "worker_grace_ended": (),
@@ -70,6 +71,7 @@ class SchedulerArguments:
     policy: str
     preemption: str
     max_decode_slowdown: float | None = None
+    grammar_version: str = ""
 
     def build(self) -> Scheduler:
         """Raises ValueError for a policy or a mode that does not exist."""

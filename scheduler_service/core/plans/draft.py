@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scheduler_service.core.plan import RowOpening, StepPlan
+from scheduler_service.core.plan import AddedGrammar, RowOpening, StepPlan
 from scheduler_service.core.plans.decode_batch import DecodeBatch
 from scheduler_service.core.plans.dispatch import PlannedRow
 from scheduler_service.core.sequence import Sequence
@@ -26,6 +26,7 @@ class PlanDraft:
     swaps_out: list[tuple[int, int]] = field(default_factory=list)  # device block, host block
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # host block, device block
     copies: list[tuple[int, int]] = field(default_factory=list)  # source, target
+    added_grammars: list[AddedGrammar] = field(default_factory=list)
     openings: list[RowOpening] = field(default_factory=list)
     forks: list[tuple[int, int]] = field(default_factory=list)  # source slot, target slot
     appended_blocks: list[tuple[int, int]] = field(default_factory=list)  # slot, block
@@ -45,7 +46,7 @@ class PlanDraft:
     @property
     def is_empty(self) -> bool:
         """There is nothing that the worker must do. Rows that end can wait for another plan."""
-        return not (self.num_tokens or self.swaps_out or self.swaps_in or self.openings)
+        return not (self.num_tokens or self.swaps_out or self.swaps_in or self.openings or self.added_grammars)
 
     def can_open(self, sequence: Sequence) -> bool:
         """Whether the plan may become as large as a row's opening makes it. It always may have one opening."""
@@ -62,8 +63,15 @@ class PlanDraft:
         self.rows.append(row)
         self.num_row_tokens += row.num_tokens
 
-    def freeze(self, epoch: int, released_slots: tuple[int, ...], patches: list[tuple[int, int]]) -> StepPlan:
-        """Make the plan of it, with the slots of rows that end and the (slot, number of tokens) that change."""
+    def freeze(
+        self,
+        epoch: int,
+        released_slots: tuple[int, ...],
+        released_grammar_ids: tuple[int, ...],
+        patches: list[tuple[int, int]],
+    ) -> StepPlan:
+        """Make the plan of it, with the slots of rows that end, the grammars that nobody needs, and the (slot, number
+        of tokens) that change."""
         swap_out_device_blocks, swap_out_host_blocks = _columns(self.swaps_out, 2)
         swap_in_host_blocks, swap_in_device_blocks = _columns(self.swaps_in, 2)
         copy_source_blocks, copy_target_blocks = _columns(self.copies, 2)
@@ -94,6 +102,8 @@ class PlanDraft:
             append_token_ids=append_token_ids,
             work_slots=work_slots,
             work_num_tokens=work_num_tokens,
+            added_grammars=tuple(self.added_grammars),
+            released_grammar_ids=released_grammar_ids,
         )
 
 
