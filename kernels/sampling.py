@@ -45,9 +45,8 @@ class SamplingColumns(NamedTuple):
             vocabulary, is vacant. Or None.
         min_num_tokens: [R] int32, or None with `stop_token_ids`.
         masks: [M, ceil(vocab_size / 32)] int32, which tokens a row may take: token i by bit i % 32 of number i // 32,
-            the lowest bit first. All others are -inf, whatever their bias. Where every token that is allowed would be
-            suppressed, none is. A row takes the lowest id that is allowed where all of those are -inf. A mask allows
-            at least one token. Or None.
+            the lowest bit first. All others are -inf, whatever their bias. Where all that are allowed are -inf, what
+            is taken means nothing. Or None.
         mask_lines: [R] int32, each row's line of `masks`; -1: all tokens. None with `masks`.
     """
 
@@ -127,7 +126,7 @@ def sample(
             continue
         allowed = _allowed(columns, row, vocab_size)
         _adjust(logits[row], columns, row, token_counts, allowed)
-        sampled.token_ids[row] = token_id = _choose(logits[row], columns, row, allowed)
+        sampled.token_ids[row] = token_id = _choose(logits[row], columns, row)
         if token_counts is not None and columns.slots[row] >= 0:
             token_counts[columns.slots[row], token_id] += 2
         if columns.num_logprobs[row] >= 0 and max_logprobs is not None:
@@ -198,11 +197,8 @@ def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Te
         logits[ids] = logits[ids].clamp(max=LARGEST)  # an infinite bias must not turn differences into NaN
     if columns.stop_token_ids is not None and columns.min_num_tokens is not None:
         ids = columns.stop_token_ids[row]
-        ids = ids[(ids >= 0) & (ids < vocab_size)].long()
-        is_left = allowed.clone()
-        is_left[ids] = False
-        if columns.num_tokens[row] < columns.min_num_tokens[row] and (allowed.all() or is_left.any()):
-            logits[ids] = -torch.inf
+        if columns.num_tokens[row] < columns.min_num_tokens[row]:
+            logits[ids[(ids >= 0) & (ids < vocab_size)].long()] = -torch.inf
     if token_counts is not None and columns.slots[row] >= 0:
         counts = token_counts[columns.slots[row]]
         repetition = columns.repetition_penalty[row]
@@ -212,10 +208,8 @@ def _adjust(logits: Tensor, columns: SamplingColumns, row: int, token_counts: Te
         logits.copy_(torch.where(counts > 0, repeated - subtrahend, logits))
 
 
-def _choose(logits: Tensor, columns: SamplingColumns, row: int, allowed: Tensor) -> int:
+def _choose(logits: Tensor, columns: SamplingColumns, row: int) -> int:
     highest = logits.max()
-    if highest == -torch.inf:
-        return int(allowed.nonzero()[0])
     temperature = columns.temperature[row]
     if temperature == 0 or highest.isinf():
         return int((logits == highest).nonzero()[0])

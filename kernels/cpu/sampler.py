@@ -24,7 +24,7 @@ _DTYPES = {
     **dict.fromkeys(("top_k", "sample_indexes", "slots"), torch.int32),
     "seeds": torch.int64,
 }
-_LISTS = ("bias_token_ids", "bias_values", "stop_token_ids", "min_num_tokens")
+_LISTS = ("bias_token_ids", "bias_values", "stop_token_ids", "min_num_tokens", "masks", "mask_lines")
 
 
 class SamplingStep(ctypes.Structure):
@@ -33,8 +33,8 @@ class SamplingStep(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "entries", "highest", *_COLUMNS, "num_tokens", *_LISTS)),
         *((name, ctypes.c_void_p) for name in ("history", "num_prompt_tokens")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size", "logits_stride")),
-        *((name, ctypes.c_int64) for name in ("max_biases", "max_stops", "history_stride", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size", "logits_stride", "max_biases", "max_stops")),
+        *((name, ctypes.c_int64) for name in ("mask_stride", "history_stride", "num_threads")),
         *((name, ctypes.c_void_p) for name in ("scratch", "token_ids", "statuses")),
     )
 
@@ -127,7 +127,12 @@ class TableSampler:
         self._chosen = _outputs(self._step, num_slots)
 
     def take_tokens(
-        self, logits: Tensor, slots: Indexes, num_tokens: Indexes, highest: Tensor | None = None
+        self,
+        logits: Tensor,
+        slots: Indexes,
+        num_tokens: Indexes,
+        highest: Tensor | None = None,
+        masks: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None,
     ) -> tuple[Indexes, NDArray[np.bool_]]:
         """Return the tokens of the rows of some slots, and where the logits hold NaN.
 
@@ -136,6 +141,7 @@ class TableSampler:
             slots: [R] int64, none twice.
             num_tokens: [R] int64, as `SamplingColumns` has them.
             highest: see `pagewire.kernels.cpu.sampling.sample`.
+            masks: `masks` and `mask_lines` as `SamplingColumns` has them; None: every row may take any token.
 
         Raises:
             ValueError: the arguments do not fit each other.
@@ -144,6 +150,7 @@ class TableSampler:
         if len(logits) != num_rows or len(num_tokens) != num_rows:
             raise ValueError(f"{num_rows} slots come with {len(logits)} logits and {len(num_tokens)} lengths")
         self._slots[:num_rows], self._num_tokens[:num_rows] = slots, num_tokens
+        _put_masks(self._step, masks, num_rows)
         self._kernel.run(self._step, logits, highest)
         token_ids, statuses = self._chosen.token_ids[:num_rows].copy(), self._chosen.statuses[:num_rows]
         left = statuses == _OPEN
@@ -200,11 +207,22 @@ def _address(array: NDArray, dtype: DTypeLike, length: int) -> int:
     return array.__array_interface__["data"][0]
 
 
+def _put_masks(step: SamplingStep, masks: tuple[NDArray, NDArray] | None, num_rows: int) -> None:
+    if masks is None:
+        step.masks = step.mask_lines = None
+        return
+    lines, mask_lines = masks
+    step.masks, step.mask_stride = _address(lines, np.int32, len(lines)), lines.shape[1]
+    step.mask_lines = _address(mask_lines, np.int32, num_rows)
+
+
 def _put_lists(step: SamplingStep, columns: SamplingColumns) -> None:
     if columns.bias_token_ids is not None:
         step.max_biases = columns.bias_token_ids.shape[1]
     if columns.stop_token_ids is not None:
         step.max_stops = columns.stop_token_ids.shape[1]
+    if columns.masks is not None:
+        step.mask_stride = columns.masks.shape[1]
     for name in _LISTS:
         column = getattr(columns, name)
         if column is not None:

@@ -154,12 +154,19 @@ def _rows(column: Tensor, rows: Indexes) -> Tensor:
 
 @np.errstate(all="ignore")
 def _edit(logits: Tensor, columns: SamplingColumns, seen: SeenTokens | None) -> Indexes:
-    """Bias, suppression and penalties, in this order, in place. Returns the rows that were changed."""
+    """Mask, bias, suppression and penalties, in this order, in place. Returns the rows that were changed."""
     changed = []
     values = logits.numpy()
+    is_allowed = _allowed(columns, logits.shape[1])
+    if is_allowed is not None:
+        np.copyto(values, -np.inf, where=~is_allowed)
+        changed.append(np.flatnonzero(~is_allowed.all(1)))
     if columns.bias_token_ids is not None and columns.bias_values is not None:
         token_ids = columns.bias_token_ids.numpy()
         rows, entries = np.nonzero(token_ids >= 0)
+        if is_allowed is not None:
+            is_open = is_allowed[rows, token_ids[rows, entries]]
+            rows, entries = rows[is_open], entries[is_open]
         places = (rows, token_ids[rows, entries])
         np.add.at(values, places, columns.bias_values.numpy()[rows, entries])
         values[places] = np.minimum(values[places], LARGEST)  # an infinite bias must not turn differences into NaN
@@ -174,6 +181,15 @@ def _edit(logits: Tensor, columns: SamplingColumns, seen: SeenTokens | None) -> 
         _penalize(values, columns, seen)
         changed.append(seen.rows)
     return np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64)
+
+
+def _allowed(columns: SamplingColumns, vocab_size: int) -> NDArray[np.bool_] | None:
+    """[R, vocab_size], the tokens that rows may take; None: all may take any."""
+    if columns.masks is None or columns.mask_lines is None:
+        return None
+    lines = columns.mask_lines.numpy()
+    bits = np.where(lines[:, None] >= 0, columns.masks.numpy()[lines], -1).view(np.uint8)
+    return np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def _penalize(logits: NDArray[np.float32], columns: SamplingColumns, seen: SeenTokens) -> None:

@@ -37,6 +37,7 @@ _ROW_WARPS = 8
 _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
 _TILE_GROUPS = tl.constexpr(TILE_GROUPS)
 _TILE_TOKENS = tl.constexpr(TILE_TOKENS)
+_MASK_TOKENS = 4096  # that a program looks up in a mask
 _NUM_EDGES = tl.constexpr(8)  # between which a pass over the candidates weighs them
 _LARGEST = tl.constexpr(sampling.LARGEST)
 _GOLDEN = tl.constexpr(noise.GOLDEN)
@@ -90,6 +91,7 @@ def sample(
     )
     if num_rows == 0:
         return sampled
+    _apply_masks(logits, columns)
     _edit(logits, columns)
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
     group_highest = logits.new_empty((num_rows, num_groups))
@@ -189,16 +191,29 @@ def _check_counts(token_counts: Tensor) -> None:
         )
 
 
+def _apply_masks(logits: Tensor, columns: SamplingColumns) -> None:
+    """Take the tokens away that no mask allows. NaN stays, so that it is found."""
+    if columns.masks is None or columns.mask_lines is None:
+        return
+    num_rows, vocab_size = logits.shape
+    _mask_kernel[(num_rows, triton.cdiv(vocab_size, _MASK_TOKENS))](
+        *(Strided.of(logits), vocab_size, columns.masks, columns.masks.shape[1], columns.mask_lines),
+        TILE_SIZE=_MASK_TOKENS,
+    )
+
+
 def _edit(logits: Tensor, columns: SamplingColumns) -> None:
     num_rows, vocab_size = logits.shape
     max_biases = 0 if columns.bias_token_ids is None else columns.bias_token_ids.shape[1]
     max_stops = 0 if columns.stop_token_ids is None else columns.stop_token_ids.shape[1]
     if max_biases == max_stops == 0:
         return
+    num_words = 0 if columns.masks is None else columns.masks.shape[1]
     _edit_kernel[(num_rows,)](
-        *(Strided.of(logits), vocab_size, columns, max_biases, max_stops),
+        *(Strided.of(logits), vocab_size, columns, max_biases, max_stops, num_words),
         MAX_BIASES=triton.next_power_of_2(max_biases),
         MAX_STOPS=triton.next_power_of_2(max_stops),
+        HAS_MASKS=num_words > 0,
         num_warps=1,
     )
 
@@ -270,7 +285,33 @@ def _gumbel(distance):
 
 
 @triton.jit
-def _edit_kernel(logits, vocab_size, columns, max_biases, max_stops, MAX_BIASES: tl.constexpr, MAX_STOPS: tl.constexpr):
+def _mask_kernel(logits, vocab_size, masks, num_words, mask_lines, TILE_SIZE: tl.constexpr):
+    """A program takes tokens of one row away."""
+    row = tl.program_id(0).to(tl.int64)
+    line = tl.load(mask_lines + row).to(tl.int64)
+    if line < 0:
+        return
+    ids = tl.program_id(1) * TILE_SIZE + tl.arange(0, TILE_SIZE)
+    is_token = ids < vocab_size
+    words = tl.load(masks + line * num_words + ids // 32, is_token, 0)
+    places = logits.data + row * logits.strides[0] + ids
+    is_taken = is_token & (((words >> (ids % 32)) & 1) == 0)
+    values = tl.load(places, is_taken, 0.0)
+    tl.store(places, float("-inf"), is_taken & (values == values))
+
+
+@triton.jit
+def _edit_kernel(
+    logits,
+    vocab_size,
+    columns,
+    max_biases,
+    max_stops,
+    num_words,
+    MAX_BIASES: tl.constexpr,
+    MAX_STOPS: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
+):
     """A program edits a row: adds its biases, and suppresses its stop tokens while it is too short."""
     row = tl.program_id(0).to(tl.int64)
     line = logits.data + row * logits.strides[0]
@@ -279,6 +320,11 @@ def _edit_kernel(logits, vocab_size, columns, max_biases, max_stops, MAX_BIASES:
         ids = tl.load(columns.bias_token_ids + row * max_biases + index, index < max_biases, -1)
         values = tl.load(columns.bias_values + row * max_biases + index, index < max_biases, 0.0)
         mask = (ids >= 0) & (ids < vocab_size)
+        if HAS_MASKS:
+            mask_line = tl.load(columns.mask_lines + row).to(tl.int64)
+            is_masked = mask & (mask_line >= 0)
+            words = tl.load(columns.masks + mask_line * num_words + ids // 32, is_masked, -1)
+            mask &= ((words >> (ids % 32)) & 1) != 0
         tl.atomic_add(line + ids, values, mask)
         tl.debug_barrier()
         # An infinite bias must not turn differences into NaN.

@@ -93,8 +93,8 @@ def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
         return
     grammars = state.epoch.grammars
     num_needing = Counter(group.request.grammar for group, _ in groups if group.request.grammar is not None)
-    for grammar, num in num_needing.items():
-        assert grammars.num_needing(grammar) == num, "S8: a grammar is counted wrong"
+    for needed, num in num_needing.items():
+        assert grammars.num_needing(needed) == num, "S8: a grammar is counted wrong"
     for group, _ in groups:
         grammar = group.request.grammar
         if grammar is not None:

@@ -115,7 +115,7 @@ ALLOWED_IMPORTS = {
         "worker_service.models.model",
         "pagewire.kernels",
     ),
-    "worker_service.rows": ("worker_service.rows", "worker_service.step", "pagewire.kernels"),
+    "worker_service.rows": ("worker_service.rows", "worker_service.step", "pagewire.grammars", "pagewire.kernels"),
     "worker_service.host": (
         "worker_service.host",
         "worker_service.rows",

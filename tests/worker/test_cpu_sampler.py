@@ -80,6 +80,19 @@ def random_history(rng: random.Random, num_rows: int, vocab_size: int, num_promp
     return TokenHistory(tokens.astype(np.int32), np.full(num_rows, num_prompt_tokens))
 
 
+def with_masks(columns: SamplingColumns, rng: random.Random, vocab_size: int) -> SamplingColumns:
+    """Some rows may take some tokens only: one, a few, most."""
+    num_rows, num_masks = len(columns.seeds), 3
+    draws = np.random.default_rng(rng.randrange(1 << 30))
+    is_allowed = draws.random((num_masks, vocab_size)) < np.array([[0.01], [0.5], [0.98]])
+    is_allowed[np.arange(num_masks), draws.integers(0, vocab_size, num_masks)] = True
+    masks = np.zeros((num_masks, -(-vocab_size // 32) * 32), np.bool_)
+    masks[:, :vocab_size] = is_allowed
+    words = np.packbits(masks, axis=1, bitorder="little").view(np.int32)
+    lines = draws.integers(-1, num_masks, num_rows).astype(np.int32)
+    return columns._replace(masks=torch.from_numpy(words), mask_lines=torch.from_numpy(lines))
+
+
 def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
     assert found.is_nan.tolist() == expected.is_nan.tolist()
     assert found.token_ids.tolist() == expected.token_ids.tolist()
@@ -101,6 +114,8 @@ def test_tokens_equal_those_of_plain_torch(kernels: CpuKernels, seed: int) -> No
     num_tokens = np.array([rng.randrange(num_prompt_tokens, MAX_NUM_TOKENS + 1) for _ in rows])
     step = table.of_step(np.arange(num_rows), num_tokens)
     columns, history = table.columns(step), random_history(rng, num_rows, vocab_size, num_prompt_tokens)
+    if seed % 3 == 0:
+        columns = with_masks(columns, rng, vocab_size)
     logits = random_logits(rng, num_rows, vocab_size)
     arguments = (columns, history, step.max_reported)
     expected = TorchSampler().sample(logits.clone(), *arguments)
@@ -121,9 +136,15 @@ def test_rows_of_a_table_draw_what_the_same_rows_draw_by_themselves(kernels: Cpu
     assert table.takes_token[slots].all()
     logits = random_logits(rng, len(slots), vocab_size).contiguous()
     columns = table.columns(table.of_step(slots, num_tokens))
+    masks = None
+    if seed % 2:
+        columns = with_masks(columns, rng, vocab_size)
+        assert columns.masks is not None
+        assert columns.mask_lines is not None
+        masks = columns.masks.numpy(), columns.mask_lines.numpy()
     expected = TorchSampler().sample(logits.clone(), columns, history)
     sampler = CpuSampler(kernels.library).of_table(table.all_columns(), history)
-    token_ids, is_nan = sampler.take_tokens(logits, slots, num_tokens)
+    token_ids, is_nan = sampler.take_tokens(logits, slots, num_tokens, masks=masks)
     assert token_ids.tolist() == expected.token_ids.tolist()
     assert is_nan.tolist() == expected.is_nan.tolist()
 

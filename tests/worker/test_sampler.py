@@ -245,17 +245,18 @@ def test_candidates_are_the_most_likely_tokens_by_the_adjusted_logits(seed: int)
     others = [special for special in rows if special.sampling.num_candidates is None]
     expected_ids: list[int] = []
     expected_logprobs: list[float] = []
+    expected_counts: list[int] = []
     for special in rows:
         if special.sampling.num_candidates is not None:
             logprobs = adjusted_by_hand(logits[special.index], special).log_softmax(0)
             best = logprobs.topk(min(special.sampling.num_candidates, VOCAB_SIZE))
-            # Suppressed tokens are equally impossible: their order means nothing.
+            # Suppressed tokens are no candidates.
             possible = best.values.isfinite()
-            count = int(possible.sum())
-            expected_ids += best.indices[possible].tolist() + [-1] * (len(possible) - count)
-            expected_logprobs += best.values.tolist()
-    told = zip(samples.candidates.token_ids, samples.candidates.logprobs, strict=True)
-    assert [-1 if math.isinf(value) else token_id for token_id, value in told] == expected_ids
+            expected_counts.append(int(possible.sum()))
+            expected_ids += best.indices[possible].tolist()
+            expected_logprobs += best.values[possible].tolist()
+    assert list(samples.candidates.token_ids) == expected_ids
+    assert list(samples.candidates.counts) == expected_counts
     assert list(samples.candidates.logprobs) == pytest.approx(expected_logprobs, abs=1e-4)
     # Nothing of a beam is among what the others get.
     alone = draw(logits, *others)

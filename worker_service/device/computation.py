@@ -102,7 +102,7 @@ class DeviceComputation:
 
     def _work(self, rows: WorkingRows) -> "_Work":
         rows = choosing_rows(self.table, rows)
-        sampling = self.table.sampling.of_step(rows.slots[rows.samples], rows.ends[rows.samples])
+        sampling = self.table.sampling_of(rows)
         return _Work(rows, sampling, self._model.config.hidden_size)
 
     def _send(self, step: BegunStep, work: "_Work", edits: list[Edit]) -> Callable[[], LaunchedStep]:

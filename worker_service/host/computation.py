@@ -1,6 +1,6 @@
 """Computes rows on the CPU: batch -> attention -> model -> logits -> sampler -> table. Done before it returns."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -29,7 +29,7 @@ from worker_service.rows import (
     read_embeddings,
     row_statuses,
 )
-from worker_service.step import FinishedStep, PromptLogprobs
+from worker_service.step import FinishedStep, PromptLogprobs, RowStatus
 
 
 class HostComputation:
@@ -91,8 +91,7 @@ class HostComputation:
         if rows.are_plain:
             samples = self._take_highest(rows, logits, highest)
         elif self._table_sampler is not None and self.table.sampling.takes_token[rows.slots].all():
-            sampled = rows.slots[rows.samples], rows.ends[rows.samples]
-            samples = self._put(rows, *self._table_sampler.take_tokens(logits, *sampled, highest))
+            samples = self._take_tokens(self._table_sampler, rows, logits, highest)
         else:
             samples, prompt_logprobs = self._sample(chosen, hidden, logits, highest)
             samples = self._pool(chosen, hidden, samples)
@@ -109,10 +108,28 @@ class HostComputation:
         self.table.put_tokens(rows, token_ids)
         return Samples((), tuple(chosen))
 
-    def _put(self, rows: WorkingRows, token_ids: NDArray[np.int64], is_nan: NDArray[np.bool_]) -> Samples:
+    def _take_tokens(self, sampler: TableSampler, rows: WorkingRows, logits: Tensor, highest: Tensor | None) -> Samples:
+        """Sample rows that give one token each and tell nothing else."""
+        slots, ends = rows.slots[rows.samples], rows.ends[rows.samples]
+        masks = self.table.masks.of_step(slots)
+        if masks is None:
+            return self._put(rows, *sampler.take_tokens(logits, slots, ends, highest))
+        token_ids, is_nan = sampler.take_tokens(logits, slots, ends, highest, (masks.masks, masks.lines))
+        masks.take(token_ids, ~is_nan)
+        failures = masks.failures()
+        is_nan[list(failures)] = True
+        return self._put(rows, token_ids, is_nan, failures)
+
+    def _put(
+        self,
+        rows: WorkingRows,
+        token_ids: NDArray[np.int64],
+        is_bad: NDArray[np.bool_],
+        failures: Mapping[int, RowStatus] | None = None,
+    ) -> Samples:
         """The samples of rows that give a token and tell nothing else."""
         self.table.put_tokens(rows, token_ids)
-        return Samples(row_statuses(is_nan), tuple(token_ids[~is_nan].tolist()))
+        return Samples(row_statuses(is_bad, failures), tuple(token_ids[~is_bad].tolist()))
 
     def _pool(self, rows: WorkingRows, hidden: Tensor, samples: Samples) -> Samples:
         """Add the embeddings of the rows that ask for one to the samples of the others."""
@@ -127,7 +144,7 @@ class HostComputation:
     def _sample(
         self, rows: WorkingRows, hidden: Tensor, logits: Tensor, highest: Tensor | None
     ) -> tuple[Samples, tuple[PromptLogprobs, ...]]:
-        table, sampling = self.table, self.table.sampling.of_step(rows.slots[rows.samples], rows.ends[rows.samples])
+        table, sampling = self.table, self.table.sampling_of(rows)
         columns = table.sampling.columns(sampling)
         sampled = self._sampler.sample(logits, columns, self._history, sampling.max_reported, highest)
         chunks = prompt_chunks(table, rows)

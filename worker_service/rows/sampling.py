@@ -4,7 +4,7 @@ Parameters of one number stand in columns by slot, as `pagewire.kernels.sampling
 Biases, and stop tokens as long as they are suppressed, go along with the steps in which their rows sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.kernels.sampling import FLOATS, INTEGERS, SampledTokens, SamplingColumns
+from worker_service.rows.masks import StepMasks
 from worker_service.rows.reading import ValueReader
 from worker_service.step import Candidates, Logprobs, Pooling, RowOpening, RowStatus, SamplingParams
 
@@ -45,7 +46,8 @@ class SamplingTable:
         reports_candidates: [num_slots], instead of choosing a token.
         is_pooled: [num_slots], the row reports an embedding instead of choosing a token, and has no logits.
         is_plain: [num_slots], the row gives the highest of the model's own logits and tells nothing else.
-        takes_token: [num_slots], the row gives one token by its numbers in `lines` alone and tells nothing else.
+        takes_token: [num_slots], the row gives one token by its numbers in `lines` and its grammar alone, and tells
+            nothing else.
     """
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -95,7 +97,8 @@ class SamplingTable:
         self._min_num_tokens[slot] = min_num_tokens if is_delayed else 0
         takes_token = not (is_biased or is_delayed or is_pooled) and num_reported is None and num_prompt_logprobs < 0
         self.takes_token[slot] = takes_token
-        self.is_plain[slot] = takes_token and sampling.temperature == 0.0 and not is_penalized
+        is_greedy = sampling.temperature == 0.0
+        self.is_plain[slot] = takes_token and is_greedy and not is_penalized and not opening.grammar_id
 
     def copy(self, sources: IntArray, targets: IntArray) -> None:
         """Rows become copies of others. Every source is read before a target is written."""
@@ -110,7 +113,7 @@ class SamplingTable:
         for target, params in zip(targets, [self.params[source] for source in sources], strict=True):
             self.params[target] = params
 
-    def of_step(self, slots: IntArray, num_tokens: IntArray) -> "StepSampling":
+    def of_step(self, slots: IntArray, num_tokens: IntArray, masks: StepMasks | None = None) -> "StepSampling":
         """Return the sampling of the rows of a step that sample, which have `num_tokens` tokens: [R] each, in slot
         order."""
         return StepSampling(
@@ -119,7 +122,8 @@ class SamplingTable:
             reports_candidates=self.reports_candidates[slots],
             is_penalized=self._integers["slots"][slots] >= 0,
             num_reported=self._integers["num_logprobs"][slots],
-            edits=self._edits(slots, num_tokens),
+            edits=self._edits(slots, num_tokens, masks),
+            masks=masks,
         )
 
     def all_columns(self) -> SamplingColumns:
@@ -134,8 +138,10 @@ class SamplingTable:
         edits = {name: torch.from_numpy(column) for name, column in step.edits.items()}
         return columns._replace(**edits) if edits else columns
 
-    def _edits(self, slots: IntArray, num_tokens: IntArray) -> dict[str, NDArray]:
-        edits = {}
+    def _edits(self, slots: IntArray, num_tokens: IntArray, masks: StepMasks | None) -> dict[str, NDArray]:
+        edits: dict[str, NDArray] = {}
+        if masks is not None:
+            edits["masks"], edits["mask_lines"] = masks.masks, masks.lines
         if self._is_biased[slots].any():
             rows = [self.params[slot] for slot in slots]
             edits["bias_token_ids"] = _padded([row.logit_bias_token_ids for row in rows], -1, np.int32)
@@ -144,6 +150,8 @@ class SamplingTable:
         suppresses = num_tokens < min_num_tokens
         if suppresses.any():
             stops = [self._stops(slot) if is_in else () for slot, is_in in zip(slots, suppresses, strict=True)]
+            if masks is not None:  # a grammar that allows nothing but stop tokens ends the output
+                stops = [row if masks.leaves_others(index, row) else () for index, row in enumerate(stops)]
             edits["stop_token_ids"] = _padded(stops, -1, np.int32)
             edits["min_num_tokens"] = min_num_tokens.astype(np.int32)
         return edits
@@ -162,7 +170,8 @@ class StepSampling:
     reports_candidates: NDArray[np.bool_]  # [R]
     is_penalized: NDArray[np.bool_]  # [R]
     num_reported: NDArray[np.int32]  # [R], -1: no log-probabilities
-    edits: dict[str, NDArray]  # biases and stop tokens as `SamplingColumns` names them, where any row has some
+    edits: dict[str, NDArray]  # biases, stop tokens and masks as `SamplingColumns` names them, where any row has some
+    masks: StepMasks | None = None
 
     @property
     def num_rows(self) -> int:
@@ -195,6 +204,8 @@ class StepSampling:
         num = self.num_rows
         token_ids, is_nan = reading.integers(num), reading.integers(num) != 0
         chooses = ~self.reports_candidates
+        failures = self._constrain(token_ids, is_nan)
+        is_nan[list(failures)] = True
         logprobs, candidates = _NO_LOGPROBS, _NO_CANDIDATES
         if self.max_reported is not None:
             chosen, ranks = reading.floats(num), reading.integers(num)
@@ -213,7 +224,15 @@ class StepSampling:
             logprobs = Logprobs(
                 *(tuple(column.tolist()) for column in (chosen[asks], ranks[asks], top_ids[top], top_logprobs[top]))
             )
-        return Samples(row_statuses(is_nan), tuple(token_ids[~is_nan & chooses].tolist()), logprobs, candidates)
+        token_ids = token_ids[~is_nan & chooses]
+        return Samples(row_statuses(is_nan, failures), tuple(token_ids.tolist()), logprobs, candidates)
+
+    def _constrain(self, token_ids: NDArray[np.int32], is_nan: NDArray[np.bool_]) -> dict[int, RowStatus]:
+        """Move the rows' grammars on. Returns the statuses of those that have failed, by index."""
+        if self.masks is None:
+            return {}
+        self.masks.take(token_ids, ~is_nan & ~self.reports_candidates)
+        return self.masks.failures()
 
 
 def _columns(lines: NDArray[np.int32], seeds: NDArray[np.uint64], num_tokens: NDArray[np.int32]) -> SamplingColumns:
@@ -230,9 +249,13 @@ def has_penalties(sampling: SamplingParams) -> bool:
     return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def row_statuses(is_nan: NDArray[np.bool_]) -> tuple[RowStatus, ...]:
-    """As `StepResult` has them: none where every row is good."""
-    return tuple(RowStatus.NAN_LOGITS if bad else RowStatus.OK for bad in is_nan) if is_nan.any() else ()
+def row_statuses(is_bad: NDArray[np.bool_], failures: Mapping[int, RowStatus] | None = None) -> tuple[RowStatus, ...]:
+    """As `StepResult` has them: none where every row is good. What is bad and no other failure is no number."""
+    if not is_bad.any():
+        return ()
+    known = failures or {}
+    statuses = [known.get(i, RowStatus.NAN_LOGITS) if bad else RowStatus.OK for i, bad in enumerate(is_bad)]
+    return tuple(statuses)
 
 
 def _padded(lists: Sequence[Sequence[float]], vacant: float, dtype: type) -> NDArray:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from worker_service.rows.sampling import SamplingTable
+from pagewire.grammars import Matcher
+from worker_service.rows.masks import RowMasks, no_matcher
+from worker_service.rows.sampling import SamplingTable, StepSampling
 from worker_service.step import Pooling, ProtocolError, RowOpening, SamplingParams, StepPlan
 
 IntArray = NDArray[np.int64]
@@ -71,8 +73,16 @@ class WorkingRows:
 class SequenceTable:
     """Rows by slot. Every column has one entry per slot; those of a vacant slot mean nothing but `work`, which is 0."""
 
-    def __init__(self, limits: TableLimits) -> None:
+    def __init__(
+        self,
+        limits: TableLimits,
+        matcher_of: Callable[[int], Matcher] = no_matcher,
+        *,
+        gates_grammars: bool = False,
+    ) -> None:
+        """`matcher_of`: see `RowMasks`. `gates_grammars`: rows with a grammar rest when they have sampled."""
         self.limits = limits
+        self.gates_grammars = gates_grammars
         size = limits.max_num_seqs
         self.token_ids = np.zeros((size, limits.max_model_len + 1), np.int32)
         self.block_tables = np.zeros((size, limits.max_num_blocks), np.int32)  # 0 beyond a row's num_blocks
@@ -93,12 +103,14 @@ class SequenceTable:
             self.has_failed,
         )
         self.sampling = SamplingTable(size, limits.vocab_size)
+        self.masks = RowMasks(size, limits.vocab_size, matcher_of)
 
     def clear(self) -> None:
         self.occupied[:] = False
         self.work[:] = 0
         self.block_tables[:] = 0
         self.num_blocks[:] = 0
+        self.masks.clear()
 
     def apply(self, plan: StepPlan) -> WorkingRows:
         """Patch the table and return the step's work. Raises ProtocolError."""
@@ -121,7 +133,8 @@ class SequenceTable:
     def advance(self, rows: WorkingRows) -> None:
         """The step is launched: its positions count as computed, and sampling rows have a token more.
 
-        Rows that report candidates, or an embedding, are paused instead. The tokens themselves are written by who
+        Rows that report candidates, or an embedding, are paused instead; so are those with a grammar where that is
+        gated, which have a token more. The tokens themselves are written by who
         computes: here by `put_tokens`, or on a device alone, and then `token_ids` means nothing from there on.
         """
         self.num_computed_tokens[rows.slots] = rows.ends
@@ -132,6 +145,13 @@ class SequenceTable:
             slots = slots[~rests]
         self.num_tokens[slots] += 1
         self.work[slots] = 1
+        if self.gates_grammars and not rows.are_plain:
+            self.work[slots[self.masks.is_constrained[slots]]] = 0
+
+    def sampling_of(self, rows: WorkingRows) -> StepSampling:
+        """Return how the rows of a step sample that do."""
+        slots = rows.slots[rows.samples]
+        return self.sampling.of_step(slots, rows.ends[rows.samples], self.masks.of_step(slots))
 
     def put_tokens(self, rows: WorkingRows, token_ids: IntArray) -> None:
         """Write each sampling row's token behind those it has. What stands there for rows that choose none is lost."""
@@ -179,6 +199,7 @@ class SequenceTable:
         self.work[slot] = 0
         self.block_tables[slot, : self.num_blocks[slot]] = 0
         self.num_blocks[slot] = 0
+        self.masks.release(slot)
 
     def _open(self, opening: RowOpening) -> None:
         slot = opening.slot
@@ -189,6 +210,7 @@ class SequenceTable:
         self._check_opened_blocks(slot, block_ids, opening.num_computed_tokens)
         _check_sampling(slot, opening.sampling, self.limits.vocab_size)
         _check_pooling(opening)
+        self.masks.open(slot, opening.grammar_id, opening.token_ids[opening.num_prompt_tokens :])
         self.occupied[slot] = True
         self.token_ids[slot, : len(token_ids)] = token_ids
         self.block_tables[slot, : len(block_ids)] = block_ids
@@ -214,6 +236,7 @@ class SequenceTable:
         for column in self._row_columns:
             column[targets] = column[sources]
         self.sampling.copy(sources, targets)
+        self.masks.copy(sources, targets)
         self.work[targets] = 0
 
     def _append_blocks(self, plan: StepPlan) -> None:
@@ -254,6 +277,7 @@ class SequenceTable:
         )
         self.token_ids[slots, num_tokens] = token_ids
         self.num_tokens[slots] = num_tokens + 1
+        self.masks.append(slots, token_ids)
 
     def _patch_work(self, plan: StepPlan) -> None:
         _check_lengths("patches of work", plan.work_slots, plan.work_num_tokens)

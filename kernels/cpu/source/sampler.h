@@ -26,9 +26,11 @@ typedef struct {
   const float* bias_values;           // [num_rows, max_biases]
   const int32_t* stop_token_ids;      // [num_rows, max_stops]
   const int32_t* min_num_tokens;      // [num_rows]
+  const uint32_t* masks;              // [number of lines, mask_stride]: a bit for each token, 1 if it may be taken; or NULL
+  const int32_t* mask_lines;          // [num_rows], -1: all tokens
   const int32_t* history;             // [num_slots, history_stride]: the tokens of rows with penalties; or NULL
   const int64_t* num_prompt_tokens;   // [num_slots]
-  int64_t num_rows, vocab_size, logits_stride, max_biases, max_stops, history_stride, num_threads;
+  int64_t num_rows, vocab_size, logits_stride, max_biases, max_stops, mask_stride, history_stride, num_threads;
   float* scratch;      // [num_threads, 2, padded_vocab_size(vocab_size)]
   int64_t* token_ids;  // [num_rows] out; 0 where the row is not chosen
   uint8_t* statuses;   // [num_rows] out
@@ -115,11 +117,33 @@ static int64_t find_highest(const float* x, int64_t n) {
 
 // Edits of the logits
 
+static const uint32_t* mask_of(const sampling_step* step, int64_t row) {
+  if (!step->masks || step->mask_lines[row] < 0) return NULL;
+  return step->masks + step->mask_lines[row] * step->mask_stride;
+}
+
+INLINE int is_allowed(const uint32_t* mask, int64_t token) { return !mask || mask[token / 32] >> token % 32 & 1; }
+
+// Takes the tokens away that a mask does not allow.
+static void apply_mask(const uint32_t* mask, float* logits, int64_t vocab_size) {
+  words lane_bit;
+  for (int i = 0; i < LANES; i++) lane_bit[i] = 1u << i;
+  int64_t i = 0;
+  for (; i + LANES <= vocab_size; i += LANES) {
+    const uint32_t bits = mask[i / 32] >> i % 32;
+    const words is_in = (words)((((words){0} + bits) & lane_bit) != 0);
+    store_float(logits + i, choose((ints)is_in, load_float(logits + i), splat(-INFINITY)));
+  }
+  for (; i < vocab_size; i++)
+    if (!is_allowed(mask, i)) logits[i] = -INFINITY;
+}
+
 static void add_biases(const sampling_step* step, int64_t row, float* logits) {
+  const uint32_t* mask = mask_of(step, row);
   const int32_t* ids = step->bias_token_ids + row * step->max_biases;
   const float* values = step->bias_values + row * step->max_biases;
   for (int64_t i = 0; i < step->max_biases; i++)
-    if (ids[i] >= 0) logits[ids[i]] += values[i];
+    if (ids[i] >= 0 && is_allowed(mask, ids[i])) logits[ids[i]] += values[i];
   for (int64_t i = 0; i < step->max_biases; i++)  // an infinite bias must not turn differences into NaN
     if (ids[i] >= 0 && logits[ids[i]] > __FLT_MAX__) logits[ids[i]] = __FLT_MAX__;
 }
@@ -152,10 +176,12 @@ static void penalize(const sampling_step* step, int64_t row, int64_t entry, floa
 static int edit(const sampling_step* step, int64_t row, int64_t entry, float* logits, int32_t* counts) {
   const int is_suppressed = step->stop_token_ids && step->num_tokens[row] < step->min_num_tokens[row];
   const int is_penalized = step->history && step->slots[entry] >= 0;
+  const uint32_t* mask = mask_of(step, row);
+  if (mask) apply_mask(mask, logits, step->vocab_size);
   if (step->bias_token_ids) add_biases(step, row, logits);
   if (is_suppressed) suppress(step, row, logits);
   if (is_penalized) penalize(step, row, entry, logits, counts);
-  return step->bias_token_ids || is_suppressed || is_penalized;
+  return mask || step->bias_token_ids || is_suppressed || is_penalized;
 }
 
 // Draws
