@@ -173,8 +173,7 @@ async def test_some_checkpoints_serve_all_else(
         assert error is not None
         assert error.code() is code
         assert words in error.details()
-        (violation,) = details(error)[0].field_violations or [None]
-        assert (violation is None) == (code is grpc.StatusCode.FAILED_PRECONDITION and is_front_end) or violation
+        assert [violation.field for violation in details(error)[0].field_violations] == ["sampling.regex"]
         assert (await server.generate(request(PROMPT, max_tokens=9))).token_ids[0] == TOKENS
         if not is_front_end:
             info = await server.stub.GetServerInfo(pb.GetServerInfoRequest())
@@ -348,12 +347,15 @@ async def test_a_grammar_that_fails_ends_its_request_alone(
 ) -> None:
     async with serving(model_path, is_front_end=is_front_end) as server:
         server.worker.bad_sequences[0] = status
-        bad = asyncio.create_task(status_of(server, request(PROMPT, max_tokens=9, regex="a")))
-        error = await bad
+        error = await status_of(server, request(PROMPT, max_tokens=9, regex="a"))
         assert error is not None
         assert error.code() is code
         assert "grammar" in error.details()
-        assert (await server.generate(request(PROMPT, max_tokens=9, regex="a"))).token_ids[0] == TOKENS
+        # The fake worker spoils what the bad row wrote, whatever its status: another prompt has no part in that.
+        other = PROMPT[::-1]
+        assert (await server.generate(request(other, max_tokens=9, regex="a"))).token_ids[0] == expected_tokens(
+            other, 9
+        )
         assert len(server.worker.epochs) == 1
 
 
