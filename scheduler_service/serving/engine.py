@@ -72,7 +72,7 @@ class RequestEngine(Protocol):
         """Let a request end with ABORT. Raises KeyError if there is none of that name."""
 
     def cancel(self, sequence_ids: list[int]) -> None:
-        """End what is left of a request, of which nobody wants anything any more."""
+        """Let what is left of a request end with ABORT, whoever else uses its name by now."""
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
         """End a sequence after this many tokens, since a stop text was found in them."""

@@ -8,11 +8,12 @@ from dataclasses import asdict, replace
 
 import grpc.aio
 
+from pagewire.grammars import version
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service.core.plan import Logprobs, RowStatus, StepResult
 from tests.core.simulated_worker import SimulatedWorker
 from worker_service.rpc import wire as worker_wire
-from worker_service.step import StepPlan
+from worker_service.step import AddedGrammar, GrammarReport, StepPlan
 
 HEARTBEAT_INTERVAL = 0.2
 
@@ -40,6 +41,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             "tensor_parallel_rank": 0,
             "tensor_parallel_size": 1,
             "quantization": "",
+            "grammar_version": version(),
+            "gates_grammars": False,
         } | capacity
         self.port = 0
         self.step_seconds = 0.0
@@ -53,6 +56,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.num_steps = 0
         self.bad_sequences: dict[int, RowStatus] = {}  # whose rows fail, and how
         self.traceparents: list[str] = []  # of the rows that were opened
+        self.grammars: list[AddedGrammar] = []  # that were added
+        self.opened_grammar_ids: list[int] = []  # of the rows that were opened
+        self.bad_grammars: dict[str, str] = {}  # texts of those that it cannot prepare, and why
+        self.reports_grammars = asyncio.Event()  # unset: none is ready
+        self.reports_grammars.set()
         self.garbage = b""  # appended to the next result: a field that nobody knows
 
     async def start(self, credentials: grpc.ServerCredentials | None = None) -> None:
@@ -90,11 +98,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.epochs.append(hello.epoch)
         await context.write(worker_pb2.ExecuteResponse(ready=worker_pb2.WorkerCapacity(**self.capacity)))
         worker = self._simulated_worker()
-        heartbeats = asyncio.create_task(self._beat(hello.epoch, worker, context))
+        beside = {asyncio.create_task(self._beat(hello.epoch, worker, context))}  # what goes on beside the steps
         try:
-            await self._serve(hello.epoch, worker, context)
+            await self._serve(hello.epoch, worker, context, beside)
         finally:
-            heartbeats.cancel()
+            for task in beside:
+                task.cancel()
 
     def _simulated_worker(self) -> SimulatedWorker:
         return SimulatedWorker(
@@ -109,9 +118,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             bad_sequences=self.bad_sequences,
         )
 
-    async def _serve(self, epoch: int, worker: SimulatedWorker, context: grpc.aio.ServicerContext) -> None:
+    async def _serve(
+        self, epoch: int, worker: SimulatedWorker, context: grpc.aio.ServicerContext, beside: set[asyncio.Task[None]]
+    ) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
             plan = worker_wire.decode_request(request)
+            self.opened_grammar_ids += [opening.grammar_id for opening in plan.openings]
+            self.grammars += plan.added_grammars
+            beside |= {asyncio.create_task(self._report(epoch, grammar, context)) for grammar in plan.added_grammars}
             self.traceparents += [opening.traceparent for opening in plan.openings]
             await asyncio.sleep(self.step_seconds)
             if self.last_epoch != epoch:
@@ -121,6 +135,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             if self.is_silent:
                 await asyncio.Event().wait()
             await self._send(encode_result(result), context)
+
+    async def _report(self, epoch: int, grammar: AddedGrammar, context: grpc.aio.ServicerContext) -> None:
+        await self.reports_grammars.wait()
+        report = GrammarReport(epoch, grammar.grammar_id, self.bad_grammars.get(grammar.text, ""))
+        await self._send(worker_wire.encode_response(report), context)
 
     async def _send(self, response: worker_pb2.ExecuteResponse, context: grpc.aio.ServicerContext) -> None:
         if self.garbage:

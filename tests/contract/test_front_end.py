@@ -336,6 +336,20 @@ async def test_the_scheduler_draining_is_unavailable_here_too(checkpoint: Path) 
         assert (await running).token_ids[0] == expected_tokens(PROMPT, 60)
 
 
+async def test_a_stream_of_a_shared_call_ends_when_it_is_aborted(checkpoint: Path) -> None:
+    async with serve_both(checkpoint) as (stack, front):
+        stack.worker.step_seconds = 0.01
+        shared = SharedStream(front)
+        (stream,) = await shared.submit(request(PROMPT, max_tokens=200))
+        await stack.until(lambda loads: loads.num_generation_tokens > 3)
+        await shared.abort(stream)
+        async with asyncio.timeout(DEADLINE):
+            await stream.ended.wait()
+        assert stream.last.finish_reason == pb.FINISH_REASON_ABORT
+        assert 0 < len(stream.token_ids) < 200
+        await shared.close()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_an_encoded_request_resolves_to_the_same(checkpoint: Path, seed: int) -> None:
     print(f"seed {seed}")

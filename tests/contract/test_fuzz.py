@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
-from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
+from tests.contract.scheduler_stack import Stack, expected_tokens, make_checkpoint, request, serve
 from tests.contract.test_front_end import FrontEnd, serve_front_end
 from tests.core.simulated_worker import SimulatedWorker
 
@@ -44,13 +44,23 @@ _generate = pb.GenerateRequest(
 )
 _text = pb.GenerateRequest(text="once upon a time é", sampling={"max_tokens": 4, "temperature": 0.5, "top_p": 0.9})
 _beam = pb.GenerateRequest(token_ids={"ids": PROMPT}, sampling={"beam_width": 3, "n": 2, "length_penalty": 0.5})
+_structured = [
+    pb.GenerateRequest(token_ids={"ids": PROMPT}, sampling={"max_tokens": 4, "n": 2} | grammar)
+    for grammar in (
+        {"json_schema": '{"type": "object", "properties": {"x": {"type": "integer"}}}', "min_tokens": 2},
+        {"choice": {"texts": ["x", "once upon"]}, "ignore_eos": True},
+        {"regex": "[a-z]+", "beam_width": 3},
+    )
+]
 # Method and, from a good request of it, whether it answers with a stream.
 GOOD: list[tuple[str, bool, Message]] = [
     (OURS + "Generate", True, _generate),
     (OURS + "Generate", True, _text),
     (OURS + "Generate", True, _beam),
+    *[(OURS + "Generate", True, message) for message in _structured],
     (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "request": _generate, "timeout_seconds": 1})),
     (SHARED, True, pb.GenerateManyRequest(submit={"stream_id": 3, "request": _beam, "token_only": True})),
+    *[(SHARED, True, pb.GenerateManyRequest(submit={"request": message})) for message in _structured],
     (SHARED, True, pb.GenerateManyRequest(stop={"stream_id": 3, "num_tokens": 1})),
     (OURS + "Embed", False, pb.EmbedRequest(request_id="r", tenant="t", priority=1, token_ids={"ids": PROMPT})),
     (OURS + "Abort", False, pb.AbortRequest(request_id="r", tenant="t")),
@@ -100,7 +110,7 @@ MISSING = {THEIRS + "StartProfile", THEIRS + "StopProfile"}
 ABORTABLE = {OURS + "Embed", THEIRS + "Embed"}
 INTEGERS = (0, 1, 2, 127, 128, 255, 299, 300, 2**31 - 1)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-38, 3e38, float("nan"), float("inf"), float("-inf"))
-TEXTS = ("", "x", "r", "q", "é😀", "a" * 129, "once upon a time", "\0")
+TEXTS = ("", "x", "[a-z", "{}", 'start: "a"', "{", "r", "q", "é😀", "a" * 129, "once upon a time", "\0")
 
 
 INTEGER_TYPES = {
@@ -186,6 +196,12 @@ def mutant(rng: random.Random) -> tuple[str, bool, bytes]:
     for _ in range(rng.randrange(1, 4)):
         mutate_fields(rng, message)
     return method, is_stream, message.SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its end token is one of its tokenizer's, so that grammars are served."""
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "with_end", eos_token_id=0)
 
 
 Setter = Callable[[Message, int], None]
@@ -304,6 +320,7 @@ async def test_mutated_requests_are_served_or_refused_as_what_they_are(checkpoin
         assert codes[OURS + "Generate", grpc.StatusCode.OK] > 50
         assert codes[OURS + "Generate", grpc.StatusCode.INVALID_ARGUMENT] > 50
         assert codes[OURS + "Embed", grpc.StatusCode.OK] > 20
+        assert len(worker.grammars) > 100
         await stack.until_idle()
         result = await stack.generate(request(PROMPT, max_tokens=9))
         assert result.token_ids[0] == expected_tokens(PROMPT, 9)

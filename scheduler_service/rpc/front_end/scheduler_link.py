@@ -184,11 +184,11 @@ class SchedulerLink:
         self._send_abort(self._requests[tenant, request_id])
 
     def cancel(self, sequence_ids: list[int]) -> None:
-        """End what is left of a request, of which nobody wants anything any more."""
+        """End what is left of a request. Its samples end when the scheduler says so, but its name is free at once."""
         sent = next((self._streams[id] for id in sequence_ids if id in self._streams), None)
         if sent is not None:
             self._send_abort(sent)
-            self._forget(sent)
+            self._free_name(sent)
 
     def stop(self, sequence_id: int, num_output_tokens: int) -> None:
         """Tell the scheduler that a stop text ended a sequence after this many tokens."""
@@ -326,10 +326,13 @@ class SchedulerLink:
     def _forget(self, sent: _Sent) -> None:
         for stream_id in sent.stream_ids:
             self._streams.pop(stream_id, None)
-        if self._requests.get(sent.key) is sent:
-            del self._requests[sent.key]
+        self._free_name(sent)
         if not self._streams:
             self._idle.set()
+
+    def _free_name(self, sent: _Sent) -> None:
+        if self._requests.get(sent.key) is sent:
+            del self._requests[sent.key]
 
     def _fail_all(self, message: str) -> None:
         if self._loads is not None:
