@@ -5,6 +5,7 @@ comes of it is a function of these, the tokenizer and the tokens consumed: limit
 work and not in time, so that every process finds the same.
 """
 
+from pagewire.grammars.cache import GrammarCache
 from pagewire.grammars.matcher import GrammarCompiler, GrammarError, GrammarLimitError, Matcher, fill_masks, version
 
-__all__ = ["GrammarCompiler", "GrammarError", "GrammarLimitError", "Matcher", "fill_masks", "version"]
+__all__ = ["GrammarCache", "GrammarCompiler", "GrammarError", "GrammarLimitError", "Matcher", "fill_masks", "version"]

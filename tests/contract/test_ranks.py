@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.core.plan import StepPlan
+from scheduler_service.core.plan import AddedGrammar, GrammarKind, StepPlan
 from scheduler_service.rpc.worker.worker_link import FencedError, WorkerLink
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
@@ -134,6 +134,72 @@ async def test_a_rank_that_dies_ends_the_epoch_of_all_and_they_begin_together(nu
         assert [await ranks.listener.next() for _ in range(2)] == [("moved", 1), ("result", 1)]
         assert (dead.num_steps, other.num_steps) == (1, 1)
         assert ranks.restarted == []
+
+
+class ReportingWorker(FakeWorker):
+    """Tells of grammars before its next result."""
+
+    def __init__(self, number: int, *reports: tuple[int, str], **capacity: object) -> None:
+        super().__init__(b"digest", tensor_parallel_rank=number, tensor_parallel_size=2, **capacity)
+        self.reports = list(reports)
+
+    async def _send(self, response: worker_pb2.ExecuteResponse, context: grpc.aio.ServicerContext) -> None:
+        for grammar_id, error in self.reports:
+            report = worker_pb2.GrammarReport(epoch=self.last_epoch, grammar_id=grammar_id, error=error)
+            await super()._send(worker_pb2.ExecuteResponse(grammar=report), context)
+        self.reports = []
+        await super()._send(response, context)
+
+
+def adding(epoch: int, step: int, *grammar_ids: int, released: tuple[int, ...] = ()) -> StepPlan:
+    added = tuple(AddedGrammar(grammar_id, GrammarKind.REGEX, "a", (1,)) for grammar_id in grammar_ids)
+    return StepPlan(epoch, step, added_grammars=added, released_grammar_ids=released)
+
+
+async def test_a_grammar_is_ready_when_every_rank_has_it_and_fails_with_the_first_that_has_not() -> None:
+    first = ReportingWorker(0, (2, ""), (3, "no"), (1, ""), (4, ""))
+    async with linked(first, ReportingWorker(1, (1, ""), (2, "no"), (3, ""))) as ranks:
+        _, link = await joined(ranks)
+        epoch = link.sessions[0].epoch
+        link.send(adding(epoch, 1, 1, 2, 3, 4))
+        heard = [await ranks.listener.next() for _ in range(5)]
+        assert sorted(told for kind, told in heard if kind == "grammar") == [
+            (1, ""),
+            (2, "rank 1: no"),
+            (3, "rank 0: no"),
+        ]
+        assert heard[-1] == ("result", 1)
+        ranks.workers[1].reports = [(4, "")]
+        link.send(adding(epoch, 2))
+        assert ("grammar", (4, "")) in [await ranks.listener.next() for _ in range(3)]
+
+
+async def test_what_a_rank_tells_of_a_grammar_that_was_released_is_left_to_the_step_loop() -> None:
+    async with linked(ReportingWorker(0, (1, "")), rank(1)) as ranks:
+        _, link = await joined(ranks)
+        epoch = link.sessions[0].epoch
+        link.send(adding(epoch, 1, 1))
+        link.send(adding(epoch, 2, released=(1,)))
+        heard = [await ranks.listener.next() for _ in range(5)]
+        assert [told for kind, told in heard if kind == "grammar"] == [(1, "")]
+
+
+async def test_a_rank_that_tells_twice_of_a_grammar_ends_the_epoch() -> None:
+    async with linked(ReportingWorker(0, (1, ""), (1, "")), rank(1)) as ranks:
+        _, link = await joined(ranks)
+        link.send(adding(link.sessions[0].epoch, 1, 1))
+        assert "rank 0 told twice of grammar 1" in await lost(ranks)
+
+
+@pytest.mark.parametrize(("versions", "version"), [(("1.9", "1.9"), "1.9"), (("1.9", "1.8"), ""), (("", "1.9"), "")])
+async def test_grammars_need_the_same_library_in_all_ranks(
+    versions: tuple[str, str], version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = rank(0, grammar_version=versions[0]), rank(1, grammar_version=versions[1], gates_grammars=True)
+    async with linked(first, second) as ranks:
+        capacity, _ = await joined(ranks)
+        assert (capacity.grammar_version, capacity.gates_grammars) == (version, True)
+        assert ("ranks read grammars by different versions" in caplog.text) == (not version)
 
 
 async def test_a_silent_rank_is_the_one_that_hangs() -> None:

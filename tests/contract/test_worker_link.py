@@ -248,6 +248,9 @@ class Listener:
     def moved(self, step: int) -> None:
         self.events.put_nowait(("moved", step))
 
+    def grammar_ready(self, grammar_id: int, error: str) -> None:
+        self.events.put_nowait(("grammar", (grammar_id, error)))
+
     def result(self, result: StepResult) -> None:
         self.events.put_nowait(("result", result.step))
 

@@ -85,7 +85,8 @@ ALLOWED_IMPORTS = {
         "pagewire.protos.gen.pagewire.worker",
         "pagewire.transport",
     ),
-    "worker_service.startup": ("worker_service", "pagewire.gguf", "pagewire.kernels.cpu"),
+    "worker_service.startup": ("worker_service", "pagewire.gguf", "pagewire.grammars", "pagewire.kernels.cpu"),
+    "worker_service.grammars": ("worker_service.grammars", "worker_service.step", "pagewire.grammars"),
     "worker_service.step": (),
     "worker_service.streams": (),
     "worker_service.rpc.session": ("worker_service.step",),
@@ -143,6 +144,7 @@ ALLOWED_IMPORTS = {
     "worker_service.runner": (
         "worker_service.cache",
         "worker_service.device",
+        "worker_service.grammars",
         "worker_service.rows",
         "worker_service.models.communicator",
         "worker_service.engine",
@@ -180,7 +182,7 @@ BESIDE_THE_CLIENT = ("bench", "cli", "gguf", "hosting", "kernels", "llm")
 DOORS = (
     *(
         f"worker_service.{name}"
-        for name in ("attention", "cache", "device", "engine", "host", "models.ranks", "rows", "runner")
+        for name in ("attention", "cache", "device", "engine", "grammars", "host", "models.ranks", "rows", "runner")
     ),
     *(f"scheduler_service.core.{name}" for name in ("cache", "plans")),
     "pagewire.cli",

@@ -1,6 +1,7 @@
 """The engine with a runner whose steps are done later than they are launched, as on a GPU."""
 
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -8,7 +9,7 @@ import pytest
 
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
 from worker_service.engine import engine as engine_module
-from worker_service.step import ProtocolError, StepPlan, StepResult, WorkerCapacity
+from worker_service.step import GrammarReport, ProtocolError, StepPlan, StepResult, WorkerCapacity
 
 READY = WorkerCapacity("w", b"m", 9, 64, 16, 8, 1, 4, 64, "cuda", "float32", "none")
 TIMEOUT_S = 20
@@ -43,7 +44,7 @@ class SlowRunner:
         self.is_moving = False
         self.log: list[Any] = []
 
-    def reset(self, epoch: int) -> None:
+    def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None]) -> None:
         self.log.append(f"epoch {epoch}")
         if self.reset_error is not None:
             raise self.reset_error

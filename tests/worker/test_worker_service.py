@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,17 +19,27 @@ import pytest
 import torch
 import transformers
 
+from pagewire.grammars import version
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2 as pb
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2_grpc
 from tests.contract.certificates import Authority
 from tests.worker.checkpoints import make_checkpoint
-from tests.worker.plans import PlannedStep, Row, plan_steps
+from tests.worker.plans import GREEDY, PlannedStep, Row, plan_steps
 from worker_service.config import WorkerConfig
 from worker_service.engine import Engine, LoadedWorker
 from worker_service.rpc.servicer import WorkerServicer
 from worker_service.rpc.session import PROTOCOL_VERSION
 from worker_service.startup.loader import load_worker
-from worker_service.step import FinishedStep, RowOpening, StepPlan, StepResult, WorkerCapacity
+from worker_service.step import (
+    AddedGrammar,
+    FinishedStep,
+    GrammarKind,
+    GrammarReport,
+    RowOpening,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+)
 
 READY = WorkerCapacity("w", b"d", 100, 64, 16, 8, 1024, 4, 32, "cpu", "float32", "torch")
 
@@ -40,8 +51,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def encode_plan(plan: StepPlan) -> pb.ExecuteRequest:
     columns = {name: getattr(plan, name) for name in plan.__slots__}
+    columns["added_grammars"] = [encode_grammar(grammar) for grammar in plan.added_grammars]
     columns["openings"] = [encode_opening(opening) for opening in plan.openings]
     return pb.ExecuteRequest(plan=pb.StepPlan(**columns))
+
+
+def encode_grammar(grammar: AddedGrammar) -> pb.AddedGrammar:
+    kind, ends = pb.GrammarKind.ValueType(grammar.kind.value), grammar.end_token_ids
+    return pb.AddedGrammar(grammar_id=grammar.grammar_id, kind=kind, text=grammar.text, end_token_ids=ends)
 
 
 def encode_opening(opening: RowOpening) -> pb.RowOpening:
@@ -51,6 +68,7 @@ def encode_opening(opening: RowOpening) -> pb.RowOpening:
     return pb.RowOpening(
         **{name: getattr(opening, name) for name in names},
         sample_index=opening.sample_index,
+        grammar_id=opening.grammar_id,
         sampling=pb.SamplingParams(**{name: value for name, value in sampling.items() if value is not None}),
     )
 
@@ -76,7 +94,7 @@ class FakeRunner:
         self.released = threading.Event()
         self.log: list[str] = []
 
-    def reset(self, epoch: int) -> None:
+    def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None]) -> None:
         self.log.append(f"reset {epoch}")
         self.num_steps = 0
 
@@ -211,6 +229,45 @@ async def exchange(stream: Stream, steps: list[PlannedStep]) -> list[list[int]]:
         if i + 2 < len(steps):
             await stream.send(steps[i + 2].plan)
     return [outputs[slot] for slot in sorted(outputs)]
+
+
+async def test_grammars_are_told_of_in_the_session_that_added_them(checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    shutil.copy("models/storyteller/tokenizer.json", model)
+    config = WorkerConfig(model=str(model), device="cpu", num_device_blocks=8)
+    added = tuple(AddedGrammar(i + 1, GrammarKind.REGEX, text, (0,)) for i, text in enumerate(("a", "(")))
+    async with served(lambda: load_worker(config, "w"), heartbeat_interval_s=1000) as stub:
+        stream = Stream(stub)
+        ready = await stream.open(5)
+        assert (ready.grammar_version, ready.gates_grammars) == (version(), False)
+        await stream.send(StepPlan(5, 1, added_grammars=added))
+        told = [await stream.read() for _ in range(3)]
+        assert {message.WhichOneof("body") for message in told} == {"result", "grammar"}
+        reports = [message.grammar for message in told if message.WhichOneof("body") == "grammar"]
+        assert [(report.epoch, report.grammar_id, bool(report.error)) for report in reports] == [
+            (5, 1, False),
+            (5, 2, True),
+        ]
+        second = Stream(stub)
+        await second.open(6)
+        opening = RowOpening(0, 0, (1, 2), 2, 0, (1,), GREEDY, 0, 0, grammar_id=1)
+        await second.send(StepPlan(6, 1, openings=(opening,)))
+        status = "a row opens with grammar 1, but it was never added"
+        assert await second.status() == (grpc.StatusCode.FAILED_PRECONDITION, status)
+
+
+async def test_a_worker_without_a_tokenizer_serves_everything_but_grammars(checkpoint: Path) -> None:
+    config = WorkerConfig(model=str(checkpoint), device="cpu", num_device_blocks=8)
+    async with served(lambda: load_worker(config, "w")) as stub:
+        stream = Stream(stub)
+        assert (await stream.open(5)).grammar_version == ""
+        outputs = await exchange(
+            stream, plan_steps([Row([1, 2], 3)], block_size=16, max_num_batched_tokens=20, epoch=5)
+        )
+        assert len(outputs[0]) == 3
+        await stream.send(StepPlan(5, 4, added_grammars=(AddedGrammar(1, GrammarKind.REGEX, "a", (0,)),)))
+        code, message = await stream.status()
+        assert (code, "no tokenizer" in message) == (grpc.StatusCode.FAILED_PRECONDITION, True)
 
 
 async def test_refusals_end_the_stream_with_ok() -> None:

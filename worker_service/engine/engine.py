@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, Queue, SimpleQueue
 from typing import NoReturn, Protocol
 
-from worker_service.step import LaunchedStep, ProtocolError, StepPlan, StepResult, WorkerCapacity
+from worker_service.step import GrammarReport, LaunchedStep, ProtocolError, StepPlan, StepResult, WorkerCapacity
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,9 @@ _MOVE_POLL_INTERVAL_S = 0.001
 class Runner(Protocol):
     """A runner of plans, which carries them out one behind the other."""
 
-    def reset(self, epoch: int) -> None:
-        """Begin an epoch: forget every row, after everything that was started has finished."""
+    def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None]) -> None:
+        """Begin an epoch: forget every row, after everything that was started has finished. `report_grammar` is called
+        on any thread, for each grammar that its plans add."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start to carry out one plan, behind those that were launched before. Raises ProtocolError for a bad one."""
@@ -48,18 +49,25 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedWorker:
-    """A runner, and what the worker says of itself."""
+    """A runner, what the worker says of itself, and what ends the threads that it has beside the engine's."""
 
     runner: Runner
     ready: WorkerCapacity
+    close: Callable[[], None] = lambda: None
 
 
 class EngineSession:
     """One epoch's steps. Whatever is still queued when it ends is dropped."""
 
-    def __init__(self, deliver: Callable[[Outcome], None], on_moved: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        deliver: Callable[[Outcome], None],
+        on_moved: Callable[[], None] = lambda: None,
+        on_grammar: Callable[[GrammarReport], None] = lambda report: None,
+    ) -> None:
         self.deliver = deliver  # called on a thread of the engine; after an exception the session has ended
         self.on_moved = on_moved  # called on its thread when `last_moved_step` has risen and no result says so
+        self.on_grammar = on_grammar  # called on any thread
         self.has_ended = False
         self.last_started_step = 0
         self.last_finished_step = 0
@@ -67,6 +75,11 @@ class EngineSession:
 
     def end(self) -> None:
         self.has_ended = True
+
+    def report_grammar(self, report: GrammarReport) -> None:
+        """A grammar that the session's plans have added is ready, or cannot be used."""
+        if not self.has_ended:
+            self.on_grammar(report)
 
 
 class Engine:
@@ -127,6 +140,7 @@ class Engine:
             command()
         if self._resolver is not None:
             self._resolver.stop()
+        self._loaded.close()
         self._loaded = None  # connections to other ranks end before the interpreter does
 
     def _next_command(self) -> Callable[[], None] | None:
@@ -157,7 +171,7 @@ class Engine:
         if session.has_ended:
             return
         try:
-            self._loaded.runner.reset(epoch)
+            self._loaded.runner.reset(epoch, session.report_grammar)
         except Exception as error:
             self._fail(session, error, "beginning an epoch")
             return

@@ -71,18 +71,21 @@ class StepMasks:
         return bool(left.any())
 
 
-def no_matcher(grammar_id: int) -> Matcher:
-    """The matcher of a worker that has no grammars."""
+def _no_matcher(grammar_id: int) -> Matcher:
     raise ProtocolError(f"a row opens with grammar {grammar_id}, but this worker has none")
 
 
 class RowMasks:
-    """The grammars of all rows, by slot."""
+    """The grammars of all rows, by slot.
 
-    def __init__(self, num_slots: int, vocab_size: int, matcher_of: Callable[[int], Matcher] = no_matcher) -> None:
-        """`matcher_of` gives a matcher of its own for each row, by the number of the grammar. Raises ProtocolError."""
+    Attributes:
+        matcher_of: gives a matcher of its own for a row, by the number of its grammar. Raises ProtocolError.
+        is_constrained: [num_slots], the row has a grammar.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._rows: dict[int, ConstrainedRow] = {}
-        self._matcher_of = matcher_of
+        self.matcher_of: Callable[[int], Matcher] = _no_matcher
         self.is_constrained = np.zeros(num_slots, np.bool_)
         self._masks = np.zeros((num_slots, -(-vocab_size // 32)), np.int32)
 
@@ -94,7 +97,7 @@ class RowMasks:
         """A row moves in, with a grammar or without (0). Raises ProtocolError for one that there is not."""
         self.release(slot)
         if grammar_id:
-            row = ConstrainedRow(self._matcher_of(grammar_id))
+            row = ConstrainedRow(self.matcher_of(grammar_id))
             row.consume(output_token_ids)
             self._put(slot, row)
 

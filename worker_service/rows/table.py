@@ -14,8 +14,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pagewire.grammars import Matcher
-from worker_service.rows.masks import RowMasks, no_matcher
+from worker_service.rows.masks import RowMasks
 from worker_service.rows.sampling import SamplingTable, StepSampling
 from worker_service.step import Pooling, ProtocolError, RowOpening, SamplingParams, StepPlan
 
@@ -73,14 +72,8 @@ class WorkingRows:
 class SequenceTable:
     """Rows by slot. Every column has one entry per slot; those of a vacant slot mean nothing but `work`, which is 0."""
 
-    def __init__(
-        self,
-        limits: TableLimits,
-        matcher_of: Callable[[int], Matcher] = no_matcher,
-        *,
-        gates_grammars: bool = False,
-    ) -> None:
-        """`matcher_of`: see `RowMasks`. `gates_grammars`: rows with a grammar rest when they have sampled."""
+    def __init__(self, limits: TableLimits, *, gates_grammars: bool = False) -> None:
+        """`gates_grammars`: rows with a grammar rest when they have sampled."""
         self.limits = limits
         self.gates_grammars = gates_grammars
         size = limits.max_num_seqs
@@ -103,7 +96,7 @@ class SequenceTable:
             self.has_failed,
         )
         self.sampling = SamplingTable(size, limits.vocab_size)
-        self.masks = RowMasks(size, limits.vocab_size, matcher_of)
+        self.masks = RowMasks(size, limits.vocab_size)
 
     def clear(self) -> None:
         self.occupied[:] = False
@@ -380,6 +373,8 @@ def _check_pooling(opening: RowOpening) -> None:
         return
     if sampling.num_candidates is not None:
         raise ProtocolError(f"slot {opening.slot} opens with pooling and num_candidates; a row has one of them")
+    if opening.grammar_id:
+        raise ProtocolError(f"slot {opening.slot} opens with pooling and a grammar; a row has one of them")
     if sampling.pooling is Pooling.MEAN and opening.num_computed_tokens:
         raise ProtocolError(
             f"slot {opening.slot} opens with {opening.num_computed_tokens} tokens computed; a mean needs all of them"

@@ -17,7 +17,16 @@ from pagewire.transport.link_secret import LinkSecret, shows_one
 from worker_service.engine import Engine, EngineSession, Outcome, exit_process
 from worker_service.rpc.session import Session, SessionRegister
 from worker_service.rpc.wire import decode_request, encode_response
-from worker_service.step import Heartbeat, Hello, ProtocolError, Refusal, StepPlan, StepResult, WorkerCapacity
+from worker_service.step import (
+    GrammarReport,
+    Heartbeat,
+    Hello,
+    ProtocolError,
+    Refusal,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -180,10 +189,10 @@ class _Stream:
         handler = asyncio.current_task()
         assert handler is not None
         self.handler = handler  # over when the peer has been told how the session ended
-        self.engine_session = EngineSession(self._deliver, self._on_moved)
+        self.engine_session = EngineSession(self._deliver, self._on_moved, self._on_grammar)
         self._session = session
         self._engine = engine
-        self._outgoing: asyncio.Queue[StepResult | Heartbeat] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[StepResult | Heartbeat | GrammarReport] = asyncio.Queue()
         self._end: asyncio.Future[_SessionEnded | ProtocolError] = self.loop.create_future()
         self._may_write = True
         self._written = asyncio.Event()  # no write is under way
@@ -216,7 +225,7 @@ class _Stream:
             await cancel(tasks)
             self._may_write = True
 
-    async def write(self, message: WorkerCapacity | StepResult | Heartbeat) -> None:
+    async def write(self, message: WorkerCapacity | StepResult | Heartbeat | GrammarReport) -> None:
         """Nothing is written once the parts are being ended."""
         if not self._may_write:
             return
@@ -272,6 +281,10 @@ class _Stream:
     def _on_moved(self) -> None:
         """Called on the engine's thread."""
         self.loop.call_soon_threadsafe(self._put_heartbeat)
+
+    def _on_grammar(self, report: GrammarReport) -> None:
+        """Called on the thread that prepares grammars."""
+        self.loop.call_soon_threadsafe(self._outgoing.put_nowait, report)
 
     def _take(self, outcome: Outcome) -> None:
         if isinstance(outcome, StepResult):

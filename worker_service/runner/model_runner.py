@@ -1,4 +1,4 @@
-"""Carries out plans: moves and copies -> rows of the table -> computation -> result.
+"""Carries out plans: grammars -> moves and copies -> rows of the table -> computation -> result.
 
 Where the rows are computed, on the host or on a device, is a `Computation`. On a device a step is only launched here,
 and the next plan may be launched before anybody has read its result. A step for which memory does not suffice is
@@ -15,6 +15,7 @@ import torch
 
 from worker_service.cache import CacheEngine
 from worker_service.device import is_fatal, is_out_of_memory
+from worker_service.grammars import EpochGrammars
 from worker_service.models.communicator import Communicator
 from worker_service.rows import (
     BegunStep,
@@ -26,7 +27,7 @@ from worker_service.rows import (
     join_results,
     run_in_parts,
 )
-from worker_service.step import LaunchedStep, ProtocolError, StepPlan, StepResult
+from worker_service.step import GrammarReport, LaunchedStep, ProtocolError, StepPlan, StepResult
 
 
 class Computation(Protocol):
@@ -59,26 +60,35 @@ class ModelRunner:
     """One model, one KV cache, one table of running sequences."""
 
     def __init__(
-        self, computation: Computation, cache: CacheEngine, communicator: Communicator, splits_steps: bool = True
+        self,
+        computation: Computation,
+        cache: CacheEngine,
+        communicator: Communicator,
+        splits_steps: bool = True,
+        grammars: EpochGrammars | None = None,
     ) -> None:
-        """`splits_steps`: computes a step in parts where memory does not suffice."""
+        """`splits_steps`: computes a step in parts where memory does not suffice. `grammars`: None: it reads none."""
         self.computation = computation
         self.table = computation.table
         self._cache = cache
         self._communicator = communicator
+        self._grammars = grammars or EpochGrammars(None, self.table.limits.vocab_size)
+        self.table.masks.matcher_of = self._grammars.matcher
         self._is_out_of_memory = is_out_of_memory if splits_steps else lambda error: False
 
-    def reset(self, epoch: int) -> None:
-        """Begin an epoch: no rows, and everything that was started has finished."""
+    def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None] = lambda report: None) -> None:
+        """See `Runner.reset`."""
         self._communicator.begin(epoch)  # what waits on the device for a rank that is lost ends too
         self.computation.synchronize()
         self.table.clear()
         self._cache.reset()
+        self._grammars.begin(epoch, report_grammar)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See `Runner.launch`. Raises ProtocolError before any block is touched if the plan breaks a rule."""
         watch = StepWatch()
         self._cache.check(plan)
+        self._grammars.apply(plan)
         rows = self.table.apply(plan)
         self._cache.move(plan)
         self._cache.copy(plan)

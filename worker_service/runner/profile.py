@@ -3,13 +3,14 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from worker_service.engine import Runner
-from worker_service.step import LaunchedStep, StepPlan
+from worker_service.step import GrammarReport, LaunchedStep, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +68,9 @@ class ProfiledRunner:
         profiler.export_chrome_trace(str(path))
         logger.info("--profile: wrote a trace of %d steps to %s", self._num_steps, path.resolve())
 
-    def reset(self, epoch: int) -> None:
+    def reset(self, epoch: int, report_grammar: Callable[[GrammarReport], None] = lambda report: None) -> None:
         """See `Runner.reset`."""
-        self._runner.reset(epoch)
+        self._runner.reset(epoch, report_grammar)
 
     def last_moved_step(self) -> int:
         """See `Runner.last_moved_step`."""

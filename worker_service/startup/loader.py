@@ -1,7 +1,7 @@
 """From a configuration to a worker that can compute: device, dtype, weights, KV cache, model runner."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from worker_service.device import (
     is_out_of_memory,
 )
 from worker_service.engine import LoadedWorker
+from worker_service.grammars import EpochGrammars
 from worker_service.host import HostComputation, PackedCache, create_host_operations, host_model
 from worker_service.models.communicator import Communicator, SingleRank
 from worker_service.models.config import ModelConfig
@@ -36,6 +37,7 @@ from worker_service.startup.device_memory import (
     check_cpu_weights,
     weights_refusal,
 )
+from worker_service.startup.grammars import GrammarStart
 from worker_service.startup.host_memory import available_bytes
 from worker_service.startup.memory_profile import CudaMeter, measure_memory
 from worker_service.startup.pool_size import PoolSize, default_swap_bytes
@@ -59,6 +61,18 @@ def load_worker(config: WorkerConfig, worker_id: str, report: LoadProgress | Non
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     path = Path(config.model)
+    start = GrammarStart(path, load_config(path).vocab_size)
+    try:
+        return _load_worker(config, path, worker_id, report, start)
+    except BaseException:
+        start.give_up()
+        raise
+
+
+def _load_worker(
+    config: WorkerConfig, path: Path, worker_id: str, report: LoadProgress | None, start: GrammarStart
+) -> LoadedWorker:
+    """See `load_worker`. `start`: grammars are made ready meanwhile."""
     device = choose_device(config.device, config.tensor_parallel_rank)
     communicator = _communicator(config, device)
     model_config = Shard.of(load_config(path), communicator.rank, communicator.size).config
@@ -100,12 +114,14 @@ def load_worker(config: WorkerConfig, worker_id: str, report: LoadProgress | Non
     )
     num_device_blocks, num_host_blocks = assembly.num_blocks(sizes)
     log_size(shape, num_device_blocks, max_model_len, model_config.sliding_window)
-    runner, cache = _allocate(assembly, num_device_blocks, num_host_blocks)
+    grammars, grammar_version = start.finish()
+    runner, cache = _allocate(replace(assembly, grammars=grammars), num_device_blocks, num_host_blocks)
     swap_bandwidth = cache.measure_bandwidth()
     if num_host_blocks:
         log_host_size(shape, num_host_blocks, swap_bandwidth)
     _capture_graphs(runner.computation, config)
-    return LoadedWorker(runner, assembly.ready(worker_id, cache, swap_bandwidth))
+    ready = replace(assembly.ready(worker_id, cache, swap_bandwidth), grammar_version=grammar_version)
+    return LoadedWorker(runner, ready, grammars.close)
 
 
 def attention_shape(
@@ -207,6 +223,7 @@ class _Assembly:
     communicator: Communicator
     streams: CudaDevice | None  # on a GPU
     kernels: CpuKernels | None
+    grammars: EpochGrammars | None = None  # once they are needed
 
     def runner(
         self, num_device_blocks: int, num_host_blocks: int = 0, *, splits_steps: bool = True
@@ -215,10 +232,10 @@ class _Assembly:
         splits_steps = splits_steps and self.communicator.size == 1
         cache = CacheEngine(self.shape, num_device_blocks, self.device, num_host_blocks, self.streams)
         computation = self._computation(cache, self._limits(num_device_blocks))
-        return ModelRunner(computation, cache, self.communicator, splits_steps), cache
+        return ModelRunner(computation, cache, self.communicator, splits_steps, self.grammars), cache
 
     def _computation(self, cache: CacheEngine, limits: TableLimits) -> Computation:
-        table = SequenceTable(limits)
+        table = SequenceTable(limits, gates_grammars=self.streams is not None)
         if self.streams is None:
             model = host_model(self.model, self.backend)
             return HostComputation(model, cache.layers, self.backend, table, self.kernels)
@@ -261,6 +278,7 @@ class _Assembly:
             tensor_parallel_rank=self.communicator.rank,
             tensor_parallel_size=self.communicator.size,
             quantization=self.config.quantization or "",
+            gates_grammars=self.streams is not None,
         )
 
     def num_blocks(self, sizes: PoolSize) -> tuple[int, int]:

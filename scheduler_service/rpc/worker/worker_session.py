@@ -10,7 +10,7 @@ import grpc.aio
 
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2
 from pagewire.transport.draining import cancel
-from scheduler_service.core.plan import StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core.plan import GrammarReport, StepPlan, StepResult, WorkerCapacity
 from scheduler_service.core.scheduler import WorkerProtocolError
 from scheduler_service.rpc.worker import wire
 from scheduler_service.rpc.worker.liveness import Liveness
@@ -26,6 +26,9 @@ class SessionEvents(Protocol):
 
     def moved(self, step: int) -> None:
         """The moves of all plans up to this step are done. Comes before the result that told so."""
+
+    def grammar_ready(self, grammar_id: int, error: str) -> None:
+        """A grammar of a plan is ready, or (with an error) cannot be used. May raise WorkerProtocolError."""
 
     def result(self, result: StepResult) -> None:
         """May raise WorkerProtocolError."""
@@ -88,10 +91,13 @@ class Session:
             message = await read(call)
             now = time.monotonic()
             self._liveness.heard(now)
-            if not isinstance(message, StepResult | wire.Heartbeat):
+            if not isinstance(message, StepResult | wire.Heartbeat | GrammarReport):
                 raise WorkerProtocolError(f"the worker sent {type(message).__name__} in the middle of a session")
             if message.epoch != self.epoch:
                 raise WorkerProtocolError(f"a {type(message).__name__} of epoch {message.epoch} in epoch {self.epoch}")
+            if isinstance(message, GrammarReport):
+                self._events.grammar_ready(message.grammar_id, message.error)
+                continue
             if message.last_moved_step > self._last_moved_step:
                 self._last_moved_step = message.last_moved_step
                 self._liveness.moved(message.last_moved_step, now)

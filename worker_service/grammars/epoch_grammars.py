@@ -1,0 +1,173 @@
+"""The grammars of an epoch by the numbers that plans have for them."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from threading import Lock
+
+from pagewire.grammars import GrammarError, Matcher
+from worker_service.grammars.compile_thread import Compile, CompileThread
+from worker_service.step import AddedGrammar, GrammarReport, ProtocolError, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_LONG_S = 0.1  # a grammar that takes longer is told of in the log
+
+Report = Callable[[GrammarReport], None]
+
+
+class EpochGrammars:
+    """Called by the thread that computes; grammars become ready, or fail, on the one that compiles.
+
+    Each grammar that was added is reported once, unless it was released before, to whoever began its epoch.
+    """
+
+    def __init__(self, thread: CompileThread | None, vocab_size: int) -> None:
+        """`thread`: None where no grammars can be read."""
+        self._thread = thread
+        self._vocab_size = vocab_size
+        self._lock = Lock()
+        self._epoch = 0
+        self._report: Report = _tell_nobody
+        self._grammars: dict[int, _Grammar] = {}  # by id, from when they are added until they are released
+        self._ids = _SeenIds()
+
+    def begin(self, epoch: int, report: Report) -> None:
+        """Forget the grammars of earlier epochs. `report` is called on the thread that compiles."""
+        with self._lock:
+            self._epoch, self._report = epoch, report
+            self._grammars, self._ids = {}, _SeenIds()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Release and add what a plan says. Raises ProtocolError."""
+        for grammar_id in plan.released_grammar_ids:
+            self.release(grammar_id)
+        for added in plan.added_grammars:
+            self.add(added)
+
+    def add(self, added: AddedGrammar) -> None:
+        """Begin to prepare a grammar. Raises ProtocolError."""
+        if self._thread is None:
+            raise ProtocolError(
+                f"grammar {added.grammar_id} is added, but this worker has no tokenizer to read it with"
+            )
+        _check(added, self._vocab_size)
+        if not self._ids.add(added.grammar_id):
+            raise ProtocolError(f"grammar {added.grammar_id} is added twice")
+        grammar = _Grammar(added, self._epoch, self._report)
+        with self._lock:
+            self._grammars[added.grammar_id] = grammar
+        self._thread.submit(lambda compile: self._prepare(grammar, compile))
+
+    def release(self, grammar_id: int) -> None:
+        """Forget a grammar, also one that is not ready. Raises ProtocolError for one that is not there."""
+        with self._lock:
+            grammar = self._grammars.pop(grammar_id, None)
+        if grammar is None:
+            raise ProtocolError(f"grammar {grammar_id} is released, but {self._absence(grammar_id)}")
+
+    def matcher(self, grammar_id: int) -> Matcher:
+        """Return a new matcher at the beginning of a grammar. Raises ProtocolError for one that is not ready."""
+        with self._lock:
+            grammar = self._grammars.get(grammar_id)
+            matcher = grammar and grammar.matcher
+        if matcher:
+            return matcher.copy()
+        if grammar is None:
+            reason = self._absence(grammar_id)
+        else:
+            reason = "it cannot be used" if grammar.has_failed else "it is not ready"
+        raise ProtocolError(f"a row opens with grammar {grammar_id}, but {reason}")
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.stop()
+
+    def _absence(self, grammar_id: int) -> str:
+        return "it was released before" if grammar_id in self._ids else "it was never added"
+
+    def _is_wanted(self, grammar: "_Grammar") -> bool:
+        """Whether neither the grammar was released nor its epoch is over."""
+        return self._grammars.get(grammar.added.grammar_id) is grammar
+
+    def _prepare(self, grammar: "_Grammar", compile: Compile) -> None:
+        """Called on the thread that compiles."""
+        if not self._is_wanted(grammar):
+            return
+        matcher, error = grammar.compile(compile)
+        with self._lock:
+            if not self._is_wanted(grammar):
+                return
+            grammar.matcher, grammar.has_failed = matcher, bool(error)
+        grammar.report(GrammarReport(grammar.epoch, grammar.added.grammar_id, error))
+
+
+class _Grammar:
+    """A grammar from when it is added on. It is ready once it has a matcher, which itself is never moved on."""
+
+    def __init__(self, added: AddedGrammar, epoch: int, report: Report) -> None:
+        self.added = added
+        self.epoch = epoch
+        self.report = report
+        self.matcher: Matcher | None = None
+        self.has_failed = False
+
+    def compile(self, compile: Compile) -> tuple[Matcher | None, str]:
+        """Return a matcher, or None and why there is none."""
+        started, matcher, error = time.perf_counter(), None, ""
+        try:
+            matcher = compile(self.added.kind.name.lower(), self.added.text, self.added.end_token_ids)
+        except GrammarError as reason:
+            error = str(reason) or "the grammar cannot be read"
+        except Exception as reason:
+            logger.exception("%s", self._name)
+            error = f"the grammar cannot be prepared: {type(reason).__name__}"
+        took = time.perf_counter() - started
+        if error:
+            logger.warning("%s cannot be used: %s", self._name, error)
+        elif took > _LONG_S:
+            logger.warning("%s took %.0f ms to prepare", self._name, took * 1000)
+        return matcher, error
+
+    @property
+    def _name(self) -> str:
+        kind = self.added.kind.name.lower()
+        return f"grammar {self.added.grammar_id} of epoch {self.epoch} ({kind}, {len(self.added.text)} characters)"
+
+
+class _SeenIds:
+    """The ids that an epoch has used. Those that come one after the other take no memory."""
+
+    def __init__(self) -> None:
+        self._last = 0  # all up to this one
+        self._others: set[int] = set()
+
+    def __contains__(self, grammar_id: int) -> bool:
+        return 1 <= grammar_id <= self._last or grammar_id in self._others
+
+    def add(self, grammar_id: int) -> bool:
+        """Returns whether the id is new."""
+        if grammar_id in self:
+            return False
+        self._others.add(grammar_id)
+        while self._last + 1 in self._others:
+            self._last += 1
+            self._others.remove(self._last)
+        return True
+
+
+def _check(added: AddedGrammar, vocab_size: int) -> None:
+    """Raises ProtocolError for what no grammar may be."""
+    if added.grammar_id == 0:
+        raise ProtocolError("a grammar is added with id 0; ids are from 1")
+    ends = added.end_token_ids
+    if not ends or any(first >= second for first, second in itertools.pairwise(ends)):
+        raise ProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; they rise, and there is at least one")
+    if not 0 <= ends[0] <= ends[-1] < vocab_size:
+        raise ProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; ids are below {vocab_size}")
+
+
+def _tell_nobody(report: GrammarReport) -> None:
+    """No epoch has begun."""

@@ -1,0 +1,71 @@
+"""Whether the worker reads grammars, and by what tokenizer: the model's own."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from pagewire.gguf import GgufError, GgufFile, config_json, is_gguf, tokenizer_json
+from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, version
+from worker_service.grammars import Compile, CompileThread, EpochGrammars
+
+logger = logging.getLogger(__name__)
+
+_MAX_KEPT_BYTES = 256 * 1024 * 1024  # of grammars that were compiled, of this epoch and of earlier ones
+_TOKENIZER_FILE = "tokenizer.json"
+_CONFIG_FILES = ("generation_config.json", "config.json")  # the first one that names end tokens counts
+
+
+class GrammarStart:
+    """Makes ready for grammars beside the loading of a model, and says in the end whether there can be any."""
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        self._path = path
+        self._vocab_size = vocab_size
+        self._thread = CompileThread(lambda: _make_compile(path, vocab_size))
+
+    def finish(self) -> tuple[EpochGrammars, str]:
+        """Return the grammars, and the version of the library that reads them: empty where there can be none."""
+        try:
+            self._thread.wait()
+        except (GrammarError, GgufError, OSError, ValueError) as error:
+            logger.warning("requests for structured output will be refused: %s", error)
+            return EpochGrammars(None, self._vocab_size), ""
+        return EpochGrammars(self._thread, self._vocab_size), version()
+
+    def give_up(self) -> None:
+        """The model cannot be loaded."""
+        self._thread.stop()
+
+
+def _make_compile(path: Path, vocab_size: int) -> Compile:
+    """Raises GrammarError, GgufError, OSError and ValueError where no grammars can be read."""
+    cache = GrammarCache(GrammarCompiler(_read_tokenizer(path), vocab_size), _MAX_KEPT_BYTES)
+    # Takes the vocabulary in, so that the first request need not wait for that.
+    cache.get("regex", ".*", _end_token_ids(path) or (0,))
+    return cache.get
+
+
+def _read_tokenizer(path: Path) -> str:
+    if is_gguf(path):
+        return json.dumps(tokenizer_json(GgufFile.open(path)))
+    file = path / _TOKENIZER_FILE
+    if not file.is_file():
+        raise GrammarError(f"{file} is missing")
+    return file.read_text(encoding="utf-8")
+
+
+def _end_token_ids(path: Path) -> tuple[int, ...]:
+    """Return the end tokens that most requests will have. Grammars name their own, which may be others."""
+    for config in _configs(path):
+        found = config.get("eos_token_id")
+        if found is not None:
+            return tuple(sorted(set(found if isinstance(found, list) else [found])))
+    return ()
+
+
+def _configs(path: Path) -> list[dict[str, Any]]:
+    if is_gguf(path):
+        return [config_json(GgufFile.open(path))]
+    files = [path / name for name in _CONFIG_FILES]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
