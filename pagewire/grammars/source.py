@@ -2,7 +2,11 @@
 
 import json
 
-from llguidance import LLMatcher
+from llguidance import JsonCompileOptions, LLMatcher
+
+# Between the parts of JSON stands one space, one end of a line, or nothing: with as much as JSON allows, a model may go
+# on with spaces for ever. A schema may say otherwise in "x-guidance".
+_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[ \n]?"}
 
 
 def to_llguidance(kind: str, text: str) -> str:
@@ -10,13 +14,21 @@ def to_llguidance(kind: str, text: str) -> str:
     not of its kind, and a kind that is none."""
     match kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(text)
+            return LLMatcher.grammar_from_json_schema(text, _JSON_DEFAULTS)
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', _JSON_DEFAULTS)
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, _choices(text))))
         case "grammar":
             return LLMatcher.grammar_from_lark(text)
     raise ValueError(f"{kind} is no kind of grammar that this server has")
+
+
+def _choices(text: str) -> list[str]:
+    """Raises ValueError if it is not a JSON array of texts, at least one."""
+    choices = json.loads(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError("a choice is a JSON array of texts, at least one")
+    return choices
