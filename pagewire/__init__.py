@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from pagewire.sampling import SamplingParams
     from pagewire.server import BlockHolder, BlockMap, Loads, RequestReport, ServerInfo, WorkerInfo
+    from pagewire.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -65,6 +66,7 @@ __all__ = [
     "SamplingParams",
     "ServerInfo",
     "StartError",
+    "StructuredOutputs",
     "TextPrompt",
     "TokenLogprobs",
     "TokensPrompt",

@@ -30,7 +30,6 @@ _NO_CODE = "Pagewire runs no code of checkpoints, and needs none for the archite
 _ONE_MODEL = "Pagewire serves one model as it is"
 _TEXT_ONLY = "Pagewire generates text, and makes embeddings, of text"
 _POOLING = "embeddings are pooled as the checkpoint's own modules.json says, else by the last token"
-_NO_GRAMMAR = "Pagewire has no structured output"
 
 LLM_OPTIONS: dict[str, Foreign] = {
     "trust_remote_code": Foreign(_NO_CODE),
@@ -49,7 +48,8 @@ LLM_OPTIONS: dict[str, Foreign] = {
     "use_v2_block_manager": Foreign("there is one block manager", (None, False, True)),
     "disable_cascade_attn": Foreign("there is no cascade attention", (None, False, True)),
     "max_parallel_loading_workers": Foreign("weights are loaded by each rank for itself"),
-    "guided_decoding_backend": Foreign(_NO_GRAMMAR, (None, "auto")),
+    "guided_decoding_backend": Foreign("grammars are read by llguidance", (None, "auto", "guidance")),
+    "structured_outputs_config": Foreign("grammars are read by llguidance, from the first token on"),
     "limit_mm_per_prompt": Foreign(_TEXT_ONLY, (None, {})),
     "mm_processor_kwargs": Foreign(_TEXT_ONLY, (None, {})),
     "tokenizer_mode": _refused("the tokenizer is the checkpoint's tokenizer.json", "auto", "hf", "fast", "slow"),
@@ -90,8 +90,7 @@ SAMPLING_FIELDS: dict[str, Foreign] = {
     "bad_words": _refused("give logit_bias for their tokens", []),
     "allowed_token_ids": _refused("give logit_bias for the others, or for these", []),
     "logits_processors": _refused("tokens are chosen by these parameters alone; there is logit_bias", []),
-    "guided_decoding": _refused(_NO_GRAMMAR),
-    "structured_outputs": _refused(_NO_GRAMMAR),
+    "guided_decoding": _refused("give structured_outputs"),
     "truncate_prompt_tokens": _refused("cut the prompt's token ids yourself"),
     "extra_args": _refused("there are no more parameters than these", {}),
 }

@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from pagewire.compatibility import SAMPLING_FIELDS, judge
+from pagewire.structured_outputs import StructuredOutputs
 
 # Names of when a beam search ends, and transformers' values for the same.
 EARLY_STOPPING = ("heuristic", "first", "never", False, True)
@@ -38,6 +39,8 @@ class SamplingParams:
     its `cumulative_logprob`. A hypothesis scores cumulative_logprob / tokens ** `length_penalty`. `early_stopping` is
     "heuristic" (or False), "first" (or True) or "never", as in transformers. A temperature that was chosen and is not
     0 is refused.
+
+    `structured_outputs` is what each output must match: `StructuredOutputs`, or a dict of its names.
 
     Of vLLM's fields those that Pagewire does not have are taken too: ignored with a warning or refused (ValueError),
     as `pagewire.compatibility` lists them.
@@ -73,6 +76,7 @@ class SamplingParams:
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: str | bool | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     detokenize: InitVar[object] = None
     spaces_between_special_tokens: InitVar[object] = None
     output_kind: InitVar[object] = None
@@ -83,7 +87,6 @@ class SamplingParams:
     allowed_token_ids: InitVar[object] = None
     logits_processors: InitVar[object] = None
     guided_decoding: InitVar[object] = None
-    structured_outputs: InitVar[object] = None
     truncate_prompt_tokens: InitVar[object] = None
     extra_args: InitVar[object] = None
 
@@ -98,6 +101,8 @@ class SamplingParams:
         self._require("stop_token_ids", is_list(ids, is_integer), "a list of integers")
         is_bias = isinstance(bias, Mapping) and all(is_integer(i) and is_real(v) for i, v in bias.items())
         self._require("logit_bias", is_bias, "a mapping from token ids to numbers")
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         is_known = isinstance(self.early_stopping, str | bool) and self.early_stopping in EARLY_STOPPING
         self._require("early_stopping", is_known, f"one of {', '.join(map(repr, EARLY_STOPPING))}")
 
@@ -153,6 +158,7 @@ class SamplingFields(TypedDict, total=False):
     beam_width: int | None
     length_penalty: float | None
     early_stopping: str | bool | None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None
 
 
 def _of_type(hint: object) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from pagewire.errors import (
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling import BOOLEAN_FIELDS, INTEGER_FIELDS, REAL_FIELDS, Default, SamplingParams, is_integer
 from pagewire.server import BlockMap, Loads, RequestReport, ServerInfo
+from pagewire.structured_outputs import StructuredOutputs
 from pagewire.transport.translation import decoder, enum_names
 
 try:
@@ -144,6 +145,17 @@ def _encode_sampling(sampling: SamplingParams, message: pb.SamplingParams) -> No
     message.stop.extend(stop)
     _assign("sampling.stop_token_ids", lambda: message.stop_token_ids.extend(sampling.stop_token_ids or ()))
     _assign("sampling.logit_bias", lambda: message.logit_bias.update(sampling.logit_bias or {}))
+    if sampling.structured_outputs is not None:
+        _encode_structured_outputs(StructuredOutputs.of(sampling.structured_outputs), message)
+
+
+def _encode_structured_outputs(given: StructuredOutputs, message: pb.SamplingParams) -> None:
+    if given.kind == "json_object":
+        message.json_object = True
+    elif given.kind == "choice":
+        message.choice.texts.extend(given.choice or ())
+    else:
+        setattr(message, "json_schema" if given.kind == "json" else given.kind, given.text())
 
 
 def _assign(field: str, assign: Callable[[], object]) -> None:

@@ -3,8 +3,10 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from pagewire.sampling import BOOLEAN_FIELDS, EARLY_STOPPING, FLAGS, INTEGER_FIELDS, SamplingParams
+from pagewire.structured_outputs import KINDS, StructuredOutputs
 from pagewire.transport.option_limits import flag
 
 
@@ -58,8 +60,34 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FLOAT",
         help="scores are log-probability / length ** this; above 1 favours longer outputs (default: 1)",
     )
+    _add_structured_output_flags(parser)
     choices = [name for name in EARLY_STOPPING if isinstance(name, str)]
     group.add_argument("--early-stopping", choices=choices, help="when the search ends (default: heuristic)")
+
+
+def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds flags of which one says what the outputs must match."""
+    group = parser.add_argument_group("structured output", "What the output must match; one of these.")
+    group = group.add_mutually_exclusive_group()  # type: ignore[assignment]
+    group.add_argument("--json-schema", metavar="FILE", type=_file, help="a JSON Schema")
+    group.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
+    group.add_argument("--regex", metavar="REGEX", help="a regular expression that the whole output matches")
+    group.add_argument("--choice", metavar="A,B", type=lambda text: text.split(","), help="one of these texts")
+    group.add_argument("--grammar", metavar="FILE", type=_file, help="a context-free grammar, as Lark or EBNF")
+
+
+def _file(path: str) -> str:
+    """Reads a file. Raises ArgumentTypeError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from None
+
+
+def _structured_outputs(arguments: argparse.Namespace) -> StructuredOutputs | None:
+    flags = {"json": "json_schema", **{kind: kind for kind in KINDS if kind not in ("json", "structural_tag")}}
+    given = {kind: getattr(arguments, name, None) for kind, name in flags.items()}
+    return StructuredOutputs(**given) if any(value is not None for value in given.values()) else None
 
 
 def sampling(arguments: argparse.Namespace) -> SamplingParams:
@@ -67,6 +95,7 @@ def sampling(arguments: argparse.Namespace) -> SamplingParams:
     given = {field.name: getattr(arguments, field.name, None) for field in fields(SamplingParams)}
     if given["logit_bias"] is not None:
         given["logit_bias"] = dict(given["logit_bias"])
+    given["structured_outputs"] = _structured_outputs(arguments)
     return SamplingParams(**given)
 
 

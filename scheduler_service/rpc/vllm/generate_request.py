@@ -26,15 +26,6 @@ _UNSUPPORTED_INPUTS = {
     "kv_transfer_params": "a KV cache of another engine",
     "kv_transfer_params_json": "a KV cache of another engine",
 }
-# What asks for structured output, and how OpenAI's API and sglang's call it where a gateway has changed the name.
-_CONSTRAINTS = {
-    "json_schema": "json_schema, response_format, text.format, and a tool_choice that forces a call,",
-    "json_object": "json_object and response_format",
-    "regex": "regex",
-    "grammar": "grammar (ebnf)",
-    "structural_tag": "structural_tag",
-    "choice": "choice",
-}
 
 
 def translate_request(message: vllm_engine_pb2.GenerateRequest) -> scheduler_pb2.GenerateRequest:
@@ -63,13 +54,6 @@ def _check_supported(message: vllm_engine_pb2.GenerateRequest) -> None:
             "data_parallel_rank", f"data_parallel_rank is {message.data_parallel_rank}, but there is only rank 0 here"
         )
     sampling = message.sampling_params
-    constraint = sampling.WhichOneof("constraint")
-    if constraint is not None:
-        raise invalid(
-            f"sampling_params.{constraint}",
-            f"this server has no structured output; leave {_CONSTRAINTS[constraint]} unset, or ask for the format in "
-            "the prompt",
-        )
     if sampling.HasField("truncate_prompt_tokens"):
         raise invalid(
             "sampling_params.truncate_prompt_tokens",
@@ -97,3 +81,17 @@ def _translate_sampling(given: vllm_engine_pb2.SamplingParams, sampling: schedul
         if token_id < 0:
             raise invalid(f"sampling_params.logit_bias[{token_id}]", f"{token_id} is no token id; send 0 or more")
         sampling.logit_bias[token_id] = bias
+    _translate_constraint(given, sampling)
+
+
+def _translate_constraint(given: vllm_engine_pb2.SamplingParams, sampling: scheduler_pb2.SamplingParams) -> None:
+    """A constraint binds from the first token on, whether or not `grammar_from_first_token` says so: no reasoning is
+    parsed here, and GetServerInfo tells gateways that."""
+    constraint = given.WhichOneof("constraint")
+    if constraint == "choice":
+        sampling.choice.texts.extend(given.choice.choices)
+        sampling.choice.SetInParent()
+    elif constraint == "json_object" and not given.json_object:
+        return
+    elif constraint is not None:
+        setattr(sampling, constraint, getattr(given, constraint))

@@ -41,7 +41,10 @@ def model_info(
 def server_info(worker: DescribedWorker | None, max_num_seqs: int) -> vllm_engine_pb2.GetServerInfoResponse:
     """Return the answer to GetServerInfo, but for the counters."""
     info = vllm_engine_pb2.GetServerInfoResponse(
-        server_type=SERVER_TYPE, data_parallel_size=1, max_num_seqs=max_num_seqs
+        server_type=SERVER_TYPE,
+        data_parallel_size=1,
+        max_num_seqs=max_num_seqs,
+        constrained_decoding_start="first_token",
     )
     if worker is not None:
         info.block_size = worker.block_size
