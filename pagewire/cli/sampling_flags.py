@@ -68,12 +68,12 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
 def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
     """Adds flags of which one says what the outputs must match."""
     group = parser.add_argument_group("structured output", "What the output must match; one of these.")
-    group = group.add_mutually_exclusive_group()  # type: ignore[assignment]
-    group.add_argument("--json-schema", metavar="FILE", type=_file, help="a JSON Schema")
-    group.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
-    group.add_argument("--regex", metavar="REGEX", help="a regular expression that the whole output matches")
-    group.add_argument("--choice", metavar="A,B", type=lambda text: text.split(","), help="one of these texts")
-    group.add_argument("--grammar", metavar="FILE", type=_file, help="a context-free grammar, as Lark or EBNF")
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument("--json-schema", metavar="FILE", type=_file, help="a JSON Schema")
+    choice.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
+    choice.add_argument("--regex", metavar="REGEX", help="a regular expression that the whole output matches")
+    choice.add_argument("--choice", metavar="A,B", type=lambda text: text.split(","), help="one of these texts")
+    choice.add_argument("--grammar", metavar="FILE", type=_file, help="a context-free grammar, as Lark or EBNF")
 
 
 def _file(path: str) -> str:
