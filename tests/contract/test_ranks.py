@@ -16,6 +16,7 @@ from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import FakeWorker
 from tests.contract.scheduler_stack import expected_tokens, request, serve
 from tests.contract.test_worker_link import SWAP_OUT, WORK, Listener, opening
+from worker_service.step import AddedGrammar as WorkersGrammar
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -136,58 +137,58 @@ async def test_a_rank_that_dies_ends_the_epoch_of_all_and_they_begin_together(nu
         assert ranks.restarted == []
 
 
-class ReportingWorker(FakeWorker):
-    """Tells of grammars before its next result."""
+class RepeatingWorker(FakeWorker):
+    """Tells of each grammar twice."""
 
-    def __init__(self, number: int, *reports: tuple[int, str], **capacity: object) -> None:
-        super().__init__(b"digest", tensor_parallel_rank=number, tensor_parallel_size=2, **capacity)
-        self.reports = list(reports)
-
-    async def _send(self, response: worker_pb2.ExecuteResponse, context: grpc.aio.ServicerContext) -> None:
-        for grammar_id, error in self.reports:
-            report = worker_pb2.GrammarReport(epoch=self.last_epoch, grammar_id=grammar_id, error=error)
-            await super()._send(worker_pb2.ExecuteResponse(grammar=report), context)
-        self.reports = []
-        await super()._send(response, context)
+    async def _report(self, epoch: int, grammar: WorkersGrammar, context: grpc.aio.ServicerContext) -> None:
+        await super()._report(epoch, grammar, context)
+        await super()._report(epoch, grammar, context)
 
 
-def adding(epoch: int, step: int, *grammar_ids: int, released: tuple[int, ...] = ()) -> StepPlan:
-    added = tuple(AddedGrammar(grammar_id, GrammarKind.REGEX, "a", (1,)) for grammar_id in grammar_ids)
-    return StepPlan(epoch, step, added_grammars=added, released_grammar_ids=released)
+def adding(epoch: int, *grammar_ids: int) -> StepPlan:
+    """The first step, which opens a row too. A grammar's text is its id."""
+    added = tuple(AddedGrammar(grammar_id, GrammarKind.REGEX, str(grammar_id), (1,)) for grammar_id in grammar_ids)
+    return StepPlan(epoch, 1, openings=(opening(),), work_slots=(0,), work_num_tokens=(8,), added_grammars=added)
+
+
+async def told_of_grammar(ranks: Ranks) -> object:
+    """What is told next of a grammar."""
+    while True:
+        kind, told = await ranks.listener.next()
+        assert kind in ("grammar", "moved", "result")
+        if kind == "grammar":
+            return told
 
 
 async def test_a_grammar_is_ready_when_every_rank_has_it_and_fails_with_the_first_that_has_not() -> None:
-    first = ReportingWorker(0, (2, ""), (3, "no"), (1, ""), (4, ""))
-    async with linked(first, ReportingWorker(1, (1, ""), (2, "no"), (3, ""))) as ranks:
+    first, second = rank(0), rank(1)
+    first.bad_grammars, second.bad_grammars = {"3": "no", "4": "no"}, {"2": "no", "4": "no"}
+    second.reports_grammars.clear()
+    async with linked(first, second) as ranks:
         _, link = await joined(ranks)
-        epoch = link.sessions[0].epoch
-        link.send(adding(epoch, 1, 1, 2, 3, 4))
-        heard = [await ranks.listener.next() for _ in range(5)]
-        assert sorted(told for kind, told in heard if kind == "grammar") == [
-            (1, ""),
-            (2, "rank 1: no"),
-            (3, "rank 0: no"),
-        ]
-        assert heard[-1] == ("result", 1)
-        ranks.workers[1].reports = [(4, "")]
-        link.send(adding(epoch, 2))
-        assert ("grammar", (4, "")) in [await ranks.listener.next() for _ in range(3)]
+        link.send(adding(link.sessions[0].epoch, 1, 2, 3, 4))
+        assert [await told_of_grammar(ranks) for _ in range(2)] == [(3, "rank 0: no"), (4, "rank 0: no")]
+        second.reports_grammars.set()
+        assert [await told_of_grammar(ranks) for _ in range(2)] == [(1, ""), (2, "rank 1: no")]
 
 
 async def test_what_a_rank_tells_of_a_grammar_that_was_released_is_left_to_the_step_loop() -> None:
-    async with linked(ReportingWorker(0, (1, "")), rank(1)) as ranks:
+    first, second = rank(0), rank(1)
+    first.reports_grammars.clear()
+    second.reports_grammars.clear()
+    async with linked(first, second) as ranks:
         _, link = await joined(ranks)
         epoch = link.sessions[0].epoch
-        link.send(adding(epoch, 1, 1))
-        link.send(adding(epoch, 2, released=(1,)))
-        heard = [await ranks.listener.next() for _ in range(5)]
-        assert [told for kind, told in heard if kind == "grammar"] == [(1, "")]
+        link.send(adding(epoch, 1))
+        link.send(StepPlan(epoch, 2, released_grammar_ids=(1,), work_slots=(0,), work_num_tokens=(1,)))
+        first.reports_grammars.set()
+        assert await told_of_grammar(ranks) == (1, "")
 
 
 async def test_a_rank_that_tells_twice_of_a_grammar_ends_the_epoch() -> None:
-    async with linked(ReportingWorker(0, (1, ""), (1, "")), rank(1)) as ranks:
+    async with linked(RepeatingWorker(b"digest", tensor_parallel_size=2), rank(1)) as ranks:
         _, link = await joined(ranks)
-        link.send(adding(link.sessions[0].epoch, 1, 1))
+        link.send(adding(link.sessions[0].epoch, 1))
         assert "rank 0 told twice of grammar 1" in await lost(ranks)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -231,10 +230,8 @@ async def exchange(stream: Stream, steps: list[PlannedStep]) -> list[list[int]]:
     return [outputs[slot] for slot in sorted(outputs)]
 
 
-async def test_grammars_are_told_of_in_the_session_that_added_them(checkpoint: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(checkpoint, tmp_path / "model")
-    shutil.copy("models/storyteller/tokenizer.json", model)
-    config = WorkerConfig(model=str(model), device="cpu", num_device_blocks=8)
+async def test_grammars_are_told_of_in_the_session_that_added_them() -> None:
+    config = WorkerConfig(model="models/storyteller", device="cpu", num_device_blocks=8)
     added = tuple(AddedGrammar(i + 1, GrammarKind.REGEX, text, (0,)) for i, text in enumerate(("a", "(")))
     async with served(lambda: load_worker(config, "w"), heartbeat_interval_s=1000) as stub:
         stream = Stream(stub)
@@ -244,10 +241,8 @@ async def test_grammars_are_told_of_in_the_session_that_added_them(checkpoint: P
         told = [await stream.read() for _ in range(3)]
         assert {message.WhichOneof("body") for message in told} == {"result", "grammar"}
         reports = [message.grammar for message in told if message.WhichOneof("body") == "grammar"]
-        assert [(report.epoch, report.grammar_id, bool(report.error)) for report in reports] == [
-            (5, 1, False),
-            (5, 2, True),
-        ]
+        assert [(report.epoch, report.grammar_id) for report in reports] == [(5, 1), (5, 2)]
+        assert [bool(report.error) for report in reports] == [False, True]
         second = Stream(stub)
         await second.open(6)
         opening = RowOpening(0, 0, (1, 2), 2, 0, (1,), GREEDY, 0, 0, grammar_id=1)
@@ -261,10 +256,8 @@ async def test_a_worker_without_a_tokenizer_serves_everything_but_grammars(check
     async with served(lambda: load_worker(config, "w")) as stub:
         stream = Stream(stub)
         assert (await stream.open(5)).grammar_version == ""
-        outputs = await exchange(
-            stream, plan_steps([Row([1, 2], 3)], block_size=16, max_num_batched_tokens=20, epoch=5)
-        )
-        assert len(outputs[0]) == 3
+        steps = plan_steps([Row([1, 2], 3)], block_size=16, max_num_batched_tokens=20, epoch=5)
+        assert [len(output) for output in await exchange(stream, steps)] == [3]
         await stream.send(StepPlan(5, 4, added_grammars=(AddedGrammar(1, GrammarKind.REGEX, "a", (0,)),)))
         code, message = await stream.status()
         assert (code, "no tokenizer" in message) == (grpc.StatusCode.FAILED_PRECONDITION, True)

@@ -1,9 +1,9 @@
 """The grammars of an epoch by the numbers that plans have for them."""
 
-import itertools
 import logging
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from threading import Lock
 
 from pagewire.grammars import GrammarError, Matcher
@@ -49,9 +49,7 @@ class EpochGrammars:
     def add(self, added: AddedGrammar) -> None:
         """Begin to prepare a grammar. Raises ProtocolError."""
         if self._thread is None:
-            raise ProtocolError(
-                f"grammar {added.grammar_id} is added, but this worker has no tokenizer to read it with"
-            )
+            raise ProtocolError(f"grammar {added.grammar_id} is added, but this worker has no tokenizer for it")
         _check(added, self._vocab_size)
         if not self._ids.add(added.grammar_id):
             raise ProtocolError(f"grammar {added.grammar_id} is added twice")
@@ -163,7 +161,7 @@ def _check(added: AddedGrammar, vocab_size: int) -> None:
     if added.grammar_id == 0:
         raise ProtocolError("a grammar is added with id 0; ids are from 1")
     ends = added.end_token_ids
-    if not ends or any(first >= second for first, second in itertools.pairwise(ends)):
+    if not ends or any(first >= second for first, second in pairwise(ends)):
         raise ProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; they rise, and there is at least one")
     if not 0 <= ends[0] <= ends[-1] < vocab_size:
         raise ProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; ids are below {vocab_size}")
