@@ -15,7 +15,15 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from pagewire.protos.gen.pagewire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from scheduler_service.core.plan import RowOpening, SamplingParams, StepPlan, StepResult, WorkerCapacity
+from scheduler_service.core.plan import (
+    AddedGrammar,
+    GrammarKind,
+    RowOpening,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    WorkerCapacity,
+)
 from scheduler_service.rpc.worker.epochs import Epochs, EpochsExhausted
 from scheduler_service.rpc.worker.liveness import Liveness
 from scheduler_service.rpc.worker.wire import PROTOCOL_VERSION
@@ -24,6 +32,7 @@ from scheduler_service.rpc.worker.worker_session import Session
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.fake_worker import HEARTBEAT_INTERVAL, FakeWorker
 from tests.contract.scheduler_stack import Stack, expected_tokens, request, serve
+from worker_service.step import AddedGrammar as WorkersGrammar
 
 PROMPT = [5, 6, 7, 8, 9]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -323,6 +332,34 @@ WORK = {"work_slots": (0,), "work_num_tokens": (4,)}
 
 def opening(num_computed_tokens: int = 0) -> RowOpening:
     return RowOpening(0, 7, tuple(range(9)), 9, num_computed_tokens, (1, 2, 3), SamplingParams(), 0, 0)
+
+
+class MistakenWorker(FakeWorker):
+    """Tells of grammars of another epoch."""
+
+    async def _report(self, epoch: int, grammar: WorkersGrammar, context: grpc.aio.ServicerContext) -> None:
+        await super()._report(epoch + 1, grammar, context)
+
+
+@pytest.mark.parametrize(
+    ("worker", "expected"),
+    [
+        (FakeWorker(b"digest"), ("grammar", (1, ""))),
+        (MistakenWorker(b"digest"), ("lost", "a GrammarReport of epoch {later} in epoch {epoch}")),
+    ],
+)
+async def test_what_is_told_of_grammars_is_passed_on_if_it_is_of_the_epoch(
+    worker: FakeWorker, expected: tuple[str, object]
+) -> None:
+    async with linked(worker) as (listener, _, session):
+        added = (AddedGrammar(1, GrammarKind.REGEX, "a", (1,)),)
+        session.send(StepPlan(session.epoch, 1, openings=(opening(),), **WORK, added_grammars=added))
+        while (event := await listener.next())[0] not in ("grammar", "lost"):
+            pass
+        kind, told = expected
+        if isinstance(told, str):
+            told = told.format(later=session.epoch + 1, epoch=session.epoch)
+        assert event == (kind, told)
 
 
 async def test_moves_are_told_of_before_the_result_and_only_when_they_are_news() -> None:

@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
+from pagewire.grammars import GrammarCompiler
 from worker_service.config import WorkerConfig
 from worker_service.engine import LoadedWorker
+from worker_service.rows import StepWatch, WorkingRows
+from worker_service.runner import ModelRunner
 from worker_service.startup.loader import load_worker
 from worker_service.step import (
     AddedGrammar,
@@ -27,6 +30,7 @@ from worker_service.step import (
 
 STORYTELLER = Path("models/storyteller")
 TOKENIZER = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
+COMPILER = GrammarCompiler((STORYTELLER / "tokenizer.json").read_text(), 1024)
 PROMPT = TOKENIZER.encode("Once upon a time there was a fox who said: ").ids
 END = json.loads((STORYTELLER / "config.json").read_text())["eos_token_id"]
 SCHEMA = {
@@ -50,7 +54,9 @@ class Driver:
     """Plans made by hand for a few rows: row i has slot i and its own blocks."""
 
     def __init__(self, worker: LoadedWorker) -> None:
+        assert isinstance(worker.runner, ModelRunner)
         self.runner = worker.runner
+        self.computation: Any = worker.runner.computation
         self.step = 0
         self.begin()
 
@@ -62,9 +68,9 @@ class Driver:
         self.run(added_grammars=GRAMMARS)
         assert {reports.get(timeout=TIMEOUT_S) for _ in GRAMMARS} == {GrammarReport(1, 1), GrammarReport(1, 2)}
 
-    def run(self, **fields: object) -> StepResult:
+    def run(self, **fields: Any) -> StepResult:
         self.step += 1
-        return self.runner.execute(StepPlan(1, self.step, **fields))  # type: ignore[attr-defined]
+        return self.runner.execute(StepPlan(1, self.step, **fields))
 
     def open(self, *openings: RowOpening) -> StepResult:
         """Open rows, compute all that they have, and sample."""
@@ -144,31 +150,90 @@ def test_a_row_that_is_opened_again_with_what_it_had_goes_on_as_if_nothing_had_b
     assert outputs(driver, 80 - num_before, again) == [whole[num_before:]]
 
 
-def test_a_fork_has_a_matcher_of_its_own(driver: Driver) -> None:
-    """The copy samples nothing until it is given a token, which its source is not."""
-    source = opening(0, grammar_id=2, sampling=SamplingParams())
-    whole = outputs(driver, 10, source)[0]
-    driver.begin()
-    driver.open(source)
-    for _ in range(4):
-        driver.run()
-    a = TOKENIZER.encode("a").ids[-1]
-    blocks = tuple(range(60, 76))
-    driver.run(
-        work_slots=(0,),
-        work_num_tokens=(0,),
+def beams(*openings: RowOpening, step: StepResult) -> dict[int, tuple[int, ...]]:
+    """The candidates of each slot, all of which its grammar allows."""
+    counts, token_ids = step.candidates.counts, step.candidates.token_ids
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    found = {row.slot: token_ids[end - count : end] for row, end, count in zip(openings, ends, counts, strict=True)}
+    for row in openings:
+        for token_id in found[row.slot]:
+            allowed(row.grammar_id, [*row.token_ids[len(PROMPT) :], token_id])
+    return found
+
+
+def allowed(grammar_id: int, output: Sequence[int]) -> None:
+    """Raises GrammarError."""
+    grammar = GRAMMARS[grammar_id - 1]
+    COMPILER.compile(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids).consume(output)
+
+
+def test_beams_choose_among_allowed_tokens_and_a_fork_goes_its_own_way(driver: Driver) -> None:
+    """Each goes on with another candidate, and then offers what a row does that is opened with the same output."""
+    sampling = SamplingParams(num_candidates=6)
+    row = opening(0, grammar_id=1, sampling=sampling)
+    candidates = beams(row, step=driver.open(row))[0]
+    assert 1 <= len(candidates) <= 6
+    first = opening(0, grammar_id=1, output=candidates[:1], sampling=sampling)
+    candidates = beams(first, step=driver.run(**appended(first)))[0]
+    assert len(candidates) > 1
+    pair = [
+        opening(slot, grammar_id=1, output=(*first.token_ids[len(PROMPT) :], candidates[i]), sampling=sampling)
+        for i, slot in enumerate((0, 2))
+    ]
+    forked = driver.run(
+        copy_source_blocks=pair[0].block_ids,
+        copy_target_blocks=pair[1].block_ids,
         fork_source_slots=(0,),
-        fork_target_slots=(5,),
-        set_block_slots=(5,) * 16,
-        set_block_indexes=tuple(range(16)),
-        set_block_ids=blocks,
+        fork_target_slots=(2,),
+        set_block_slots=(2,) * BLOCKS_PER_ROW,
+        set_block_indexes=tuple(range(BLOCKS_PER_ROW)),
+        set_block_ids=pair[1].block_ids,
+        **appended(*pair),
     )
-    driver.run(
-        released_slots=(0,), openings=(opening(0, grammar_id=2, output=[*whole[:5]], sampling=SamplingParams()),)
+    found = beams(*pair, step=forked)
+    driver.begin()
+    assert beams(*pair, step=driver.open(*pair)) == found
+
+
+def appended(*openings: RowOpening) -> dict[str, tuple[int, ...]]:
+    """Rows get their last token, and compute it."""
+    slots = tuple(row.slot for row in openings)
+    token_ids = tuple(row.token_ids[-1] for row in openings)
+    return {
+        "append_token_slots": slots,
+        "append_token_ids": token_ids,
+        "work_slots": slots,
+        "work_num_tokens": (1,) * len(slots),
+    }
+
+
+def test_a_step_in_parts_gives_what_it_gives_at_once(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows with grammars, one of which fails, beside rows without."""
+    rows = [
+        opening(0, grammar_id=1, sampling=SamplingParams(num_candidates=4)),
+        opening(1, grammar_id=2, output=TOKENIZER.encode("{").ids),
+        opening(2, grammar_id=0),
+        opening(3, grammar_id=2, sampling=SamplingParams(temperature=0.0, num_logprobs=2)),
+    ]
+    whole = driver.open(*rows)
+    assert whole.statuses == (RowStatus.OK, RowStatus.GRAMMAR_FAILED, RowStatus.OK, RowStatus.OK)
+    driver.begin()
+    compute = driver.computation._compute
+
+    def compute_little(rows: WorkingRows, watch: StepWatch) -> Any:
+        if rows.num_new_tokens.sum() > 20:
+            raise MemoryError
+        return compute(rows, watch)
+
+    monkeypatch.setattr(driver.computation, "_compute", compute_little)
+    parts = driver.open(*rows)
+    assert (parts.statuses, parts.token_ids, parts.candidates.counts, parts.candidates.token_ids) == (
+        whole.statuses,
+        whole.token_ids,
+        whole.candidates.counts,
+        whole.candidates.token_ids,
     )
-    assert a < 1024
-    rest = driver.run(work_slots=(0,), work_num_tokens=(len(PROMPT) + 5,)).token_ids
-    assert list(rest) == whole[5:6]
+    assert parts.logprobs.top_token_ids == whole.logprobs.top_token_ids
 
 
 def test_a_token_that_the_grammar_refuses_fails_its_row_alone_in_every_step(driver: Driver) -> None:
@@ -196,4 +261,4 @@ def test_a_row_opens_with_a_grammar_that_is_there_or_not_at_all(driver: Driver) 
 def test_grammars_die_with_their_epoch(driver: Driver) -> None:
     driver.runner.reset(2)
     with pytest.raises(ProtocolError, match="it was never added"):
-        driver.runner.execute(StepPlan(2, 1, openings=(replace(opening(0, grammar_id=1)),)))  # type: ignore[attr-defined]
+        driver.runner.execute(StepPlan(2, 1, openings=(opening(0, grammar_id=1),)))

@@ -11,12 +11,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from pagewire.grammars import GrammarCompiler, Matcher, version
+from tests.gguf_files import write_gguf
 from worker_service.grammars import CompileThread, EpochGrammars
 from worker_service.startup.grammars import GrammarStart
 from worker_service.step import AddedGrammar, GrammarKind, GrammarReport, ProtocolError, StepPlan
 
 STORYTELLER = Path("models/storyteller")
-A = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json")).encode("a").ids
+TOKENIZER = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
+A, TRUE = TOKENIZER.encode("a").ids, TOKENIZER.encode("true").ids
 TIMEOUT_S = 20
 
 
@@ -185,13 +187,18 @@ def test_a_worker_without_a_tokenizer_takes_no_grammar() -> None:
     grammars.close()
 
 
-def test_the_model_s_own_tokenizer_reads_grammars() -> None:
-    grammars, found = GrammarStart(STORYTELLER, 1024).finish()
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_the_model_s_own_tokenizer_reads_grammars(tmp_path: Path, is_gguf: bool) -> None:
+    model = write_gguf(tmp_path / "model.gguf", STORYTELLER, "Q4_0") if is_gguf else STORYTELLER
+    grammars, found = GrammarStart(model, 1024).finish()
     assert found == version()
     reports: SimpleQueue[GrammarReport] = SimpleQueue()
     grammars.begin(1, reports.put)
     grammars.add(AddedGrammar(1, GrammarKind.JSON_SCHEMA, '{"type": "boolean"}', (0,)))
     assert reports.get(timeout=TIMEOUT_S) == GrammarReport(1, 1, "")
+    matcher = grammars.matcher(1)
+    matcher.consume([*TRUE, 0])
+    assert matcher.end_token_id == 0
     grammars.close()
 
 
