@@ -99,6 +99,8 @@ class Tracing(Observer):
             attributes["gen_ai.request.top_k"] = sampling.top_k
         if request.n > 1:
             attributes["gen_ai.request.choice.count"] = request.n
+        if request.grammar is not None:
+            attributes["pagewire.grammar"] = request.grammar.kind.name.lower()
         return attributes
 
     def _add_phases(self, span: trace.Span, end: SequenceEnd, now: float) -> None:

@@ -16,7 +16,8 @@ from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from scheduler_service import request_service
 from scheduler_service.rpc.public import shared_call
 from scheduler_service.serving.tokenizer import Tokenizer
-from tests.contract.scheduler_stack import Stack, details, request, serve
+from tests.contract.scheduler_stack import Stack, details, make_checkpoint, request, serve, status_of
+from tests.contract.test_structured_output import held_checks
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -25,13 +26,13 @@ class Gauges:
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/metrics"
 
-    async def read(self, name: str) -> float:
+    async def read(self, name: str, label: str = "") -> float:
         def get() -> str:
             with urllib.request.urlopen(self._url, timeout=20) as response:
                 return response.read().decode()
 
         text = await asyncio.to_thread(get)
-        (value,) = re.findall(rf"^pagewire:{name}\{{.*\}} (.*)$", text, re.MULTILINE)
+        (value,) = re.findall(rf"^pagewire:{name}\{{.*{label}.*\}} (.*)$", text, re.MULTILINE)
         return float(value)
 
     async def until(self, name: str, holds: Callable[[float], bool]) -> float:
@@ -77,6 +78,35 @@ async def test_texts_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
         released.set()
         await asyncio.gather(*waiting)
         assert await gauges.read("waiting_text_bytes") == 0
+
+
+async def test_grammars_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_checkpoint(tmp_path / "with_end", eos_token_id=0)
+    with held_checks(monkeypatch) as (begun, go_on):
+        async with measured(path) as (stack, gauges):
+            texts = ("[a-z]{3}", "[a-z]{4}", "[a-z")
+            checking = [
+                asyncio.create_task(status_of(stack, request(PROMPT, max_tokens=5, regex=text))) for text in texts
+            ]
+            assert await asyncio.to_thread(begun.wait, 30)
+            await gauges.until("waiting_grammar_bytes", lambda held: held == sum(map(len, texts)))
+            assert await gauges.read("grammar_verdicts") == 0
+            go_on.set()
+            for error in await asyncio.gather(
+                *checking, status_of(stack, request(PROMPT, max_tokens=5, json_object=True))
+            ):
+                assert error is None or error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await gauges.read("waiting_grammar_bytes") == 0
+            assert await gauges.read("grammar_verdicts") == 4
+            assert await gauges.read("grammar_check_seconds_count") == 4
+            for name, label, number in (
+                ("checks", 'result="accepted"', 3),
+                ("checks", 'result="refused"', 1),
+                ("requests", 'kind="regex"', 2),
+                ("requests", 'kind="json_object"', 1),
+                ("requests", 'kind="grammar"', 0),
+            ):
+                assert await gauges.read(f"grammar_{name}_total", label) == number, (name, label)
 
 
 async def test_detached_results(checkpoint: Path) -> None:

@@ -20,6 +20,8 @@ from scheduler_service.serving.grammars import (
 )
 from scheduler_service.serving.model_info import read_model_info
 from tests.contract.scheduler_stack import make_checkpoint
+from tests.gguf_files import write_gguf
+from tests.project.sources import ROOT
 
 END = 0  # of the tokenizer
 
@@ -169,6 +171,15 @@ async def test_a_tokenizer_that_the_library_cannot_read(checkpoint: Path) -> Non
         assert "299" in checked.checks.refusal
         assert not checked.told
         assert not checked.checks.num_verdicts
+
+
+async def test_a_gguf_file_has_a_tokenizer_for_grammars(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "storyteller.gguf", ROOT / "models" / "storyteller", "Q8_0")
+    end_token_ids = read_model_info(str(path)).grammar_end_token_ids
+    assert end_token_ids
+    with checking(path) as checked:
+        await checked.checks.check(Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}', end_token_ids), "t")
+        assert checked.told == [True]
 
 
 @pytest.mark.parametrize(("eos", "with_tokenizer", "reason"), [(0, False, "no tokenizer"), ([], True, "no end token")])

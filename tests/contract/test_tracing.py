@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from scheduler_service import server
 from scheduler_service.config import SchedulerConfig
-from tests.contract.scheduler_stack import request, serve
+from tests.contract.scheduler_stack import make_checkpoint, request, serve
 from tests.contract.test_front_end import serve_both
 from tests.contract.trace_collector import attributes, collecting
 
@@ -64,6 +64,15 @@ async def test_a_request_is_a_child_of_its_callers_span(checkpoint: Path) -> Non
         assert own[-1].end_time_unix_nano <= root.end_time_unix_nano <= ended
     assert len(phases) == 6
     assert set(stack.worker.traceparents) == {f"00-{TRACE_ID}-{root.span_id.hex()}-01"}
+
+
+async def test_a_span_names_the_kind_of_its_grammar(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "with_end", eos_token_id=0)
+    async with collecting() as (collector, endpoint), serve(path, otlp_traces_endpoint=endpoint) as stack:
+        for sampling in ({"json_schema": "{}"}, {}):
+            await stack.generate(request(PROMPT, max_tokens=4, **sampling))
+    roots = [attributes(span) for span in collector.spans if span.name.startswith("text_completion")]
+    assert [found.get("pagewire.grammar") for found in roots] == ["json_schema", None]
 
 
 async def test_failed_and_left_requests_say_so_and_strangers_begin_a_trace(checkpoint: Path) -> None:

@@ -167,7 +167,7 @@ class SimulatedWorker:
         num_tokens = sum([row.work for _, row in working])
         assert num_tokens <= self.max_num_batched_tokens
         has_moves = bool(plan.swap_out_host_blocks or plan.swap_in_host_blocks)
-        assert num_tokens or has_moves or plan.openings, "a plan does nothing"
+        assert num_tokens or has_moves or plan.openings or plan.added_grammars, "a plan does nothing"
         self._compute([row for _, row in working])
         return self._answer(plan, working)
 

@@ -12,7 +12,10 @@ _WORKER_WIRE = "both sides of the wire between scheduler and worker have the mes
 _PUBLIC_WIRE = "the client has its own type of a message that the scheduler makes of its own"
 # Why a name is defined more than once.
 TWICE = {
+    "AddedGrammar": _WORKER_WIRE,
     "Candidates": _WORKER_WIRE,
+    "GrammarKind": _WORKER_WIRE,
+    "GrammarReport": _WORKER_WIRE,
     "Heartbeat": _WORKER_WIRE,
     "Logprobs": _WORKER_WIRE,
     "Pooling": _WORKER_WIRE,
