@@ -1,12 +1,13 @@
 """The kinds of grammars in the one form that the library reads."""
 
 import json
+from typing import Any
 
 from llguidance import LLMatcher
 
 # Between the parts of JSON stands one space, one end of a line, or nothing: with as much as JSON allows, a model may go
 # on with spaces for ever. A schema may say otherwise in "x-guidance".
-_JSON_DEFAULTS = {"whitespace_pattern": r"[ \n]?"}
+_JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \n]?"}
 
 
 def to_llguidance(kind: str, text: str) -> str:
