@@ -211,3 +211,22 @@ def test_lost_device_ends_the_process(monkeypatch: pytest.MonkeyPatch, where: st
             session.end()
         first.done.set()
     assert "only a new process" in reasons.get(timeout=TIMEOUT_S)
+
+
+def test_what_is_told_of_grammars_goes_to_the_session_until_that_ends() -> None:
+    told: list[GrammarReport] = []
+    session = EngineSession(lambda outcome: None, on_grammar=told.append)
+    session.report_grammar(GrammarReport(1, 1))
+    session.end()
+    session.report_grammar(GrammarReport(1, 2))
+    assert told == [GrammarReport(1, 1)]
+
+
+def test_what_a_worker_has_beside_the_engine_ends_with_it() -> None:
+    closed, loaded = threading.Event(), threading.Event()
+    engine = Engine(lambda: LoadedWorker(SlowRunner(), READY, closed.set))
+    engine.start(lambda error: loaded.set())
+    assert loaded.wait(TIMEOUT_S)
+    assert not closed.is_set()
+    assert engine.stop(TIMEOUT_S)
+    assert closed.is_set()

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pagewire.grammars import GrammarCompiler, Matcher, version
 from tests.gguf_files import write_gguf
-from worker_service.grammars import CompileThread, EpochGrammars
+from worker_service.grammars import CompileThread, EpochGrammars, epoch_grammars
 from worker_service.startup.grammars import GrammarStart
 from worker_service.step import AddedGrammar, GrammarKind, GrammarReport, ProtocolError, StepPlan
 
@@ -171,6 +171,17 @@ def test_a_defect_fails_the_one_grammar_and_the_thread_goes_on(
         assert epochs.report() == GrammarReport(1, 1, "the grammar cannot be prepared: ZeroDivisionError")
         assert epochs.report() == GrammarReport(1, 2, "")
     assert "grammar 1 of epoch 1 (regex, 6 characters) cannot be used" in caplog.text
+
+
+def test_a_grammar_that_takes_long_is_told_of_in_the_log(
+    epochs: Epochs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    epochs.ready(regex(1))
+    assert caplog.messages == []
+    monkeypatch.setattr(epoch_grammars, "_LONG_S", 0)
+    epochs.ready(regex(2))
+    (said,) = caplog.messages
+    assert said.startswith("grammar 2 of epoch 1 (regex, 2 characters) took ")
 
 
 def test_the_thread_gives_way_to_those_that_compute(epochs: Epochs) -> None:
