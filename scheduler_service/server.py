@@ -198,8 +198,8 @@ class _Scheduler:
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, ready: Callable[[str], None]) -> int:
         gc.callbacks.append(self._metrics.collection)
-        self._grammars.start()
         try:
+            await self._grammars.start()
             return await self._service.run(
                 self._step_loop,
                 self._worker_link.run(),

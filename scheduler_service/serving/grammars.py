@@ -70,10 +70,11 @@ class GrammarChecks(Observer):
         self.num_waiting_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_lower_priority)
 
-    def start(self) -> None:
-        """Begin to read the tokenizer. What is to be checked waits for it."""
+    async def start(self) -> None:
+        """Return when the tokenizer has been read: no other thread runs while the library does that, which takes a
+        second with a large vocabulary."""
         if not self._model.grammar_refusal:
-            self._thread.submit(self._read_tokenizer)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._read_tokenizer)
 
     def close(self) -> None:
         """Check nothing any more."""
@@ -145,12 +146,9 @@ class GrammarChecks(Observer):
                 del self._turns[tenant]
 
     async def _compile(self, grammar: Grammar) -> str:
-        """Return why a grammar cannot be used, or nothing. Raises GrammarsNotServedError."""
-        seconds, verdict = await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._compile_on_thread, grammar
-        )
-        if self._tokenizer_fault:
-            raise GrammarsNotServedError(self._tokenizer_fault)
+        """Return why a grammar cannot be used, or nothing."""
+        run = asyncio.get_running_loop().run_in_executor
+        seconds, verdict = await run(self._thread, self._compile_on_thread, grammar)
         self._on_checked(seconds, not verdict)
         return verdict
 
@@ -173,8 +171,7 @@ class GrammarChecks(Observer):
 
     def _compile_on_thread(self, grammar: Grammar) -> tuple[float, str]:
         """Return how many seconds it took, and why the grammar cannot be used, or nothing."""
-        if self._compiler is None:
-            return 0.0, ""
+        assert self._compiler is not None, "no grammar is checked where the tokenizer cannot be read"
         began = time.perf_counter()
         try:
             self._compiler.compile(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -47,10 +47,10 @@ class Checked:
         assert not self.checks._turns
 
 
-@contextmanager
-def checking(path: Path) -> Iterator[Checked]:
+@asynccontextmanager
+async def checking(path: Path) -> AsyncIterator[Checked]:
     checked = Checked(path)
-    checked.checks.start()
+    await checked.checks.start()
     try:
         yield checked
     finally:
@@ -66,7 +66,7 @@ def capacity(grammar_version: str) -> WorkerCapacity:
 
 
 async def test_a_grammar_is_compiled_once(model_path: Path) -> None:
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         for _ in range(3):
             await checked.checks.check(regex("[a-z]+"), "t")
             with pytest.raises(GrammarRefusedError, match="unclosed character class"):
@@ -80,7 +80,7 @@ async def test_a_grammar_is_compiled_once(model_path: Path) -> None:
 
 
 async def test_what_is_known_needs_no_thread(model_path: Path) -> None:
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         await checked.checks.check(regex("[a-z]+"), "t")
         checked.checks.close()  # no thread takes anything any more
         check = checked.checks.check(regex("[a-z]+"), "t")
@@ -89,14 +89,14 @@ async def test_what_is_known_needs_no_thread(model_path: Path) -> None:
 
 
 async def test_equal_grammars_that_come_at_once_are_compiled_once(model_path: Path) -> None:
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         await asyncio.gather(*(checked.checks.check(regex("[a-z]+"), "t") for _ in range(10)))
         assert checked.told == [True]
 
 
 async def test_the_oldest_verdicts_are_forgotten(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "_MAX_VERDICTS", 3)
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         for text in ("a", "b", "c", "a", "d", "a", "b"):
             await checked.checks.check(regex(text), "t")
             assert checked.checks.num_verdicts <= 3
@@ -110,7 +110,7 @@ async def test_tenants_are_served_in_turn(model_path: Path) -> None:
         await checked.checks.check(regex(text), tenant)
         order.append(text)
 
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         flood = [check(f"flood{number}", "flooding") for number in range(100)]
         others = [check(f"{tenant}{number}", tenant) for number in range(2) for tenant in ("x", "y")]
         await asyncio.gather(*flood, *others)
@@ -125,7 +125,7 @@ async def test_only_so_many_wait(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, whose: str
 ) -> None:
     monkeypatch.setattr(grammars, limit, value)
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         many = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(5)]
         await asyncio.sleep(0)  # each has begun
         with pytest.raises(TooManyGrammarsError, match=rf"\b{value}; try again later"):
@@ -144,7 +144,7 @@ async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch
             return super().compile(kind, text, end_token_ids)
 
     monkeypatch.setattr(grammars, "GrammarCompiler", CountingCompiler)
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         tasks = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(20)]
         await asyncio.sleep(0)  # each has begun
         for task in tasks[:-1]:  # the one on the thread, and those that wait for it
@@ -158,14 +158,15 @@ async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch
 
 async def test_errors_fit_into_a_status(model_path: Path) -> None:
     text = "€" * 5000 + "["
-    with checking(model_path) as checked, pytest.raises(GrammarRefusedError) as refusal:
-        await checked.checks.check(regex(text), "t")
+    async with checking(model_path) as checked:
+        with pytest.raises(GrammarRefusedError) as refusal:
+            await checked.checks.check(regex(text), "t")
     assert len(str(refusal.value).encode()) <= grammars._MAX_ERROR_BYTES + 3
 
 
 async def test_a_tokenizer_that_the_library_cannot_read(checkpoint: Path) -> None:
     """The end token of this checkpoint is outside its tokenizer.json."""
-    with checking(checkpoint) as checked:
+    async with checking(checkpoint) as checked:
         with pytest.raises(GrammarsNotServedError, match=r"cannot read the checkpoint's tokenizer: .*299"):
             await checked.checks.check(regex("a"), "t")
         assert "299" in checked.checks.refusal
@@ -177,7 +178,7 @@ async def test_a_gguf_file_has_a_tokenizer_for_grammars(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "storyteller.gguf", ROOT / "models" / "storyteller", "Q8_0")
     end_token_ids = read_model_info(str(path)).grammar_end_token_ids
     assert end_token_ids
-    with checking(path) as checked:
+    async with checking(path) as checked:
         await checked.checks.check(Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}', end_token_ids), "t")
         assert checked.told == [True]
 
@@ -185,14 +186,14 @@ async def test_a_gguf_file_has_a_tokenizer_for_grammars(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("eos", "with_tokenizer", "reason"), [(0, False, "no tokenizer"), ([], True, "no end token")])
 async def test_a_model_that_takes_no_grammars(tmp_path: Path, eos: object, with_tokenizer: bool, reason: str) -> None:
     path = make_checkpoint(tmp_path / "model", with_tokenizer=with_tokenizer, eos_token_id=eos)
-    with checking(path) as checked:
+    async with checking(path) as checked:
         assert reason in checked.checks.refusal
         checked.checks.worker_changed(capacity(""))
         assert reason in checked.checks.refusal
 
 
 async def test_a_worker_must_read_grammars_alike(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         checks = checked.checks
         await checks.check(regex("a"), "t")
         for theirs, reason in (("0.0.1", rf"llguidance 0\.0\.1, the scheduler by {version()}"), ("", "no grammars")):
@@ -206,7 +207,7 @@ async def test_a_worker_must_read_grammars_alike(model_path: Path, caplog: pytes
 
 
 async def test_checks_give_way_to_others(model_path: Path) -> None:
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         await checked.checks.check(regex("a"), "t")
         (thread,) = checked.checks._thread._threads
         assert os.getpriority(os.PRIO_PROCESS, thread.native_id) > os.getpriority(os.PRIO_PROCESS, 0)
@@ -214,6 +215,6 @@ async def test_checks_give_way_to_others(model_path: Path) -> None:
 
 async def test_a_large_grammar_is_read(model_path: Path) -> None:
     schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(200)}}
-    with checking(model_path) as checked:
+    async with checking(model_path) as checked:
         await checked.checks.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), (END,)), "t")
         assert checked.told == [True]

@@ -33,6 +33,7 @@ PROMPT = [5, 6, 7, 8, 9]
 async def run_and_fail(caplog: pytest.LogCaptureFixture, *, exit_code: int = 78, **options: object) -> str:
     """The one line that a server which cannot start logs."""
     config = SchedulerConfig(**({"port": 0, "metrics_port": 0} | options))
+    caplog.clear()  # of what another server has logged
     with caplog.at_level(logging.ERROR):
         assert await asyncio.wait_for(server.run(config, stop=asyncio.Event(), ready=print), 10) == exit_code
     (record,) = [record for record in caplog.records if record.name.startswith("scheduler_service")]
