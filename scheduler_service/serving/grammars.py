@@ -68,7 +68,7 @@ class GrammarChecks(Observer):
         self._verdicts: OrderedDict[_Key, str] = OrderedDict()  # why a grammar is refused, or nothing
         self._turns: dict[str, _Turns] = {}  # of the tenants that have grammars which wait
         self.num_waiting_bytes = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_lower_priority)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def start(self) -> None:
         """Return when the tokenizer has been read: no other thread runs while the library does that, which takes a
@@ -155,7 +155,8 @@ class GrammarChecks(Observer):
     # On the thread
 
     def _read_tokenizer(self) -> None:
-        """Make the compiler, and let it read a first grammar, so that it knows the tokenizer."""
+        """Make the compiler, and let it read a first grammar, so that it knows the tokenizer. For that alone the start
+        waits: from then on the thread gives way to all others."""
         model = self._model
         assert model.tokenizer_path is not None
         try:
@@ -168,6 +169,7 @@ class GrammarChecks(Observer):
             logger.warning("structured output is refused: %s", self._tokenizer_fault)
         else:
             self._compiler = compiler
+        _lower_priority()
 
     def _compile_on_thread(self, grammar: Grammar) -> tuple[float, str]:
         """Return how many seconds it took, and why the grammar cannot be used, or nothing."""
