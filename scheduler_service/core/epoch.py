@@ -6,7 +6,7 @@ from itertools import groupby
 
 from scheduler_service.core.cache_manager import CacheManager, Match
 from scheduler_service.core.cost import CostModel
-from scheduler_service.core.grammars import EpochGrammars
+from scheduler_service.core.grammars import NeededGrammars
 from scheduler_service.core.plan import RowOpening, StepPlan, WorkerCapacity
 from scheduler_service.core.plans import DecodeBatch, Dispatch, PlanDraft, PlannedRow, RowSlots
 from scheduler_service.core.sequence import Sequence, SequenceGroup, StepCount
@@ -25,7 +25,7 @@ class Epoch:
         self.steps = StepCount()
         self.slots = RowSlots(num_slots)
         self.decoding = DecodeBatch(self.steps, capacity.block_size)
-        self.grammars = EpochGrammars()
+        self.grammars = NeededGrammars()
         self.num_rows = 0
         self.active: dict[Sequence, None] = {}  # rows with tokens to compute that do not decode
         self.unacknowledged: list[Dispatch] = []

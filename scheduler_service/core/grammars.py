@@ -17,7 +17,7 @@ class GrammarState(Enum):
     FAILED = "failed"  # those that need it end
 
 
-class EpochGrammars:
+class NeededGrammars:
     """Every grammar that a request needs has a number in the epoch, from 1, which is never given again."""
 
     def __init__(self) -> None:
