@@ -20,7 +20,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 from prometheus_client.metrics_core import Metric
 
-from pagewire.compatibility import LLM_OPTIONS, SAMPLING_FIELDS, Foreign
+from pagewire.compatibility import LLM_OPTIONS, SAMPLING_FIELDS, STRUCTURED_OUTPUTS_FIELDS, Foreign
 from pagewire.gguf import ARCHITECTURES, SERVED_TYPES
 from pagewire.kernels.rounding import BITS
 from pagewire.llm.options import MAPPED
@@ -135,6 +135,7 @@ def llm_page() -> str:
     parts = [LLM_TITLE, MADE, "## Mapped to options of ours", "\n".join(mapped)]
     parts += ["## Other options of `LLM`", _foreign_table(LLM_OPTIONS)]
     parts += ["## Fields of `SamplingParams` that are not ours", _foreign_table(SAMPLING_FIELDS)]
+    parts += ["## Fields of `StructuredOutputs` that are not ours", _foreign_table(STRUCTURED_OUTPUTS_FIELDS)]
     return "\n\n".join(parts) + "\n"
 
 

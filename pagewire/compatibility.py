@@ -90,9 +90,16 @@ SAMPLING_FIELDS: dict[str, Foreign] = {
     "bad_words": _refused("give logit_bias for their tokens", []),
     "allowed_token_ids": _refused("give logit_bias for the others, or for these", []),
     "logits_processors": _refused("tokens are chosen by these parameters alone; there is logit_bias", []),
-    "guided_decoding": _refused("give structured_outputs"),
+    "guided_decoding": _refused("give structured_outputs, which takes json, regex, choice, grammar and json_object"),
     "truncate_prompt_tokens": _refused("cut the prompt's token ids yourself"),
     "extra_args": _refused("there are no more parameters than these", {}),
+}
+
+STRUCTURED_OUTPUTS_FIELDS: dict[str, Foreign] = {
+    "disable_fallback": Foreign("grammars are read by llguidance, or refused", (None, False, True)),
+    "disable_any_whitespace": _refused('say {"x-guidance": {"whitespace_flexible": false}} in the schema'),
+    "disable_additional_properties": _refused('say {"additionalProperties": false} in the schema'),
+    "whitespace_pattern": _refused('say {"x-guidance": {"whitespace_pattern": "..."}} in the schema'),
 }
 
 

@@ -1,24 +1,32 @@
 """What an output must match, with vLLM's names."""
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
+
+from pagewire.compatibility import STRUCTURED_OUTPUTS_FIELDS, judge
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What each output of a request must match: exactly one of these is given. The server checks what it says.
+    """What each output of a request must match: exactly one of these is given.
+
+    Here types are checked alone (TypeError), and that there is one (ValueError). The server checks what it says.
 
     Attributes:
-        json: a JSON Schema as a dict or as JSON, or a class that has one, such as a pydantic model.
-        regex: a regular expression that the whole output matches.
-        choice: texts, one of which the output is.
-        grammar: a context-free grammar, in llguidance's variant of Lark or in EBNF.
+        json: A JSON Schema as a dict or as JSON, or a class with `model_json_schema()`, such as a pydantic model.
+        regex: A regular expression that the whole output matches.
+        choice: Texts, one of which the output is.
+        grammar: A context-free grammar, in llguidance's variant of Lark or in EBNF.
         json_object: True for any JSON object.
-        structural_tag: a structural tag as a dict or as JSON.
+        structural_tag: A structural tag as a dict or as JSON.
+
+    Of vLLM's fields those that Pagewire does not have are taken too: ignored with a warning or refused (ValueError),
+    as `pagewire.compatibility` lists them.
     """
 
     json: str | Mapping[str, Any] | type | None = None
@@ -27,16 +35,27 @@ class StructuredOutputs:
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None
+    disable_fallback: InitVar[object] = None
+    disable_any_whitespace: InitVar[object] = None
+    disable_additional_properties: InitVar[object] = None
+    whitespace_pattern: InitVar[object] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *foreign: object) -> None:
+        for name, value in zip(STRUCTURED_OUTPUTS_FIELDS, foreign, strict=True):
+            judge(STRUCTURED_OUTPUTS_FIELDS, name, value, stacklevel=3)
+        if callable(make_schema := getattr(self.json, "model_json_schema", None)):
+            object.__setattr__(self, "json", make_schema())
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"structured outputs take exactly one of {', '.join(KINDS)}; got {given or 'none'}")
-        (kind,) = given
-        value = getattr(self, kind)
-        is_legal, what = _LEGAL[kind]
-        if not is_legal(value):
-            raise TypeError(f"{kind} must be {what}, got {value!r:.80}")
+            raise ValueError(
+                f"structured outputs take exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}"
+            )
+        is_legal, what = _LEGAL[self.kind]
+        if not is_legal(self._value):
+            raise TypeError(f"{self.kind} must be {what}, got {self._value!r:.80}")
+        self.text  # noqa: B018  # raises what JSON cannot write at the call, not when the request is sent
 
     @staticmethod
     def of(given: "StructuredOutputs | Mapping[str, Any]") -> "StructuredOutputs":
@@ -44,45 +63,55 @@ class StructuredOutputs:
         if isinstance(given, StructuredOutputs):
             return given
         if not isinstance(given, Mapping):
-            raise TypeError(f"structured_outputs must be StructuredOutputs or a dict, got {given!r:.80}")
-        names = {field.name for field in fields(StructuredOutputs)}
-        if unknown := [name for name, value in given.items() if name not in names and value]:
-            raise ValueError(
-                f"structured outputs have no {', '.join(map(repr, unknown))}; they take {', '.join(KINDS)}"
-            )
-        return StructuredOutputs(**{name: value for name, value in given.items() if name in names})
+            raise TypeError(f"structured_outputs must be StructuredOutputs or a dict or None, got {given!r:.80}")
+        names = (*KINDS, *STRUCTURED_OUTPUTS_FIELDS)
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(KINDS)}"
+                raise TypeError(f"structured_outputs have no {name!r}{hint}")
+        return StructuredOutputs(**given)
 
     @property
     def kind(self) -> str:
         """The one that is given."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
-    def text(self) -> str:
-        """Returns the schema, regular expression, grammar or tag as a text, and nothing for the others."""
-        value = getattr(self, self.kind)
-        if isinstance(value, type):
-            value = value.model_json_schema()  # type: ignore[attr-defined]
-        if isinstance(value, Mapping):
-            return json.dumps(value, ensure_ascii=False)
-        return value if isinstance(value, str) else ""
+    @property
+    def text(self) -> str | None:
+        """The schema, regular expression, grammar or tag as a text; None for a choice and for any JSON object.
+
+        Raises TypeError, ValueError.
+        """
+        if isinstance(self._value, Mapping):
+            try:
+                return json.dumps(self._value, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self.kind} cannot be written as JSON: {error}") from None
+        return self._value if isinstance(self._value, str) else None
+
+    @property
+    def _value(self) -> Any:
+        return getattr(self, self.kind)
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_document(value: object) -> bool:
+def _is_json(value: object) -> bool:
     return isinstance(value, str | Mapping)
 
 
-_LEGAL = {
-    "json": (lambda value: _is_document(value) or hasattr(value, "model_json_schema"), "a JSON Schema"),
+def _is_choice(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value))
+
+
+_LEGAL: dict[str, tuple[Callable[[object], bool], str]] = {
+    "json": (_is_json, "a JSON Schema: a dict, JSON, or a class with model_json_schema()"),
     "regex": (_is_text, "a text"),
-    "choice": (
-        lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)),
-        "a list of texts",
-    ),
+    "choice": (_is_choice, "a list of texts, at least one"),
     "grammar": (_is_text, "a text"),
     "json_object": (lambda value: value is True, "True, or left out"),
-    "structural_tag": (_is_document, "a structural tag"),
+    "structural_tag": (_is_json, "a dict or JSON"),
 }

@@ -153,9 +153,10 @@ def _encode_structured_outputs(given: StructuredOutputs, message: pb.SamplingPar
     if given.kind == "json_object":
         message.json_object = True
     elif given.kind == "choice":
-        message.choice.texts.extend(given.choice or ())
+        _assign("sampling.choice", lambda: message.choice.texts.extend(given.choice or ()))
     else:
-        setattr(message, "json_schema" if given.kind == "json" else given.kind, given.text())
+        field = "json_schema" if given.kind == "json" else given.kind
+        _assign(f"sampling.{field}", lambda: setattr(message, field, given.text))
 
 
 def _assign(field: str, assign: Callable[[], object]) -> None:

@@ -31,6 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="add BIAS to the logit of token ID; can be repeated",
     )
+    _add_structured_output_flags(parser)
 
 
 def add_number_flag(
@@ -60,34 +61,44 @@ def add_sample_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FLOAT",
         help="scores are log-probability / length ** this; above 1 favours longer outputs (default: 1)",
     )
-    _add_structured_output_flags(parser)
     choices = [name for name in EARLY_STOPPING if isinstance(name, str)]
     group.add_argument("--early-stopping", choices=choices, help="when the search ends (default: heuristic)")
 
 
 def _add_structured_output_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds flags of which one says what the outputs must match."""
-    group = parser.add_argument_group("structured output", "What the output must match; one of these.")
-    choice = group.add_mutually_exclusive_group()
-    choice.add_argument("--json-schema", metavar="FILE", type=_file, help="a JSON Schema")
-    choice.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
-    choice.add_argument("--regex", metavar="REGEX", help="a regular expression that the whole output matches")
-    choice.add_argument("--choice", metavar="A,B", type=lambda text: text.split(","), help="one of these texts")
-    choice.add_argument("--grammar", metavar="FILE", type=_file, help="a context-free grammar, as Lark or EBNF")
-
-
-def _file(path: str) -> str:
-    """Reads a file. Raises ArgumentTypeError."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from None
+    """Adds the flags of which one may say what outputs must match."""
+    section = parser.add_argument_group("structured output", "What each output must match: one of these at most.")
+    group = section.add_mutually_exclusive_group()
+    group.add_argument("--json-schema", metavar="FILE", type=_text_of, help="a JSON Schema")
+    group.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
+    group.add_argument("--regex", metavar="REGEX", help="a regular expression, for the whole output")
+    group.add_argument("--choice", metavar="A,B", type=_choice, help="one of these texts, separated by commas")
+    group.add_argument("--grammar", metavar="FILE", type=_text_of, help="a context-free grammar in Lark or EBNF")
+    group.add_argument("--structural-tag", metavar="FILE", type=_text_of, help="a structural tag, in JSON")
 
 
 def _structured_outputs(arguments: argparse.Namespace) -> StructuredOutputs | None:
-    flags = {"json": "json_schema", **{kind: kind for kind in KINDS if kind not in ("json", "structural_tag")}}
-    given = {kind: getattr(arguments, name, None) for kind, name in flags.items()}
-    return StructuredOutputs(**given) if any(value is not None for value in given.values()) else None
+    """Returns what the one flag that is given says."""
+    given = {kind: getattr(arguments, "json_schema" if kind == "json" else kind, None) for kind in KINDS}
+    return None if set(given.values()) == {None} else StructuredOutputs(**given)
+
+
+def _text_of(path: str) -> str:
+    """Reads a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: it is not UTF-8") from None
+
+
+def _choice(text: str) -> tuple[str, ...]:
+    """Parses "A,B", a list of texts."""
+    texts = tuple(text.split(","))
+    if not all(texts):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty text; give texts separated by commas, such as yes,no")
+    return texts
 
 
 def sampling(arguments: argparse.Namespace) -> SamplingParams:

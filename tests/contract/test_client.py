@@ -7,15 +7,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import grpc
 import pytest
 
 import pagewire
-from pagewire import Client, Output, SamplingParams
+from pagewire import Client, Output, SamplingParams, StructuredOutputs
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2 as pb
 from pagewire.sampling import SamplingFields
+from pagewire.structured_outputs import KINDS
 from tests.contract import scripted_scheduler
 from tests.contract.certificates import self_signed
 from tests.contract.scripted_scheduler import ScriptedScheduler, delta, serving
@@ -108,8 +109,73 @@ async def test_none_leaves_a_field_unset(scheduler: ScriptedScheduler, url: str)
 
 
 def test_sampling_params_have_every_field_of_the_proto() -> None:
+    kinds = {field.name for field in pb.SamplingParams.DESCRIPTOR.oneofs_by_name["structured_output"].fields}
     names = {field.name for field in fields(SamplingParams)}
-    assert names == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert names == set(pb.SamplingParams.DESCRIPTOR.fields_by_name) - kinds | {"structured_outputs"}
+    assert kinds == {"json_schema" if kind == "json" else kind for kind in KINDS}
+    assert {field.name for field in fields(StructuredOutputs)} == set(KINDS)
+
+
+class Cat:
+    @staticmethod
+    def model_json_schema() -> dict[str, str]:
+        return {"title": "Cat"}
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"json": {"type": "object", "title": "é"}}, "json_schema", '{"type": "object", "title": "é"}'),
+        ({"json": '{"type":"object"}'}, "json_schema", '{"type":"object"}'),
+        ({"json": Cat}, "json_schema", '{"title": "Cat"}'),
+        ({"json_object": True}, "json_object", True),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"choice": ["yes", "no"]}, "choice", pb.Choice(texts=["yes", "no"])),
+        ({"grammar": 'start: "a"', "json_object": False}, "grammar", 'start: "a"'),
+        ({"structural_tag": {"type": "structural_tag"}}, "structural_tag", '{"type": "structural_tag"}'),
+    ],
+)
+async def test_structured_outputs_are_sent(
+    scheduler: ScriptedScheduler, url: str, given: dict[str, Any], field: str, value: object
+) -> None:
+    await collect(url, "Once", SamplingParams(structured_outputs=StructuredOutputs(**given)))
+    await collect(url, "Once", SamplingParams(), structured_outputs=given)
+    first, second = scheduler.requests
+    assert first == second
+    assert first.sampling.WhichOneof("structured_output") == field
+    assert getattr(first.sampling, field) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({}, ValueError, "exactly one of json, regex, choice, grammar, json_object, structural_tag; got none"),
+        ({"regex": "a", "json": "{}"}, ValueError, "got json and regex"),
+        ({"json_object": False}, ValueError, "got none"),
+        ({"regexp": "a"}, TypeError, "structured_outputs have no 'regexp'; did you mean regex?"),
+        ("json", TypeError, "must be StructuredOutputs or a dict or None, got 'json'"),
+        ({"json": 5}, TypeError, "json must be a JSON Schema: a dict, JSON, or a class"),
+        ({"json": int}, TypeError, "json must be a JSON Schema: a dict, JSON, or a class"),
+        ({"json": {"const": {1}}}, TypeError, "json cannot be written as JSON: Object of type set"),
+        ({"json": {"const": float("nan")}}, ValueError, "json cannot be written as JSON"),
+        ({"regex": b"a"}, TypeError, "regex must be a text"),
+        ({"choice": "yes"}, TypeError, "choice must be a list of texts, at least one"),
+        ({"choice": []}, TypeError, "choice must be a list of texts, at least one"),
+        ({"choice": ["a", 1]}, TypeError, "choice must be a list of texts, at least one"),
+        ({"json_object": 1}, TypeError, "json_object must be True"),
+        ({"structural_tag": ["a"]}, TypeError, "structural_tag must be a dict or JSON"),
+    ],
+)
+def test_wrong_structured_outputs_say_what_to_do(given: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        SamplingParams(structured_outputs=given)
+
+
+async def test_a_grammar_that_the_wire_cannot_hold_is_an_invalid_request(url: str) -> None:
+    for name, given in (("regex", "\udc80"), ("choice", ["\udc80"])):
+        with pytest.raises(pagewire.InvalidRequest) as caught:
+            await collect(url, "Once", structured_outputs={name: given})
+        assert caught.value.field_violations[0].field == f"sampling.{name}"
 
 
 @pytest.mark.parametrize(
@@ -354,7 +420,7 @@ async def test_sampling_fields_by_name(scheduler: ScriptedScheduler, url: str, s
     await asyncio.to_thread(client.complete, "Once", sampling, max_tokens=4, stop=["x"])
     await client.acomplete("Once", sampling, max_tokens=4, stop=["x"])
     expected = (
-        SamplingParams(**dict.fromkeys(pb.SamplingParams.DESCRIPTOR.fields_by_name)) if sampling is None else sampling
+        SamplingParams(**{field.name: None for field in fields(SamplingParams)}) if sampling is None else sampling
     )
     assert len(scheduler.requests) == 3
     await collect(url, "Once", replace(expected, max_tokens=4, stop=["x"]))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -150,6 +151,23 @@ def test_flags_become_the_request(scheduler: ScriptedScheduler) -> None:
     assert 0 < remaining <= 30.1
 
 
+@pytest.mark.parametrize("verb", ["complete", "chat -q"])
+def test_flags_of_structured_output(scheduler: ScriptedScheduler, tmp_path: Path, verb: str) -> None:
+    file = tmp_path / "file"
+    file.write_text('{"type": "é"}', encoding="utf-8")
+    cases: list[tuple[list[object], dict[str, Any]]] = [
+        (["--json-schema", file], {"json_schema": '{"type": "é"}'}),
+        (["--json-object"], {"json_object": True}),
+        (["--regex", "a,b+"], {"regex": "a,b+"}),
+        (["--choice", "yes, no"], {"choice": pb.Choice(texts=["yes", " no"])}),
+        (["--grammar", file], {"grammar": '{"type": "é"}'}),
+        (["--structural-tag", file], {"structural_tag": '{"type": "é"}'}),
+    ]
+    for flags, expected in cases:
+        assert main([*verb.split(), "Once", *map(str, flags)]) == 0
+        assert scheduler.requests.pop().sampling == pb.SamplingParams(**expected)
+
+
 def test_what_is_not_given_is_left_to_the_server(scheduler: ScriptedScheduler) -> None:
     assert main(["complete", "Once"]) == 0
     assert scheduler.requests == [pb.GenerateRequest(text="Once", sampling=pb.SamplingParams())]
@@ -194,6 +212,10 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["complete", "a", "--max-token", "1"], "unknown flag --max-token; did you mean --max-tokens?"),
         (["complete", "--prompt-token-ids", "1,a"], "no list of token ids"),
         (["complete", "a", "--logit-bias", "1"], "no bias such as"),
+        (["complete", "a", "--json-schema", "/nowhere"], "--json-schema: cannot read /nowhere: No such file"),
+        (["complete", "a", "--grammar", "/proc/self/exe"], "--grammar: cannot read /proc/self/exe: it is not UTF-8"),
+        (["chat", "--choice", "a,,b"], "--choice: 'a,,b' has an empty text"),
+        (["complete", "a", "--regex", "a", "--choice", "b"], "--choice: not allowed with argument --regex"),
         (["complete", "a", "--url", "nowhere"], "HOST:PORT"),
         (["complete", "a", "--tls-ca", "/nowhere"], "/nowhere"),
         (["complete", "a", "--tls-cert", "/nowhere"], "tls_key"),

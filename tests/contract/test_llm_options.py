@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagewire import LLM, SamplingParams, compatibility
+from pagewire import LLM, SamplingParams, StructuredOutputs, compatibility
 from pagewire.cli import services
 from pagewire.llm import options
 from pagewire.llm.options import serve_flags
@@ -140,6 +140,27 @@ def test_llm_refuses_before_it_starts_anything() -> None:
         LLM(MODEL, quantization="awq")
     with pytest.raises(TypeError, match="no option 'colour'"):
         LLM(MODEL, colour="red")
+
+
+@pytest.mark.parametrize("name", compatibility.STRUCTURED_OUTPUTS_FIELDS)
+def test_fields_of_structured_outputs_of_theirs(name: str) -> None:
+    foreign = compatibility.STRUCTURED_OUTPUTS_FIELDS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for harmless in foreign.harmless:
+            assert StructuredOutputs(regex="a", **{name: harmless}) == StructuredOutputs(regex="a")
+    if foreign.is_refused:
+        with pytest.raises(ValueError, match=f"{name}='something' is not supported: "):
+            SamplingParams(structured_outputs={"regex": "a", name: "something"})
+    else:
+        with pytest.warns(UserWarning, match=f"{name}='something' is ignored: ") as caught:
+            assert StructuredOutputs(regex="a", **{name: "something"}) == StructuredOutputs(regex="a")
+        assert caught[0].filename == __file__
+
+
+def test_guided_decoding_names_the_field_that_took_its_place() -> None:
+    with pytest.raises(ValueError, match=r"guided_decoding=.* is not supported: give structured_outputs"):
+        SamplingParams(guided_decoding={"regex": "a"})
 
 
 @pytest.mark.parametrize("name", compatibility.SAMPLING_FIELDS)

@@ -40,15 +40,10 @@ BOUNDARIES: dict[str, tuple[list, list]] = {
     "logit_bias": ([{}, {0: -100, VOCAB_SIZE - 1: 100}], [{-1: 0}, {0: NAN}, {0: 100.01}, {VOCAB_SIZE: 0}]),
     "grammar_from_first_token": ([False, True], []),
 }
+CONSTRAINTS = {field.name for field in vllm_engine_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"].fields}
 # Fields that are refused whatever their value.
 UNSUPPORTED = {
     "truncate_prompt_tokens": -1,
-    "json_schema": "{}",
-    "regex": "a",
-    "grammar": "root ::= 'a'",
-    "structural_tag": "{}",
-    "json_object": True,
-    "choice": {"choices": ["a", "b"]},
 }
 
 
@@ -188,7 +183,7 @@ async def test_no_logprobs_unless_asked_for(checkpoint: Path) -> None:
 
 def test_every_sampling_field_has_boundaries() -> None:
     fields = {field.name for field in vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields}
-    assert {*BOUNDARIES, *UNSUPPORTED} == fields
+    assert {*BOUNDARIES, *UNSUPPORTED, *CONSTRAINTS} == fields
 
 
 async def test_every_sampling_field_at_its_boundaries(checkpoint: Path) -> None:
@@ -231,11 +226,61 @@ async def test_what_is_never_served_is_invalid_and_not_worth_another_try(checkpo
             assert f"leave {next(iter(fields))} unset" in error.details()
 
 
-async def test_structured_output_is_refused_by_the_names_that_http_clients_send(checkpoint: Path) -> None:
-    async with serve(checkpoint) as stack:
+@pytest.fixture(scope="module")
+def with_end(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose end token is its tokenizer's own, as grammars need it."""
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "with_end", eos_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "kind", "text"),
+    [
+        ({"json_schema": '{"type": "object"}'}, "JSON_SCHEMA", '{"type": "object"}'),
+        ({"json_object": True}, "JSON_OBJECT", ""),
+        ({"regex": "a+"}, "REGEX", "a+"),
+        ({"grammar": 'start: "a"'}, "GRAMMAR", 'start: "a"'),
+        ({"choice": {"choices": ["é", "b"]}}, "CHOICE", '["é", "b"]'),
+    ],
+)
+@pytest.mark.parametrize("begins", [{}, {"grammar_from_first_token": True}, {"grammar_from_first_token": False}])
+async def test_constraints_come_to_the_worker(
+    with_end: Path, constraint: dict[str, object], kind: str, text: str, begins: dict[str, bool]
+) -> None:
+    """They begin at the first token, whatever is asked for."""
+    async with serve(with_end) as stack:
+        await generate(stack, request(PROMPT, max_tokens=2, **constraint, **begins))
+        (added,) = stack.worker.grammars
+        assert (added.kind.name, added.text, *added.end_token_ids) == (kind, text, 0)
+        assert stack.worker.opened_grammar_ids == [added.grammar_id]
+
+
+async def test_constraints_that_say_nothing_or_cannot_be_read_are_refused(with_end: Path) -> None:
+    bad = {
+        "json_schema": ["", "{", '{"type": "thing"}'],
+        "regex": ["", "("],
+        "grammar": ["", "start:: 5"],
+        "structural_tag": ["", "{"],
+        "json_object": [False],
+        "choice": [{}],
+    }
+    assert bad.keys() == CONSTRAINTS
+    async with serve(with_end) as stack:
+        for field, values in bad.items():
+            for value in values:
+                error = await error_of(stack, request(PROMPT, **{field: value}))
+                assert error is not None, f"{field}={value!r} was taken"
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"{field}={value!r}: {error}"
+                assert details(error)[0].field_violations[0].field == f"sampling_params.{field}"
+        assert stack.worker.grammars == []
+
+
+async def test_constraints_are_refused_by_the_names_that_http_clients_send(with_end: Path) -> None:
+    async with serve(with_end) as stack:
         for field, name in (("json_schema", "response_format"), ("json_schema", "tool_choice"), ("grammar", "ebnf")):
-            error = await error_of(stack, request(PROMPT, **{field: "x"}))
+            error = await error_of(stack, request(PROMPT, **{field: "("}))
             assert error is not None
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"{field} cannot be used: " in error.details()
             assert name in error.details()
 
 

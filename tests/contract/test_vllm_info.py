@@ -124,6 +124,7 @@ async def test_server_info(checkpoint: Path) -> None:
         call.cancel()
     assert (info.server_type, info.data_parallel_size, info.block_size, info.max_num_seqs) == ("vllm-grpc", 1, 4, 7)
     assert (info.model_dtype, info.kv_cache_dtype, info.attention_backend) == ("float32", "float32", "fake")
+    assert info.constrained_decoding_start == "first_token"
     assert info.active_requests == 2
     assert not info.is_paused
     assert 0 < info.uptime_seconds < 60

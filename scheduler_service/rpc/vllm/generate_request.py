@@ -10,12 +10,13 @@ from smg_grpc_proto import vllm_engine_pb2
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.status import invalid
 
+_CONSTRAINTS = vllm_engine_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"]
 # Numbers and truth values that both have by the same name, and whether theirs may be unset.
 _SAME = {
     field.name: field.has_presence
     for field in vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields
     for ours in (scheduler_pb2.SamplingParams.DESCRIPTOR.fields_by_name.get(field.name),)
-    if ours is not None and ours.has_presence
+    if ours is not None and ours.has_presence and field.containing_oneof != _CONSTRAINTS
 }
 # Fields whose 0 means 1, off.
 _ZERO_IS_ONE = ("n", "top_p", "repetition_penalty")
@@ -85,13 +86,11 @@ def _translate_sampling(given: vllm_engine_pb2.SamplingParams, sampling: schedul
 
 
 def _translate_constraint(given: vllm_engine_pb2.SamplingParams, sampling: scheduler_pb2.SamplingParams) -> None:
-    """A constraint binds from the first token on, whether or not `grammar_from_first_token` says so: no reasoning is
-    parsed here, and GetServerInfo tells gateways that."""
+    """A constraint begins at the first token, whatever `grammar_from_first_token` says: the server parses no reasoning
+    after which one could begin, and tells gateways so in GetServerInfo."""
     constraint = given.WhichOneof("constraint")
     if constraint == "choice":
-        sampling.choice.texts.extend(given.choice.choices)
         sampling.choice.SetInParent()
-    elif constraint == "json_object" and not given.json_object:
-        return
+        sampling.choice.texts.extend(given.choice.choices)
     elif constraint is not None:
         setattr(sampling, constraint, getattr(given, constraint))

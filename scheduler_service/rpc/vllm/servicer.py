@@ -43,6 +43,10 @@ _FIELDS = {"sampling.": "sampling_params.", "token_ids.ids": "tokenized.input_id
 _HTTP_NAMES = {
     "sampling_params.max_tokens": "max_completion_tokens, max_output_tokens and max_new_tokens are max_tokens here",
     "sampling_params.min_tokens": "min_new_tokens is min_tokens here",
+    "sampling_params.json_schema": "response_format, text.format, and a tool_choice that forces a call are json_schema "
+    "here",
+    "sampling_params.json_object": "response_format is json_object here",
+    "sampling_params.grammar": "ebnf is grammar here",
 }
 
 

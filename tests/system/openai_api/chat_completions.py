@@ -3,14 +3,18 @@
 from tests.system.openai_api.completions import PROMPT, SAMPLED, TO_THE_END
 from tests.system.openai_api.field import (
     ABSENT,
+    COUNT,
     Exchange,
     Route,
     Verdict,
     changed,
+    constraints,
+    counts,
     greedy,
     has_texts,
     honoured,
     ignored,
+    is_count,
     refused,
     refused_by_pagewire,
     repeats,
@@ -23,6 +27,8 @@ TOOLS_NOTE = (
     "given to the chat template; one that does not show them ignores them. "
     "Calls are parsed where the gateway knows the model's format"
 )
+FORCED = {"type": "function", "function": {"name": "count", "parameters": COUNT}}
+FORCED_NOTE = "calls come parsed, without a parser of the model's format"
 _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 
 
@@ -45,6 +51,16 @@ def _has_top_logprobs(exchange: Exchange) -> bool:
     content = exchange.reply.choice["logprobs"]["content"]
     tops = [[top["token"] for top in entry["top_logprobs"]] for entry in content]
     return all(len(top) == 2 and top[0] == entry["token"] for top, entry in zip(tops, content, strict=True))
+
+
+def _begins_calls(exchange: Exchange) -> bool:
+    """The list of calls may be as long as the model likes."""
+    return exchange.reply.text.startswith("[") and '"count"' in exchange.reply.text
+
+
+def _calls_count(exchange: Exchange) -> bool:
+    (call,) = exchange.reply.choice["message"]["tool_calls"]
+    return call["function"]["name"] == "count" and is_count(call["function"]["arguments"])
 
 
 FIELDS = (
@@ -147,17 +163,12 @@ FIELDS = (
     ),
     honoured("tool_choice, auto", {"tools": TOOLS, "tool_choice": "auto"}, _has_longer_prompt, note="as unset"),
     honoured("tool_choice, none", {"tools": TOOLS, "tool_choice": "none"}, lambda it: it.reply.text == it.plain.text),
-    refused_by_pagewire(
-        "tool_choice, required",
-        {"tools": TOOLS, "tool_choice": "required"},
-        says="tool_choice",
-        note="no structured output",
-    ),
-    refused_by_pagewire(
+    honoured("tool_choice, required", {"tools": [FORCED], "tool_choice": "required"}, _begins_calls, note=FORCED_NOTE),
+    honoured(
         "tool_choice, of a function",
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "find"}}},
-        says="tool_choice",
-        note="no structured output",
+        {"tools": [*TOOLS, FORCED], "tool_choice": {"type": "function", "function": {"name": "count"}}},
+        _calls_count,
+        note=FORCED_NOTE,
     ),
     honoured("functions", {"functions": [_FUNCTION]}, _has_longer_prompt, note="as `tools`"),
     honoured(
@@ -166,11 +177,11 @@ FIELDS = (
         lambda it: it.reply.text == it.plain.text,
         note="as `tool_choice`",
     ),
-    refused_by_pagewire(
+    honoured(
         "function_call, of a function",
-        {"functions": [_FUNCTION], "function_call": {"name": "find"}},
-        says="tool_choice",
-        note="no structured output",
+        {"functions": [FORCED["function"]], "function_call": {"name": "count"}},
+        _calls_count,
+        note="as `tool_choice`",
     ),
     honoured("chat_template_kwargs", {"chat_template_kwargs": {"mood": "merry"}}, _has_longer_prompt),
     honoured("reasoning_effort", {"reasoning_effort": "low"}, _has_longer_prompt, note="given to the chat template"),
@@ -182,16 +193,21 @@ FIELDS = (
         note="the template is not asked for a new turn",
     ),
     honoured("response_format, text", {"response_format": {"type": "text"}}, lambda it: it.reply.text == it.plain.text),
-    refused_by_pagewire(
-        "response_format, json_object", {"response_format": {"type": "json_object"}}, note="no structured output"
+    honoured(
+        "response_format, json_object",
+        {"response_format": {"type": "json_object"}},
+        lambda it: it.reply.text.startswith("{"),
     ),
-    refused_by_pagewire(
+    honoured(
         "response_format, json_schema",
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
-        note="no structured output",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": COUNT}}},
+        counts,
     ),
-    refused_by_pagewire("regex", {"regex": "a+"}, note="no structured output"),
-    refused_by_pagewire("ebnf", {"ebnf": "root ::= 'a'"}, note="no structured output"),
+    refused_by_pagewire(
+        "response_format, json_schema that is none",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "thing"}}}},
+    ),
+    *(field for field in constraints() if field.name != "json_schema"),
     refused("modalities, audio", {"modalities": ["audio"]}, says="modality"),
     refused("return_audio", {"return_audio": True}),
     ignored("logit_bias", {"logit_bias": {"602": -100}}, note="gRPC has it: `sampling.logit_bias`"),

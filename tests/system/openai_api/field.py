@@ -1,14 +1,24 @@
 """A field of a request, what becomes of it, and what shows that. The tables of docs/openai.md are made of these."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import jsonschema
+
 from tests.system.openai_api.reply import Reply
 
 Body = Mapping[str, Any]
 ABSENT = object()  # as a value: the request goes without this field
+# A JSON Schema whose every object is short.
+COUNT = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
 _REFUSED_BY_PAGEWIRE = "start_generation_failed"  # how the gateway's `code` calls it
 
 
@@ -96,6 +106,34 @@ def refused_by_pagewire(name: str, body: Body, *, note: str = "", says: str = ""
     return Field(
         name, Verdict.REFUSED_BY_PAGEWIRE, body, _names(says or last_part(name), _REFUSED_BY_PAGEWIRE), note, {}, 400
     )
+
+
+def constraints(prefix: str = "") -> tuple[Field, ...]:
+    """The fields of what the output must match that the gateway has beyond OpenAI's."""
+    outer = prefix.removesuffix(".")
+
+    def body(values: Body) -> Body:
+        return {outer: values} if outer else values
+
+    def has(text: str) -> Proof:
+        return lambda exchange: (exchange.reply.text, exchange.reply.ends) == (text, ["stop"])
+
+    grammar = 'start: "a" "b"'
+    return (
+        honoured(f"{prefix}json_schema", body({"json_schema": json.dumps(COUNT)}), counts),
+        honoured(f"{prefix}regex", body({"regex": "a{3}b"}), has("aaab"), note="the whole output matches it"),
+        honoured(f"{prefix}ebnf", body({"ebnf": grammar}), has("ab"), note="in llguidance's variant of Lark too"),
+        refused_by_pagewire(f"{prefix}regex, that is none", body({"regex": "("})),
+    )
+
+
+def counts(exchange: Exchange) -> bool:
+    return is_count(exchange.reply.text) and exchange.reply.ends in (["stop"], ["completed"])
+
+
+def is_count(text: str) -> bool:
+    jsonschema.validate(json.loads(text), COUNT)
+    return True
 
 
 def last_part(name: str) -> str:

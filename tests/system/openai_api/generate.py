@@ -11,6 +11,7 @@ from tests.system.openai_api.field import (
     Proof,
     Route,
     Verdict,
+    constraints,
     differs,
     greedy,
     has_texts,
@@ -107,9 +108,7 @@ FIELDS = (
         ignore_eos=True,
         **_TO_THE_END,
     ),
-    refused_by_pagewire("sampling_params.json_schema", _sampling({"json_schema": "{}"}), note="no structured output"),
-    refused_by_pagewire("sampling_params.regex", _sampling({"regex": "a+"}), note="no structured output"),
-    refused_by_pagewire("sampling_params.ebnf", _sampling({"ebnf": "root ::= 'a'"}), note="no structured output"),
+    *constraints("sampling_params."),
     Field("sampling_params.seed", Verdict.IGNORED, {}, _takes_no_seed("seed"), "the other routes have it"),
     Field(
         "sampling_params.sampling_seed",

@@ -1,18 +1,21 @@
 """/v1/responses."""
 
-from tests.system.openai_api.chat_completions import TOOLS_NOTE
+from tests.system.openai_api.chat_completions import FORCED, FORCED_NOTE, TOOLS_NOTE
 from tests.system.openai_api.completions import PROMPT
 from tests.system.openai_api.field import (
     ABSENT,
+    COUNT,
     Body,
     Exchange,
     Field,
     Proof,
     Route,
     Verdict,
+    counts,
     greedy,
     honoured,
     ignored,
+    is_count,
     refused,
     refused_by_pagewire,
 )
@@ -20,6 +23,7 @@ from tests.system.openai_api.field import (
 TOOLS = [
     {"type": "function", "name": "find", "parameters": {"type": "object", "properties": {"name": {"type": "string"}}}}
 ]
+_FORCED = {"type": "function", **FORCED["function"]}
 _IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
 
 
@@ -44,6 +48,11 @@ def _is_random_with(body: Body) -> Proof:
     """Honouring the body would leave one story only."""
     sampled = {"temperature": 1, "max_output_tokens": 120, **body}
     return lambda exchange: exchange.ask(sampled).texts != exchange.ask(sampled).texts
+
+
+def _calls_count(exchange: Exchange) -> bool:
+    (call,) = exchange.reply.body["output"]
+    return (call["type"], call["name"]) == ("function_call", "count") and is_count(call["arguments"])
 
 
 FIELDS = (
@@ -94,24 +103,33 @@ FIELDS = (
         note=TOOLS_NOTE,
     ),
     ignored("tools, of other types", {"tools": [{"type": "web_search"}]}),
-    refused_by_pagewire(
+    honoured(
         "tool_choice, required",
-        {"tools": TOOLS, "tool_choice": "required"},
-        says="tool_choice",
-        note="no structured output",
+        {"tools": [_FORCED], "tool_choice": "required"},
+        lambda it: it.reply.text.startswith("[") and '"count"' in it.reply.text,
+        note=FORCED_NOTE,
+    ),
+    honoured(
+        "tool_choice, of a function",
+        {"tools": [*TOOLS, _FORCED], "tool_choice": {"type": "function", "name": "count"}},
+        _calls_count,
+        note=FORCED_NOTE,
     ),
     refused("tool_choice, without tools", {"tool_choice": "auto"}),
-    refused_by_pagewire(
+    honoured(
         "text.format, json_object",
         {"text": {"format": {"type": "json_object"}}},
-        says="text.format",
-        note="no structured output",
+        lambda it: it.reply.text.startswith("{"),
+    ),
+    honoured(
+        "text.format, json_schema",
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": COUNT}}},
+        counts,
     ),
     refused_by_pagewire(
-        "text.format, json_schema",
-        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}},
+        "text.format, json_schema that is none",
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "thing"}}}},
         says="text.format",
-        note="no structured output",
     ),
     ignored("text.verbosity", {"text": {"verbosity": "low"}}),
     ignored("include", {"include": ["message.output_text.logprobs"]}),

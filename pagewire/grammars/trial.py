@@ -1,0 +1,132 @@
+"""A grammar is first read where it can do no harm: in a process of its own, which ends when it takes too much.
+
+The library counts its work in most places, but not in all: some grammars make it compute for minutes, or take gigabytes,
+before it counts. So whoever takes grammars from strangers tries each one here. The process that has read the tokenizer
+makes a copy of itself for each trial, whose CPU time and memory the system limits; it ends the copy that passes them.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from ctypes import addressof, create_string_buffer
+from typing import IO
+
+from pagewire.grammars.matcher import GrammarCompiler, GrammarError
+
+MAX_CPU_SECONDS = 0.1
+MAX_BYTES = 64 * 1024 * 1024
+TOO_MUCH = (
+    f"it takes more than {MAX_CPU_SECONDS * 1000:.0f} ms of CPU time or {MAX_BYTES // 1024**2} MiB of memory to read; "
+    "make it simpler"
+)
+_NICENESS = 10
+
+
+class Trials:
+    """A process that reads grammars. Its methods may be called on one thread at a time, and wait for it."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+        """Start the process. Raises GrammarError if it cannot read the tokenizer."""
+        self._first = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "end_token_ids": end_token_ids}
+        self._process: subprocess.Popen[str] | None = None
+        self._start()
+
+    def run(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> str:
+        """Return why a grammar cannot be used, in the library's words, or nothing. Raises GrammarError if the process
+        cannot be started any more."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        return self._ask({"kind": kind, "text": text, "end_token_ids": end_token_ids})
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "pagewire.grammars.trial"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
+        if error := self._ask(self._first):
+            self.close()
+            raise GrammarError(error)
+
+    def _ask(self, question: dict[str, object]) -> str:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except (OSError, ValueError):
+            answer = ""
+        if not answer:
+            self.close()
+            return "the process that reads grammars has ended; try again"
+        return json.loads(answer)
+
+
+def _serve(questions: IO[str], answers: IO[str]) -> None:
+    """Answer each line of questions with one of answers, until there are no more."""
+    first = json.loads(questions.readline())
+    ends = tuple(first["end_token_ids"])
+    try:
+        compiler = GrammarCompiler(first["tokenizer"], first["vocab_size"])
+        compiler.compile("json_object", "", ends)
+    except Exception as error:  # whatever a tokenizer makes of the library
+        _answer(answers, str(error) or type(error).__name__)
+        return
+    _answer(answers, "")
+    for line in questions:
+        child = os.fork()
+        if child == 0:
+            _limit()
+            _answer(answers, _try(compiler, first["vocab_size"], **json.loads(line)))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            _answer(answers, TOO_MUCH)
+
+
+def _limit() -> None:
+    """Let the system end this process when it takes too much. On systems other than Linux memory is not limited."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MAX_BYTES, size + MAX_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _try(compiler: GrammarCompiler, vocab_size: int, kind: str, text: str, end_token_ids: list[int]) -> str:
+    """Return why a grammar cannot be used, or nothing. Its first mask is a part of the trial."""
+    num_bytes = 4 * -(-vocab_size // 32)
+    mask = create_string_buffer(num_bytes)
+    try:
+        compiler.compile(kind, text, tuple(end_token_ids)).fill_mask(addressof(mask), num_bytes)
+    except GrammarError as error:
+        return str(error).strip() or "it cannot be read"
+    except MemoryError:
+        return TOO_MUCH
+    return "" if any(mask.raw) else "it allows no output"
+
+
+def _answer(answers: IO[str], error: str) -> None:
+    answers.write(json.dumps(error) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    os.nice(_NICENESS)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)  # what the library says when it panics is no line of our log
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's, which is for the service
+    _serve(sys.stdin, sys.stdout)
