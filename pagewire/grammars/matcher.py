@@ -14,7 +14,7 @@ from pagewire.grammars.source import to_llguidance
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=30_000,
-    step_max_items=20_000,
+    step_max_items=5_000,
     max_lexer_states=30_000,
     verbose_errors=False,
 )

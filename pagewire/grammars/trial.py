@@ -1,8 +1,9 @@
 """A grammar is first read where it can do no harm: in a process of its own, which ends when it takes too much.
 
-The library counts its work in most places, but not in all: some grammars make it compute for minutes, or take gigabytes,
-before it counts. So whoever takes grammars from strangers tries each one here. The process that has read the tokenizer
-makes a copy of itself for each trial, whose CPU time and memory the system limits; it ends the copy that passes them.
+The library counts its work in most places, but not in all: some grammars make it compute for minutes, or take
+gigabytes, before it counts. So whoever takes grammars from strangers tries each one here. The process that has read the
+tokenizer makes a copy of itself for each trial, whose CPU time and memory the system limits; it ends the copy that
+passes them.
 """
 
 import json
@@ -22,6 +23,7 @@ TOO_MUCH = (
     f"it takes more than {MAX_CPU_SECONDS * 1000:.0f} ms of CPU time or {MAX_BYTES // 1024**2} MiB of memory to read; "
     "make it simpler"
 )
+_ENDED = "the process that reads grammars has ended"
 _NICENESS = 10
 
 
@@ -32,31 +34,37 @@ class Trials:
         """Start the process. Raises GrammarError if it cannot read the tokenizer."""
         self._first = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "end_token_ids": end_token_ids}
         self._process: subprocess.Popen[str] | None = None
+        self._is_closed = False
         self._start()
 
     def run(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> str:
         """Return why a grammar cannot be used, in the library's words, or nothing. Raises GrammarError if the process
-        cannot be started any more."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        return self._ask({"kind": kind, "text": text, "end_token_ids": end_token_ids})
+        ends, and its successor too."""
+        for _ in range(2):
+            if self._process is None:
+                self._start()
+            answer = self._ask({"kind": kind, "text": text, "end_token_ids": end_token_ids})
+            if answer is not None:
+                return answer
+        raise GrammarError(_ENDED)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and start none any more. May be called on any thread."""
+        self._is_closed = True
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
-            self._process = None
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "pagewire.grammars.trial"]
-        pipe = subprocess.PIPE
+        if self._is_closed:
+            raise GrammarError(_ENDED)
+        command, pipe = [sys.executable, "-m", "pagewire.grammars.trial"], subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
         if error := self._ask(self._first):
             self.close()
             raise GrammarError(error)
 
-    def _ask(self, question: dict[str, object]) -> str:
+    def _ask(self, question: dict[str, object]) -> str | None:
+        """Return the answer; None if there is none, and the process has ended."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -67,10 +75,12 @@ class Trials:
             answer = process.stdout.readline()
         except (OSError, ValueError):
             answer = ""
-        if not answer:
-            self.close()
-            return "the process that reads grammars has ended; try again"
-        return json.loads(answer)
+        if answer:
+            return json.loads(answer)
+        process.kill()
+        process.communicate()
+        self._process = None
+        return None
 
 
 def _serve(questions: IO[str], answers: IO[str]) -> None:

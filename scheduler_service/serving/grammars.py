@@ -1,15 +1,13 @@
 """Grammars of requests are read once before they are queued, so that nothing is queued which no worker could read.
 
-A verdict is a function of the grammar and the model, and is kept by content. A grammar without one is compiled on a
-thread of its own, of low priority, one at a time; what was compiled is let go again, since the worker has its own. A
-tenant's grammars wait for each other before they come to the thread, so that it serves tenants in turn.
+A verdict is kept by content. A grammar without one is tried in a process of its own, of low priority, one at a time
+(`pagewire.grammars.trial`), for which a thread waits. What passed it never has to again, so that a worker that comes
+back gets it whatever else the machine does. A tenant's grammars wait for each other before they come to the thread, so
+that it serves tenants in turn.
 """
 
 import asyncio
 import logging
-import os
-import sys
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from pagewire.grammars import GrammarCompiler, GrammarError, version
+from pagewire.grammars import GrammarError, version
+from pagewire.grammars.trial import Trials
 from scheduler_service.core.plan import Grammar, GrammarKind, WorkerCapacity
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.observer import Observer
@@ -30,7 +29,6 @@ MAX_WAITING_BYTES = 64 * 1024 * 1024  # of all grammars that wait to be checked
 MAX_TENANT_WAITING = 128  # of one tenant's
 _MAX_VERDICTS = 4096
 _MAX_ERROR_BYTES = 1000  # a status has it three times, and room for 8 KiB
-_NICENESS = 10  # of the thread
 
 _Key = tuple[GrammarKind, tuple[int, ...], bytes]
 
@@ -62,7 +60,7 @@ class GrammarChecks(Observer):
         """`on_checked` gets how many seconds each compilation took, and whether the grammar is good."""
         self._model = model
         self._on_checked = on_checked
-        self._compiler: GrammarCompiler | None = None  # made by the thread
+        self._trials: Trials | None = None  # made by the thread
         self._tokenizer_fault = ""  # why not
         self._worker_fault = ""  # why the worker that is there, or was there last, takes no grammars
         self._verdicts: OrderedDict[_Key, str] = OrderedDict()  # why a grammar is refused, or nothing
@@ -78,6 +76,8 @@ class GrammarChecks(Observer):
 
     def close(self) -> None:
         """Check nothing any more."""
+        if self._trials is not None:
+            self._trials.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -148,40 +148,35 @@ class GrammarChecks(Observer):
     async def _compile(self, grammar: Grammar) -> str:
         """Return why a grammar cannot be used, or nothing."""
         run = asyncio.get_running_loop().run_in_executor
-        seconds, verdict = await run(self._thread, self._compile_on_thread, grammar)
+        try:
+            seconds, verdict = await run(self._thread, self._compile_on_thread, grammar)
+        except GrammarError as error:
+            raise GrammarsNotServedError(str(error)) from None
         self._on_checked(seconds, not verdict)
         return verdict
 
     # On the thread
 
     def _read_tokenizer(self) -> None:
-        """Make the compiler, and let it read a first grammar, so that it knows the tokenizer. For that alone the start
-        waits: from then on the thread gives way to all others."""
+        """Start the process, which reads the tokenizer."""
         model = self._model
         assert model.tokenizer_path is not None
         try:
-            compiler = GrammarCompiler(read_tokenizer_json(model.tokenizer_path), model.vocab_size)
-            compiler.compile("json_object", "", model.grammar_end_token_ids)
+            trials = Trials(read_tokenizer_json(model.tokenizer_path), model.vocab_size, model.grammar_end_token_ids)
         except (ValueError, OSError) as error:
             self._tokenizer_fault = (
                 f"llguidance {version()} cannot read the checkpoint's tokenizer: {_shortened(str(error))}"
             )
             logger.warning("structured output is refused: %s", self._tokenizer_fault)
         else:
-            self._compiler = compiler
-        _lower_priority()
+            self._trials = trials
 
     def _compile_on_thread(self, grammar: Grammar) -> tuple[float, str]:
         """Return how many seconds it took, and why the grammar cannot be used, or nothing."""
-        assert self._compiler is not None, "no grammar is checked where the tokenizer cannot be read"
+        assert self._trials is not None, "no grammar is checked where the tokenizer cannot be read"
         began = time.perf_counter()
-        try:
-            self._compiler.compile(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
-        except GrammarError as error:
-            verdict = _shortened(str(error).strip()) or "it cannot be read"
-        else:
-            verdict = ""
-        return time.perf_counter() - began, verdict
+        verdict = self._trials.run(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
+        return time.perf_counter() - began, _shortened(verdict)
 
 
 def _worker_fault(grammar_version: str) -> str:
@@ -199,9 +194,3 @@ def _worker_fault(grammar_version: str) -> str:
 def _shortened(text: str) -> str:
     encoded = text.encode(errors="replace")
     return text if len(encoded) <= _MAX_ERROR_BYTES else f"{encoded[:_MAX_ERROR_BYTES].decode(errors='ignore')}..."
-
-
-def _lower_priority() -> None:
-    """Let this thread give way to all others; only Linux has priorities of threads."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.grammars import GrammarCompiler, Matcher, version
+from pagewire.grammars import version
+from pagewire.grammars.trial import Trials
 from scheduler_service.core.plan import Grammar, GrammarKind, WorkerCapacity
 from scheduler_service.serving import grammars
 from scheduler_service.serving.grammars import (
@@ -138,12 +139,12 @@ async def test_only_so_many_wait(
 async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
-    class CountingCompiler(GrammarCompiler):
-        def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
+    class CountingTrials(Trials):
+        def run(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> str:
             compiled.append(text)
-            return super().compile(kind, text, end_token_ids)
+            return super().run(kind, text, end_token_ids)
 
-    monkeypatch.setattr(grammars, "GrammarCompiler", CountingCompiler)
+    monkeypatch.setattr(grammars, "Trials", CountingTrials)
     async with checking(model_path) as checked:
         tasks = [asyncio.create_task(checked.checks.check(regex(f"g{number}"), "t")) for number in range(20)]
         await asyncio.sleep(0)  # each has begun
@@ -152,7 +153,7 @@ async def test_who_goes_away_leaves_nothing_behind(model_path: Path, monkeypatch
         await asyncio.wait(tasks[:-1])
         assert all(task.cancelled() for task in tasks[:-1])
         await tasks[-1]
-        assert set(compiled) <= {"", "g0", "g19"}, "those that nobody waits for are not compiled"
+        assert set(compiled) <= {"g0", "g19"}, "those that nobody waits for are not compiled"
     checked.assert_nothing_waits()
 
 
@@ -209,8 +210,10 @@ async def test_a_worker_must_read_grammars_alike(model_path: Path, caplog: pytes
 async def test_checks_give_way_to_others(model_path: Path) -> None:
     async with checking(model_path) as checked:
         await checked.checks.check(regex("a"), "t")
-        (thread,) = checked.checks._thread._threads
-        assert os.getpriority(os.PRIO_PROCESS, thread.native_id) > os.getpriority(os.PRIO_PROCESS, 0)
+        assert checked.checks._trials is not None
+        process = checked.checks._trials._process
+        assert process is not None
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 async def test_a_large_grammar_is_read(model_path: Path) -> None:

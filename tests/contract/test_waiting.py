@@ -88,7 +88,8 @@ def warnings(lines: Lines) -> list[str]:
     return [record.getMessage() for record in lines.records if record.levelno >= logging.WARNING]
 
 
-async def test_a_worker_that_is_not_up_and_then_loads_is_waited_for_calmly(checkpoint: Path, lines: Lines) -> None:
+async def test_a_worker_that_is_not_up_and_then_loads_is_waited_for_calmly(tmp_path: Path, lines: Lines) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", eos_token_id=0)  # an end token that its tokenizer has
     worker = LoadingWorker(read_model_info(str(checkpoint)).digest)
     worker.port = free_port(LOOPBACK)
     async with scheduling(checkpoint, worker.port, worker_timeout=0.5) as ready:
