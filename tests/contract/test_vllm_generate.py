@@ -1,6 +1,7 @@
 """VllmEngine's Generate and Abort: the same tokens as SchedulerService, in a gateway's words."""
 
 import asyncio
+import json
 import math
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from smg_grpc_proto import vllm_engine_pb2
 from tokenizers import Tokenizer
 
+from scheduler_service.rpc.vllm.forced_calls import close_calls
 from tests.contract import scheduler_stack
 from tests.contract.scheduler_stack import EOS, VOCAB_SIZE, details, expected_tokens, make_checkpoint, serve
 from tests.contract.vllm_client import error_of, generate, request, stub_of
@@ -282,6 +284,41 @@ async def test_constraints_are_refused_by_the_names_that_http_clients_send(with_
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert f"{field} cannot be used: " in error.details()
             assert name in error.details()
+
+
+def call_of(name: str, parameters: object, **more: object) -> dict[str, object]:
+    properties = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
+    return {"properties": properties, "required": ["name", "parameters"], **more}
+
+
+def calls_of(*calls: object) -> str:
+    items = {"type": "object", "anyOf": calls}
+    return json.dumps({"type": "array", "minItems": 1, "items": items, "$defs": {}}, separators=(",", ":"))
+
+
+def test_forced_calls_have_nothing_but_names_and_parameters() -> None:
+    closed = close_calls(calls_of(call_of("a", {"type": "object"}), call_of("é", {"const": 10**30})))
+    expected = calls_of(
+        call_of("a", {"type": "object"}, additionalProperties=False),
+        call_of("é", {"const": 10**30}, additionalProperties=False),
+    )
+    assert json.loads(closed) == json.loads(expected)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "", "{}", '{"type":"array"}', calls_of(call_of("a", {}))[:-1], calls_of(call_of("a", {}, title="mine")),
+        calls_of(call_of("a", {}), 5), calls_of(call_of("a", {}), {"properties": 5, "required": []}),
+        calls_of(call_of("a", {"const": "x" * 2**19})),
+        calls_of(call_of("a", {"const": "MANY"})).replace('"MANY"', "[" * 100_000),
+        calls_of(call_of("a", {"const": "HUGE"})).replace('"HUGE"', "1e999"),
+        calls_of(call_of("a", {"const": "HUGE"})).replace('"HUGE"', "1" * 5000),
+    ],
+    ids=lambda schema: schema[:40],
+)  # fmt: skip
+def test_other_schemas_stay_as_they_are(schema: str) -> None:
+    assert close_calls(schema) == schema
 
 
 async def test_bad_prompts(checkpoint: Path) -> None:

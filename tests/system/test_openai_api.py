@@ -16,10 +16,10 @@ from pagewire import Client, SamplingParams
 from pagewire.hosting.supervisor import free_port
 from tests.system import grpcurl
 from tests.system.gateway import Gateway, wait_until
-from tests.system.openai_api.chat_completions import MESSAGES
+from tests.system.openai_api.chat_completions import FORCED, MESSAGES
 from tests.system.openai_api.completions import PROMPT
 from tests.system.openai_api.document import DOCUMENT, OPENAI_ROUTES, ROUTES
-from tests.system.openai_api.field import Body, Exchange, Field, Route, merged, without_absent
+from tests.system.openai_api.field import COUNT, Body, Exchange, Field, Route, is_count, merged, without_absent
 from tests.system.openai_api.reply import Reply
 from tests.system.openai_api.sender import HttpSender, OpenAiSender, Sender
 from tests.system.services import HOST, Service, children_of
@@ -111,6 +111,40 @@ def test_over_http(http_checker: Checker, route: Route, field: Field) -> None:
 @pytest.mark.parametrize(("route", "field"), rows(OPENAI_ROUTES))
 def test_by_the_openai_client(openai_checker: Checker, route: Route, field: Field) -> None:
     openai_checker.check(route, field)
+
+
+def test_streams_match_what_is_asked_for(server: Server) -> None:
+    client = openai_client(server)
+    ask = {"model": "storyteller", "messages": MESSAGES, "max_tokens": 1000, "stream": True}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": COUNT, "strict": True}}
+    text, calls, end = streamed(client.chat.completions.create(**ask, response_format=schema))
+    assert (is_count(text), calls, end) == (True, [], "stop")
+    named = {"type": "function", "function": {"name": "count"}}
+    for choice, most in (("required", 500), (named, 1)):
+        text, calls, end = streamed(client.chat.completions.create(**ask, tools=[FORCED], tool_choice=choice))
+        # The gateway passes on the spaces between calls.
+        assert (text.strip(), end) == ("", "tool_calls")
+        assert 1 <= len(calls) <= most
+        assert all(name == "count" and is_count(arguments) for name, arguments in calls)
+    as_text = {"format": {"type": "json_schema", "name": "a", "schema": COUNT, "strict": True}}
+    events = list(client.responses.create(model="storyteller", input=PROMPT, text=as_text, stream=True))
+    assert events[-1].type == "response.completed"
+    assert is_count("".join(event.delta for event in events if event.type == "response.output_text.delta"))
+
+
+def streamed(stream: openai.Stream) -> tuple[str, list[list[str]], str | None]:
+    """Returns the text, names and arguments of calls, and why it ended."""
+    text, end = "", None
+    calls: dict[int, list[str]] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            end = choice.finish_reason or end
+            for piece in choice.delta.tool_calls or ():
+                call = calls.setdefault(piece.index, ["", ""])
+                call[0] += piece.function.name or ""
+                call[1] += piece.function.arguments or ""
+    return text, [calls[index] for index in sorted(calls)], end
 
 
 def test_a_background_response_is_fetched_later(server: Server) -> None:

@@ -9,6 +9,7 @@ from smg_grpc_proto import vllm_engine_pb2
 
 from pagewire.protos.gen.pagewire.scheduler.v1 import scheduler_pb2
 from scheduler_service.rpc.status import invalid
+from scheduler_service.rpc.vllm.forced_calls import close_calls
 
 _CONSTRAINTS = vllm_engine_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"]
 # Numbers and truth values that both have by the same name, and whether theirs may be unset.
@@ -92,5 +93,7 @@ def _translate_constraint(given: vllm_engine_pb2.SamplingParams, sampling: sched
     if constraint == "choice":
         sampling.choice.SetInParent()
         sampling.choice.texts.extend(given.choice.choices)
+    elif constraint == "json_schema":
+        sampling.json_schema = close_calls(given.json_schema)
     elif constraint is not None:
         setattr(sampling, constraint, getattr(given, constraint))

@@ -53,14 +53,9 @@ def _has_top_logprobs(exchange: Exchange) -> bool:
     return all(len(top) == 2 and top[0] == entry["token"] for top, entry in zip(tops, content, strict=True))
 
 
-def _begins_calls(exchange: Exchange) -> bool:
-    """The list of calls may be as long as the model likes."""
-    return exchange.reply.text.startswith("[") and '"count"' in exchange.reply.text
-
-
 def _calls_count(exchange: Exchange) -> bool:
-    (call,) = exchange.reply.choice["message"]["tool_calls"]
-    return call["function"]["name"] == "count" and is_count(call["function"]["arguments"])
+    calls = [call["function"] for call in exchange.reply.choice["message"]["tool_calls"]]
+    return bool(calls) and all(call["name"] == "count" and is_count(call["arguments"]) for call in calls)
 
 
 FIELDS = (
@@ -163,7 +158,12 @@ FIELDS = (
     ),
     honoured("tool_choice, auto", {"tools": TOOLS, "tool_choice": "auto"}, _has_longer_prompt, note="as unset"),
     honoured("tool_choice, none", {"tools": TOOLS, "tool_choice": "none"}, lambda it: it.reply.text == it.plain.text),
-    honoured("tool_choice, required", {"tools": [FORCED], "tool_choice": "required"}, _begins_calls, note=FORCED_NOTE),
+    honoured(
+        "tool_choice, required",
+        {"tools": [FORCED], "tool_choice": "required", "temperature": 1, "max_tokens": 1000},
+        _calls_count,
+        note=FORCED_NOTE,
+    ),
     honoured(
         "tool_choice, of a function",
         {"tools": [*TOOLS, FORCED], "tool_choice": {"type": "function", "function": {"name": "count"}}},

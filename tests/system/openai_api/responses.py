@@ -51,8 +51,10 @@ def _is_random_with(body: Body) -> Proof:
 
 
 def _calls_count(exchange: Exchange) -> bool:
-    (call,) = exchange.reply.body["output"]
-    return (call["type"], call["name"]) == ("function_call", "count") and is_count(call["arguments"])
+    calls = exchange.reply.body["output"]
+    return bool(calls) and all(
+        (call["type"], call["name"]) == ("function_call", "count") and is_count(call["arguments"]) for call in calls
+    )
 
 
 FIELDS = (
@@ -105,8 +107,8 @@ FIELDS = (
     ignored("tools, of other types", {"tools": [{"type": "web_search"}]}),
     honoured(
         "tool_choice, required",
-        {"tools": [_FORCED], "tool_choice": "required"},
-        lambda it: it.reply.text.startswith("[") and '"count"' in it.reply.text,
+        {"tools": [_FORCED], "tool_choice": "required", "temperature": 1, "max_output_tokens": 1000},
+        _calls_count,
         note=FORCED_NOTE,
     ),
     honoured(
