@@ -84,12 +84,13 @@ class Admission:
                     "",
                     f"{num_waiting} sequences{whose} are queued, the limit is {limit}; try again later",
                 )
-        num_tokens = waiting.num_prompt_tokens + len(request.prompt_token_ids)
-        if len(waiting) and num_tokens > self._max_waiting_tokens:
+        num_queued = waiting.num_prompt_tokens + sum(len(group.request.prompt_token_ids) for group in preparing)
+        num_tokens = num_queued + len(request.prompt_token_ids)
+        if (len(waiting) or preparing) and num_tokens > self._max_waiting_tokens:
             raise AdmissionError(
                 AdmissionReason.QUEUE_FULL,
                 "",
-                f"{waiting.num_prompt_tokens} prompt tokens are queued, with this request {num_tokens}, "
+                f"{num_queued} prompt tokens are queued, with this request {num_tokens}, "
                 f"the limit is {self._max_waiting_tokens}; try again later",
             )
 

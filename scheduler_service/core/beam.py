@@ -68,11 +68,12 @@ class BeamSearch:
         max_output_tokens: int,
         end_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Below `min_tokens` no output ends: stop tokens are no candidates there, whatever the worker says, but for
-        `end_token_ids`, those of a grammar: with one the worker names them only where they may come."""
+        """Below `min_tokens` no output ends: stop tokens are no candidates there, whatever the worker says. With a
+        grammar, whose `end_token_ids` are among the stop tokens, these end an output there too, and other stop tokens
+        go on."""
         self._params = params
         self._stop_token_ids = stop_token_ids
-        self._delayed_token_ids = stop_token_ids - end_token_ids
+        self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
         self._max_output_tokens = max_output_tokens
         self._finished: list[FinishedHypothesis] = []  # best first, at most beam_width
@@ -89,7 +90,7 @@ class BeamSearch:
         num_tokens = len(beams[0].output_token_ids) + 1
         children: list[Child] = []
         for rank, (loss, parent, token_id) in enumerate(self._ranked(beams, candidates, num_tokens)):
-            stops = token_id in self._stop_token_ids
+            stops = token_id in (self._stop_token_ids if num_tokens > self._min_tokens else self._end_token_ids)
             if stops or num_tokens >= self._max_output_tokens:
                 if rank < width:
                     self._finish(beams[parent], token_id, -loss, stops)
@@ -111,7 +112,9 @@ class BeamSearch:
         self, beams: Sequence[BeamState], candidates: Sequence[Sequence[tuple[int, float]]], num_tokens: int
     ) -> Iterator[tuple[float, int, int]]:
         """Merge the candidates of all beams, best first: (negated cumulative log-probability, parent, token id)."""
-        barred = self._delayed_token_ids if num_tokens <= self._min_tokens else frozenset()
+        # A worker names stop tokens of a row with a grammar there only if that allows no others.
+        is_barring = num_tokens <= self._min_tokens and not self._end_token_ids
+        barred = self._stop_token_ids if is_barring else frozenset()
         columns = [
             [
                 (-(beam.cumulative_logprob + logprob), parent, token_id)

@@ -116,7 +116,7 @@ def _reason(group: SequenceGroup, epoch: Epoch | None, position: int | None, num
     if epoch is None:
         return "no worker is connected"
     if group.state is GroupState.PREPARING:
-        return "the worker prepares its grammar"
+        return "its grammar is being prepared by the worker"
     num_free = epoch.cache.pool.num_free
     if group.state is GroupState.RUNNING:
         return f"it lacks {num_wanted} blocks to go on, {num_free} are free" if num_wanted > num_free else ""

@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import gcd
 
 from scheduler_service.core.plan import (
+    AddedGrammar,
     Candidates,
     Logprobs,
     Pooling,
@@ -24,6 +25,7 @@ from scheduler_service.core.plan import (
     StepPlan,
     StepResult,
 )
+from tests.core.toy_grammar import ToyMatcher, constrained_candidates, constrained_token, is_readable, read
 
 BAD = -1  # the digest of a position that has no good values; no hash of a tuple is -1
 NOISE = 12345  # what a block holds before it is written
@@ -97,6 +99,7 @@ class Row:
     work: int = 0
     digests: list[int] = field(default_factory=list)  # of the first of token_ids, as far as they were needed
     pooled: list[int] = field(default_factory=list)  # digests of the positions that this row has computed
+    matcher: ToyMatcher | None = None
 
     @property
     def pooling(self) -> Pooling:
@@ -104,7 +107,12 @@ class Row:
 
     def fork(self) -> "Row":
         return replace(
-            self, token_ids=self.token_ids.copy(), block_ids=self.block_ids.copy(), digests=self.digests.copy(), work=0
+            self,
+            token_ids=self.token_ids.copy(),
+            block_ids=self.block_ids.copy(),
+            digests=self.digests.copy(),
+            matcher=self.matcher and self.matcher.copy(),
+            work=0,
         )
 
 
@@ -133,6 +141,10 @@ class SimulatedWorker:
     # Sequences whose next sampling row fails though its input is good, and how: its logits, and what it writes.
     bad_sequences: Mapping[int, RowStatus] = field(default_factory=dict)
     pending: deque[Move] = field(default_factory=deque)
+    gates_grammars: bool = False
+    grammars: dict[int, AddedGrammar] = field(default_factory=dict)
+    ready_grammars: set[int] = field(default_factory=set)
+    last_grammar_id: int = 0
 
     @property
     def last_moved_step(self) -> int:
@@ -152,6 +164,8 @@ class SimulatedWorker:
         self.last_step = plan.step
         for slot in plan.released_slots:
             del self.rows[slot]
+        if plan.released_grammar_ids or plan.added_grammars:
+            self._exchange_grammars(plan)
         if plan.swap_out_device_blocks or plan.swap_in_host_blocks:
             self._move(plan)
         if apply_moves:
@@ -170,6 +184,30 @@ class SimulatedWorker:
         assert num_tokens or has_moves or plan.openings or plan.added_grammars, "a plan does nothing"
         self._compute([row for _, row in working])
         return self._answer(plan, working)
+
+    # Grammars
+
+    def _exchange_grammars(self, plan: StepPlan) -> None:
+        for grammar_id in plan.released_grammar_ids:
+            assert all(row.opening.grammar_id != grammar_id for row in self.rows.values()), (
+                "a row's grammar is released"
+            )
+            del self.grammars[grammar_id]
+            self.ready_grammars.discard(grammar_id)
+        for added in plan.added_grammars:
+            assert added.grammar_id > self.last_grammar_id, "the number of a grammar is given twice"
+            self.last_grammar_id = added.grammar_id
+            self.grammars[added.grammar_id] = added
+
+    def prepare(self, grammar_id: int) -> str | None:
+        """Read a grammar that was added: why that cannot be done, or nothing. None: it was released meanwhile."""
+        added = self.grammars.get(grammar_id)
+        if added is None:
+            return None
+        if not is_readable(added.text):
+            return "a toy that cannot be read"
+        self.ready_grammars.add(grammar_id)
+        return ""
 
     # Moves and copies
 
@@ -223,7 +261,10 @@ class SimulatedWorker:
         assert len(set(plan.fork_target_slots)) == len(plan.fork_target_slots), "two forks have one target"
         for slot, token_id in zip(plan.append_token_slots, plan.append_token_ids, strict=True):
             assert 0 <= token_id < self.vocab_size
-            self.rows[slot].token_ids.append(token_id)
+            row = self.rows[slot]
+            row.token_ids.append(token_id)
+            if row.matcher is not None:
+                row.matcher.consume((token_id,))
         assert len(set(plan.append_token_slots)) == len(plan.append_token_slots), "a row gets two tokens"
 
     def _patch(self, plan: StepPlan) -> None:
@@ -245,6 +286,11 @@ class SimulatedWorker:
         assert 0 <= opening.num_computed_tokens < len(opening.token_ids)
         assert all(0 <= block <= self.num_blocks for block in opening.block_ids)
         row = Row(opening, list(opening.token_ids), list(opening.block_ids), opening.num_computed_tokens)
+        if opening.grammar_id:
+            assert opening.grammar_id in self.ready_grammars, "a row opens with a grammar that is not ready"
+            added = self.grammars[opening.grammar_id]
+            row.matcher = read(added.text, added.end_token_ids, self.vocab_size)
+            row.matcher.consume(opening.token_ids[opening.num_prompt_tokens :])
         assert row.pooling is not Pooling.MEAN or not row.num_computed, "a mean does not begin anew"
         self.rows[opening.slot] = row
 
@@ -329,11 +375,14 @@ class SimulatedWorker:
             prefix = row.digests[row.num_computed - 1]
             is_good = prefix != BAD
             failure = self.bad_sequences.get(opening.sequence_id, RowStatus.NAN_LOGITS)
+            matcher = row.matcher
+            if is_good and matcher is not None and matcher.status is not RowStatus.OK:
+                is_good, failure = False, matcher.status
             statuses.append(RowStatus.OK if is_good else failure)
             if opening.sampling.num_candidates is not None:
                 row.work = 0
                 if is_good:
-                    entries = candidates(prefix, opening.sampling.num_candidates, self.vocab_size)
+                    entries = self._candidates(row, prefix, opening.sampling.num_candidates)
                     beams.extend(entries)
                     counts.append(len(entries))
                 continue
@@ -342,11 +391,11 @@ class SimulatedWorker:
                 if is_good:
                     embeddings.append(embedding(row.pooled, prefix, row.pooling))
                 continue
-            row.work = 1
+            row.work = 0 if matcher is not None and self.gates_grammars else 1
             if not is_good:
                 row.token_ids.append(0)
                 continue
-            token_ids.append(next_token(prefix, opening.seed, opening.sample_index, self.vocab_size))
+            token_ids.append(self._next_token(row, matcher, prefix))
             row.token_ids.append(token_ids[-1])
             if opening.sampling.num_logprobs is not None:
                 chosen.append(-float(len(row.token_ids)))
@@ -361,6 +410,20 @@ class SimulatedWorker:
             last_moved_step=self.last_moved_step,
             embeddings=tuple(embeddings),
         )
+
+    def _next_token(self, row: Row, matcher: ToyMatcher | None, prefix: int) -> int:
+        opening = row.opening
+        if matcher is None or row.matcher is None:
+            return next_token(prefix, opening.seed, opening.sample_index, self.vocab_size)
+        token_id = constrained_token(matcher, opening.sampling, prefix, opening.seed, opening.sample_index)
+        row.matcher.consume((token_id,))
+        return token_id
+
+    def _candidates(self, row: Row, prefix: int, num: int) -> list[tuple[int, float]]:
+        if row.matcher is None:
+            return candidates(prefix, num, self.vocab_size)
+        entries = candidates(prefix, self.vocab_size, self.vocab_size)
+        return constrained_candidates(row.matcher, row.opening.sampling, entries, num)
 
     def _report_prompt(self, slot: int, row: Row, reports: list[PromptLogprobs]) -> None:
         num = min(row.num_computed + row.work, row.opening.num_prompt_tokens - 1) - row.num_computed

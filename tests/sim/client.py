@@ -4,10 +4,11 @@ Tokens go through the production `TokenStream`. Every token is compared as it co
 undisturbed run is, every end with the reason it claims.
 """
 
-from scheduler_service.core.plan import Pooling
+from scheduler_service.core.plan import Pooling, RowStatus
 from scheduler_service.core.request import EndReason, Hypothesis, OutputMode, SequenceEnd, TokenLogprobs
 from scheduler_service.serving.token_stream import Delta, TokenStream
 from tests.core.simulated_worker import digest, digest_all, next_token, reference_embedding
+from tests.core.toy_grammar import constrained_token, is_readable, read
 from tests.sim import beam_oracle
 from tests.sim.scenario import VOCAB_SIZE, Arrival
 
@@ -62,22 +63,36 @@ class _Sample:
         self._prefix = digest_all(client.request.prompt_token_ids)
         self._num_logprobs = self._num_prompt_logprobs = 0
         self._must_end = False
+        grammar = client.request.grammar
+        self._matcher = None if grammar is None else read(grammar.text, grammar.end_token_ids, VOCAB_SIZE)
         self._hypothesis: Hypothesis | None = None
 
     def token(self, token_id: int, now: float) -> None:
         request = self.client.request
         assert request.beam is None, "S6: a token of a beam"
         assert not self._must_end, "a token after a stop token or beyond max_tokens"
-        expected = next_token(self._prefix, request.seed, self.index, VOCAB_SIZE)
+        expected = self._expected_token()
         number = self.stream.num_published
         assert token_id == expected, f"token {number} of {request.request_id}/{self.index}: {token_id}, not {expected}"
         self._prefix = digest(self._prefix, token_id)
         self.stream.publish(token_id, now)
         sampling = request.sampling
         stops = token_id in sampling.stop_token_ids and number + 1 > sampling.min_tokens
+        if self._matcher is not None:
+            self._matcher.consume((token_id,))
+            stops = stops or token_id in self._matcher.end_token_ids
         self._must_end = stops or number + 1 == request.max_tokens
         if len(self.stream.token_ids) >= self.client.arrival.reads_every:
             self.read()
+
+    def _expected_token(self) -> int:
+        request, matcher = self.client.request, self._matcher
+        if matcher is None:
+            return next_token(self._prefix, request.seed, self.index, VOCAB_SIZE)
+        assert request.grammar is not None
+        assert is_readable(request.grammar.text), "a token of a grammar that cannot be read"
+        assert matcher.status is RowStatus.OK, "a token where the grammar has failed"
+        return constrained_token(matcher, request.sampling, self._prefix, request.seed, self.index)
 
     def logprob(self, entry: TokenLogprobs) -> None:
         """Of the token that has just come. The simulated worker says how many tokens there were."""
@@ -140,11 +155,19 @@ class _Sample:
                 assert self._must_end, f"ended by {reason} without a cause"
                 assert end.num_output_tokens == num_published
                 is_stop = reason is EndReason.STOP
-                stops = self.received[-1] in request.sampling.stop_token_ids
-                assert is_stop == (stops and num_published > request.sampling.min_tokens)
+                stops = self.received[-1] in request.sampling.stop_token_ids and (
+                    num_published > request.sampling.min_tokens
+                )
+                is_end = request.grammar is not None and self.received[-1] in request.grammar.end_token_ids
+                assert is_stop == (stops or is_end)
                 assert end.stop_token_id == (self.received[-1] if is_stop else None)
         elif reason is EndReason.ABORT:
             assert client.is_aborted, "nobody aborted it"
+        elif reason in (EndReason.GRAMMAR_FAILED, EndReason.GRAMMAR_LIMIT):
+            assert request.grammar is not None, "the grammar of a request that has none"
+            fault = request.grammar.text.split()[2]
+            faults = ("limit",) if reason is EndReason.GRAMMAR_LIMIT else ("failed", "unreadable")
+            assert fault in faults, f"ended by {reason} with the fault {fault}"
         elif reason is EndReason.NO_WORKER:
             assert client.is_abandoned, "the worker has not been away for long enough"
         elif reason in (EndReason.NAN_LOGITS, EndReason.OUT_OF_MEMORY):
@@ -153,6 +176,10 @@ class _Sample:
             assert client.num_lone_crashes >= 2, f"S10: it crashed the worker alone {client.num_lone_crashes} times"
 
     def _check_hypothesis(self, end: SequenceEnd) -> None:
+        if self.index >= len(self.client.expected_hypotheses):
+            assert self.client.request.grammar is not None, "hypotheses are missing"
+            assert (self._hypothesis, end.reason, end.num_output_tokens) == (None, EndReason.LENGTH, 0)
+            return
         expected = self.client.expected_hypotheses[self.index]
         assert self._hypothesis is not None, "a beam ended without its tokens"
         found = (self._hypothesis.token_ids, self._hypothesis.cumulative_logprob, end.stop_token_id)

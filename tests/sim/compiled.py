@@ -28,6 +28,7 @@ _MODULES = (
     "tests/__init__.py",
     "tests/core/__init__.py",
     "tests/core/simulated_worker.py",
+    "tests/core/toy_grammar.py",
 )
 _UNUSED = ("known_seeds.py", "mutants.py", "test_simulator.py")
 _INTERPRETED = ("__init__.py", "__main__.py", "campaign.py", "compiled.py")

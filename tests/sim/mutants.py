@@ -406,8 +406,8 @@ MUTANTS = (
     _mutant(
         "a plan that only opens a row is dropped",
         "plans/draft",
-        " or self.swaps_in or self.openings)",
-        " or self.swaps_in)",
+        " or self.swaps_in or self.openings or self.added_grammars)",
+        " or self.swaps_in or self.added_grammars)",
     ),
     _mutant(
         "crashes are charged to nobody",
@@ -432,6 +432,112 @@ MUTANTS = (
         "scheduler",
         "        if epoch is not None and not self._state.groups:\n            epoch.cache.flush()",
         "        if epoch is not None:\n            epoch.cache.flush()",
+    ),
+    # Grammars
+    _mutant(
+        "a matcher is not rolled back",
+        "tests/core/simulated_worker.py",
+        "            row.matcher.consume(opening.token_ids[opening.num_prompt_tokens :])\n",
+        "            is_again = -opening.sequence_id - 1 in self.kv\n"
+        "            row.matcher = self.kv.setdefault(-opening.sequence_id - 1, row.matcher)\n"
+        "            row.matcher.consume(() if is_again else opening.token_ids[opening.num_prompt_tokens :])\n",
+    ),
+    _mutant(
+        "a row is masked by another one's grammar",
+        "tests/core/simulated_worker.py",
+        "            matcher = row.matcher\n            if",
+        "            matcher = row.matcher and next((r.matcher for _, r in working if r.matcher is not None), None)\n"
+        "            if",
+    ),
+    _mutant(
+        "a fork goes on in its parent's state",
+        "tests/core/simulated_worker.py",
+        "matcher=self.matcher and self.matcher.copy(),",
+        "matcher=self.matcher,",
+    ),
+    _mutant(
+        "grammars outlive the epoch",
+        "epoch",
+        "        self.grammars = EpochGrammars()\n",
+        "        self.grammars = vars(EpochGrammars).get('kept') or EpochGrammars()\n"
+        "        EpochGrammars.kept = self.grammars\n",
+    ),
+    _mutant(
+        "a grammar is released while another request needs it",
+        "grammars",
+        "self._num_needing[grammar_id] += 1",
+        "self._num_needing[grammar_id] = 1",
+    ),
+    _mutant(
+        "a grammar that nobody needs is never released",
+        "grammars",
+        "            if self._states.pop(grammar_id) is not GrammarState.UNTOLD:\n",
+        "            if self._states.pop(grammar_id) is None:\n",
+    ),
+    Mutant(
+        "whoever waits for a grammar holds up the queue",
+        (
+            (
+                f"{_CORE}lifecycle.py",
+                "not epoch.grammars.need(grammar):\n            self._enter(group, GroupState.PREPARING)",
+                "not epoch.grammars.need(grammar):\n            self.preparing[group] = None",
+            ),
+            (
+                f"{_CORE}openings.py",
+                "        if group is None or draft.num_free_tokens <= 0",
+                "        if group is None or group in state.preparing or draft.num_free_tokens <= 0",
+            ),
+        ),
+    ),
+    _mutant(
+        "a grammar is named in no plan of its own",
+        "plans/draft",
+        " or self.openings or self.added_grammars)",
+        " or self.openings)",
+    ),
+    _mutant(
+        "an end token is ignored with ignore_eos",
+        "lifecycle",
+        "{*request.sampling.stop_token_ids, *group.end_token_ids}",
+        "{*request.sampling.stop_token_ids}",
+    ),
+    _mutant(
+        "an end token is ignored below min_tokens",
+        "results",
+        " or token_id in group.end_token_ids\n",
+        "\n",
+    ),
+    _mutant(
+        "a beam dies at an end token below min_tokens",
+        "beam",
+        "num_tokens <= self._min_tokens and not self._end_token_ids",
+        "num_tokens <= self._min_tokens",
+    ),
+    _mutant(
+        "a gated row with a grammar is planned once",
+        "results",
+        "            if sequence.is_gated:\n                epoch.active[sequence] = None\n",
+        "",
+    ),
+    _mutant(
+        "a row is gated as by the worker before",
+        "lifecycle",
+        "                sequence.is_gated = _is_gated(group.request, epoch)\n",
+        "",
+    ),
+    _mutant(
+        "a grammar that cannot be read is taken for ready",
+        "scheduler",
+        "is_ready=not error)",
+        "is_ready=True)",
+        "self._state.prepared(grammar, outputs, error)",
+        "self._state.prepared(grammar, outputs, '')",
+    ),
+    _mutant(
+        "a row whose grammar failed goes on",
+        "results",
+        "            if sample.status in _GRAMMAR_FAILURES and",
+        "            if sample.status is RowStatus.GRAMMAR_FAILED and",
     ),
     # Without a worker
     _mutant(

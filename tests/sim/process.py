@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import StepPlan, WorkerCapacity
+from scheduler_service.core.plan import RowStatus, StepPlan, WorkerCapacity
 from tests.core.simulated_worker import BAD, SimulatedWorker
 from tests.sim.connection import Connection
 from tests.sim.scenario import BAD_TOKEN
@@ -69,6 +69,7 @@ class WorkerProcess:
             capacity.sliding_window,
             poisoned=frozenset((BAD_TOKEN,)),
             bad_sequences=simulation.bad_sequences,
+            gates_grammars=capacity.gates_grammars,
         )
         simulation.at(connection.send_up(simulation.now, simulation._delay()), simulation.receive_ready, connection)
 
@@ -156,12 +157,15 @@ class WorkerProcess:
             simulation.poison_crashed()
             self.die(0.2)
             return
-        if result.statuses:
+        if not {RowStatus.NAN_LOGITS, RowStatus.OUT_OF_MEMORY}.isdisjoint(result.statuses):
             self._note_bad_rows()
         if (
             simulation.scenario.preemption is PreemptionMode.AUTO
         ):  # else the rate stays unknown, and loads are preferred
             result = replace(result, duration_us=int(seconds * 1e6))
+        for added in plan.added_grammars:
+            delay = simulation.grammar_rng.choice((0.0, 0.02, 0.5)) * simulation.grammar_rng.random()
+            simulation.after(delay, self._prepare, connection, added.grammar_id)
         self.session.answer(plan.step)
         simulation.at(
             connection.send_up(simulation.now, simulation._delay()), simulation.receive_result, connection, result
@@ -170,6 +174,17 @@ class WorkerProcess:
             simulation.after(simulation.rng.random() * simulation.scenario.move_seconds, self._move, connection)
         if self._queue:
             self._start()
+
+    def _prepare(self, connection: Connection, grammar_id: int) -> None:
+        """A grammar has been read, or cannot be."""
+        if self._is_absent(self._prepare, connection, grammar_id) or connection is not self.connection:
+            return
+        assert self.machine is not None
+        error = self.machine.prepare(grammar_id)
+        if error is not None:
+            simulation = self.simulation
+            time = connection.send_up(simulation.now, simulation.grammar_rng.random() * 0.01)
+            simulation.at(time, simulation.receive_grammar, connection, grammar_id, error)
 
     def _move(self, connection: Connection) -> None:
         """Some of the moves that were held back are done."""

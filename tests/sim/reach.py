@@ -26,6 +26,12 @@ STATES = (
     "ended: crashes_worker",
     "ended: no_longer_fits",
     "ended: no_worker",
+    "ended: grammar_failed",
+    "ended: grammar_limit",
+    "a grammar is ready",
+    "a grammar cannot be read",
+    "a false report of a grammar is refused",
+    "aborted while its grammar is prepared",
     "a stream waits on after the grace",
     "a detached request waits on after the grace",
     "an output that is read as a whole ends although it has tokens",
@@ -114,6 +120,8 @@ class Reach:
         group, count = self._group(client), self._count
         if group.state is GroupState.WAITING:
             count["aborted while it waits"] += 1
+        elif group.state is GroupState.PREPARING:
+            count["aborted while its grammar is prepared"] += 1
         elif group.state is GroupState.SWAPPING_OUT:
             count["aborted while it is swapped out"] += 1
         elif group.state is GroupState.SWAPPED:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.plan import Pooling, SamplingParams, WorkerCapacity
+from scheduler_service.core.plan import Grammar, GrammarKind, Pooling, SamplingParams, WorkerCapacity
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import BeamParams, EarlyStopping, OutputMode, Request
 
@@ -92,6 +92,10 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
     slowdown, flushes, patience = Random(f"slowdown {seed}"), Random(f"flush {seed}"), Random(f"patience {seed}")
     embeddings = Random(f"embeddings {seed}") if Random(f"pooling {seed}").random() < 0.2 else None
     lengths = Random(f"length {seed}")
+    grammars = Random(f"grammars {seed}")
+    has_grammars = grammars.random() < 0.25
+    if has_grammars:
+        capacity = replace(capacity, gates_grammars=grammars.random() < 0.5)
     if capacity.sliding_window and lengths.random() < 0.6:
         arrivals = tuple(_lengthened(lengths, arrival, capacity.max_model_len) for arrival in arrivals)
     return Scenario(
@@ -120,16 +124,47 @@ def draw_scenario(seed: int, rng: Random) -> Scenario:
         flush_times=tuple(flushes.random() for _ in range(flushes.choice((0, 0, 5)))),
         arrivals=tuple(
             replace(arrival, request=_or_an_embedding(embeddings, _with_output_mode(patience, arrival.request)))
-            for arrival in arrivals
+            for arrival in (_constrained(grammars, arrivals) if has_grammars else arrivals)
         ),
     )
+
+
+def _constrained(rng: Random, arrivals: tuple[Arrival, ...]) -> list[Arrival]:
+    """Most of them with one of a few grammars."""
+    grammars = [_draw_grammar(rng) for _ in range(rng.randint(1, 3))]
+    return [
+        replace(arrival, request=_with_grammar(arrival.request, rng.choice(grammars), rng))
+        if rng.random() < 0.7
+        else arrival
+        for arrival in arrivals
+    ]
+
+
+def _draw_grammar(rng: Random) -> Grammar:
+    fault = rng.choice(("none",) * 6 + ("unreadable", "failed", "limit"))
+    text = f"{rng.randrange(1 << 32)} {rng.choice((1, 5, 100))} {fault} {rng.randint(0, 6)}"
+    ends = tuple(sorted(rng.sample(range(BAD_TOKEN), rng.choice((1, 1, 2)))))
+    return Grammar(GrammarKind.REGEX, text, ends)
+
+
+def _with_grammar(request: Request, grammar: Grammar, rng: Random) -> Request:
+    """The end tokens are among the stop tokens too, unless it ignores them there."""
+    sampling, stops = request.sampling, set(request.sampling.stop_token_ids)
+    if rng.random() < 0.5:
+        stops.update(grammar.end_token_ids)
+    if request.beam is not None:
+        num = request.beam.beam_width + len(stops.union(grammar.end_token_ids))
+        sampling = replace(sampling, num_candidates=num)
+    min_tokens = rng.choice((sampling.min_tokens, 2))
+    sampling = replace(sampling, stop_token_ids=tuple(sorted(stops)), min_tokens=min_tokens)
+    return replace(request, sampling=sampling, grammar=grammar)
 
 
 def _or_an_embedding(rng: Random | None, request: Request) -> Request:
     if rng is None or rng.random() < 0.4:
         return request
     pooling = rng.choice((Pooling.LAST, Pooling.MEAN))
-    return replace(request, sampling=SamplingParams(pooling=pooling), max_tokens=0, n=1, beam=None)
+    return replace(request, sampling=SamplingParams(pooling=pooling), max_tokens=0, n=1, beam=None, grammar=None)
 
 
 def _lengthened(rng: Random, arrival: Arrival, max_model_len: int) -> Arrival:
@@ -163,6 +198,7 @@ def _draw_capacity(rng: Random) -> WorkerCapacity:
         device="cpu",
         dtype="float32",
         attention_backend="none",
+        grammar_version="g",
         num_host_blocks=rng.choice((0, rng.randint(1, 6), 12, 12, 12)),
         swap_bandwidth=rng.choice((1e4, 1e6, 1e8)),
         sliding_window=rng.choice((0, 0, 0, rng.randint(1, 16))),

@@ -18,6 +18,7 @@ from scheduler_service.core.plans import Dispatch
 from scheduler_service.core.policy import create_policy
 from scheduler_service.core.request import AdmissionError, AdmissionReason, BlockUse, EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
+from scheduler_service.core.sequence import GroupState
 from tests.sim.cache_view import CacheView
 from tests.sim.client import Client
 from tests.sim.connection import NEVER, Connection
@@ -70,7 +71,9 @@ class Simulation:
             policy=create_policy(scenario.policy),
             preemption=scenario.preemption,
             max_decode_slowdown=scenario.max_decode_slowdown,
+            grammar_version="g",
         )
+        self.grammar_rng = Random(f"grammars of workers {seed}")
         self.clients: dict[tuple[str, str], Client] = {}  # that are served
         self.client_of: dict[int, Client] = {}  # by sequence, also of those that have ended
         self.bad_sequences: dict[int, RowStatus] = {}  # whose next sampling row fails, and how
@@ -201,6 +204,8 @@ class Simulation:
             self._bound_steps()
 
     def _check_misfit(self, request: Request) -> None:
+        if request.grammar is not None and self.process.capacity.grammar_version != "g":
+            return
         num_tokens = len(request.prompt_token_ids) + max(1, request.max_tokens)
         assert num_tokens > self.scheduler.max_sequence_tokens or request.n > 1 or request.beam, "it fits"
 
@@ -269,6 +274,7 @@ class Simulation:
         while self.connection is not None:
             plan = self.scheduler.schedule(self.clock)
             if plan is None:
+                self._check_nobody_waits_for_grammars()
                 self._audit(13)
                 return
             self.num_steps += 1
@@ -279,13 +285,41 @@ class Simulation:
             self.reach.planned(plan)
             self._audit(3, plan.step, *plan.released_slots, *plan.append_block_ids, *plan.work_num_tokens)
 
+    def _check_nobody_waits_for_grammars(self) -> None:
+        """A worker with nothing to do is one that prepares the grammars of all who wait."""
+        state, epoch = self.scheduler.state, self.scheduler.state.epoch
+        if epoch is None or epoch.unacknowledged or len(epoch.cache.moves) or not state.quarantine.is_empty:
+            return
+        for group in state.groups.values():
+            assert group.state is GroupState.PREPARING, "L1: it could run, and waits for another one's grammar"
+            assert group.request.grammar is not None, "L1: it waits for a grammar and has none"
+
+    def receive_grammar(self, connection: Connection, grammar_id: int, error: str) -> None:
+        if connection is self.connection:
+            self.note("grammar", grammar_id, error)
+            self.reached["a grammar cannot be read" if error else "a grammar is ready"] += 1
+            self._take(self.scheduler.grammar_ready(grammar_id, error, self.clock))
+            self._audit(16, grammar_id)
+            self.wake()
+
     def _send(self, connection: Connection, plan: StepPlan) -> None:
         assert plan.epoch == connection.epoch
         assert plan.step == len(connection.plans) + 1
         connection.plans.append(plan)
+        connection.grammar_ids.difference_update(plan.released_grammar_ids)
+        connection.grammar_ids.update(added.grammar_id for added in plan.added_grammars)
+        if connection.grammar_ids:
+            self._check_grammars(connection)
         self.ledger.check(plan)
         self.root_ledger.check(plan, self.client_of)
         self.at(connection.send_down(self.now, self._delay()), self.process.receive, connection, plan)
+
+    def _check_grammars(self, connection: Connection) -> None:
+        """The worker has the grammars of those who live, and no others."""
+        state = self.scheduler.state
+        needed = {group.request.grammar for group in state.groups.values() if group.request.grammar is not None}
+        assert state.epoch is not None
+        assert connection.grammar_ids == {state.epoch.grammars.id_of(grammar) for grammar in needed}, "S8: grammars"
 
     def _delay(self) -> float:
         return self.rng.random() * self.scenario.delay_seconds
@@ -530,9 +564,23 @@ class Simulation:
             self.reached["a false acknowledgement of moves is refused"] += 1
         else:
             raise AssertionError("moves of a step that was never planned are acknowledged")
+        self._report_false_grammars()
         if epoch:
             self.scheduler.moved(self.last_moved_step // 2, self.clock)
         self._audit(11)
+
+    def _report_false_grammars(self) -> None:
+        """One that was never added; then one that nobody has any more."""
+        epoch = self.scheduler.state.epoch
+        last_id = epoch.grammars.last_id if epoch else 0
+        try:
+            self.scheduler.grammar_ready(last_id + 1, "", self.clock)
+        except WorkerProtocolError:
+            self.reached["a false report of a grammar is refused"] += 1
+        else:
+            raise AssertionError("a grammar that was never added is reported")
+        if epoch and last_id and not self.scheduler.state.preparing:
+            assert not self.scheduler.grammar_ready(last_id, "too late", self.clock).ended
 
     def question(self) -> None:
         """What an operator asks: nothing changes by it."""
@@ -586,4 +634,7 @@ class Simulation:
         if self.rng.random() < 0.3:
             capacity = smaller(self.rng, capacity)
             self.reached["a worker comes back smaller"] += 1
+        version = self.grammar_rng.choice(("g", "g", "g", "another"))
+        gates = self.grammar_rng.random() < 0.5
+        capacity = replace(capacity, grammar_version=version, gates_grammars=gates)
         self.process = WorkerProcess(self, capacity)

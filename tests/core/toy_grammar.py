@@ -1,0 +1,87 @@
+"""Grammars that are a few numbers: what they allow is a function of these and of the tokens so far.
+
+The text is "seed length fault step". Outputs have at most `length` tokens before the end token; with the fault
+"unreadable" nothing can be made of it, with "failed" or "limit" no output has a token at `step`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from scheduler_service.core.plan import RowStatus, SamplingParams
+
+_FAULTS = {"failed": RowStatus.GRAMMAR_FAILED, "limit": RowStatus.GRAMMAR_LIMIT}
+
+
+@dataclass(slots=True)
+class ToyMatcher:
+    """The state of a grammar behind the tokens of one output."""
+
+    state: int
+    length: int
+    fault: str
+    fault_step: int
+    end_token_ids: tuple[int, ...]
+    vocab_size: int
+    num_tokens: int = 0
+    end_token_id: int | None = None
+
+    def copy(self) -> "ToyMatcher":
+        return replace(self)
+
+    def consume(self, token_ids: Iterable[int]) -> None:
+        """Tokens behind the first end token are not looked at."""
+        for token_id in token_ids:
+            if self.end_token_id is not None:
+                return
+            assert token_id in self.allowed(), f"the grammar does not allow {token_id} at {self.num_tokens}"
+            self.state = hash((self.state, token_id))
+            self.num_tokens += 1
+            if token_id in self.end_token_ids:
+                self.end_token_id = token_id
+
+    def allowed(self) -> list[int]:
+        """The tokens that may come next, rising: sometimes one alone, sometimes only the end tokens."""
+        if self.end_token_id is not None:
+            return [self.end_token_id]
+        kind = hash((self.state, 3)) % 12
+        if self.num_tokens >= self.length or kind == 0:
+            return list(self.end_token_ids)
+        num = 1 if kind == 1 else 1 + hash((self.state, 4)) % 6
+        found = {hash((self.state, 5, i)) % (self.vocab_size - 1) for i in range(num)}
+        if kind < 4:
+            found.update(self.end_token_ids)
+        return sorted(found)
+
+    @property
+    def status(self) -> RowStatus:
+        """What comes of a row that samples now."""
+        fails = self.end_token_id is None and self.num_tokens >= self.fault_step
+        return _FAULTS.get(self.fault, RowStatus.OK) if fails else RowStatus.OK
+
+
+def read(text: str, end_token_ids: tuple[int, ...], vocab_size: int) -> ToyMatcher:
+    """The grammar at its beginning."""
+    seed, length, fault, step = text.split()
+    return ToyMatcher(hash((int(seed), 7)), int(length), fault, int(step), end_token_ids, vocab_size)
+
+
+def is_readable(text: str) -> bool:
+    return text.split()[2] != "unreadable"
+
+
+def constrained_token(matcher: ToyMatcher, sampling: SamplingParams, prefix: int, seed: int, index: int) -> int:
+    """The token that a row samples: an allowed one, and while it has too few, no stop token if there are others."""
+    allowed = matcher.allowed()
+    if matcher.num_tokens < sampling.min_tokens:
+        allowed = [token_id for token_id in allowed if token_id not in sampling.stop_token_ids] or allowed
+    return allowed[hash((prefix, seed, index)) % len(allowed)]
+
+
+def constrained_candidates(
+    matcher: ToyMatcher, sampling: SamplingParams, entries: list[tuple[int, float]], num: int
+) -> list[tuple[int, float]]:
+    """The `num` most likely of those entries that are allowed, or fewer."""
+    allowed = matcher.allowed()
+    if matcher.num_tokens < sampling.min_tokens:
+        allowed = [token_id for token_id in allowed if token_id not in sampling.stop_token_ids] or allowed
+    return [entry for entry in entries if entry[0] in allowed][:num]
