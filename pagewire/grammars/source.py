@@ -4,9 +4,12 @@ import json
 from typing import Any
 
 from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from pagewire.grammars.structural_tag import structural_tag_to_lark
 
 # Between the parts of JSON stands one space, one end of a line, or nothing: with as much as JSON allows, a model may go
-# on with spaces for ever. A schema may say otherwise in "x-guidance".
+# on with spaces for ever. A schema that says otherwise in "x-guidance" has the library's defaults.
 _JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \n]?"}
 
 
@@ -15,7 +18,8 @@ def to_llguidance(kind: str, text: str) -> str:
     not of its kind, and a kind that is none."""
     match kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(text, _JSON_DEFAULTS)
+            has_own = '"x-guidance"' in text and '"whitespace_' in text
+            return LLMatcher.grammar_from_json_schema(text, None if has_own else _JSON_DEFAULTS)
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', _JSON_DEFAULTS)
         case "regex":
@@ -23,7 +27,9 @@ def to_llguidance(kind: str, text: str) -> str:
         case "choice":
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, _choices(text))))
         case "grammar":
-            return LLMatcher.grammar_from_lark(text)
+            return LLMatcher.grammar_from_lark(any_to_lark(text))
+        case "structural_tag":
+            return LLMatcher.grammar_from_lark(structural_tag_to_lark(text))
     raise ValueError(f"{kind} is no kind of grammar that this server has")
 
 

@@ -1,0 +1,264 @@
+"""What each kind of grammar allows, what a matcher's state is, and that no grammar takes too much to read."""
+
+import ctypes
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, Matcher, fill_masks
+from pagewire.grammars.trial import TOO_MUCH, Trials
+from tests.project.sources import ROOT
+
+TOKENIZER = ROOT / "models" / "storyteller" / "tokenizer.json"
+VOCAB_SIZE = 1024 + 40  # ids behind the tokenizer's are padding
+END, OTHER_END = 0, 2
+MASK_BYTES = 4 * -(-VOCAB_SIZE // 32)
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(TOKENIZER))
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER.read_text(encoding="utf-8"), VOCAB_SIZE)
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def allowed(matcher: Matcher) -> list[int]:
+    mask = ctypes.create_string_buffer(MASK_BYTES)
+    matcher.fill_mask(ctypes.addressof(mask), MASK_BYTES)
+    return bits(mask.raw)
+
+
+def bits(mask: bytes) -> list[int]:
+    return [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
+
+
+def tag(begin: str, end: str) -> dict[str, object]:
+    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": POINT}, "end": end}
+
+
+def of_format(form: dict[str, object]) -> str:
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+CALLS = of_format({"type": "triggered_tags", "triggers": ["<fn="], "tags": [tag("<fn=a>", "</fn>"), tag("<fn=b>", "")]})
+LIST = of_format({"type": "tags_with_separator", "tags": [tag("<a>", "</a>")], "separator": ",", "at_least_one": True})
+THOUGHT = of_format(
+    {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
+            {
+                "type": "or",
+                "elements": [{"type": "const_string", "value": "ok "}, {"type": "regex", "pattern": "[0-9]/"}],
+            },
+            {"type": "json_schema", "json_schema": POINT},
+        ],
+    }
+)
+OLDER = json.dumps({"structures": [{"begin": "<fn=a>", "schema": POINT, "end": "</fn>"}], "triggers": ["<fn="]})
+# Kind, text, outputs that match, outputs that do not.
+KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
+    "json_schema": ("json_schema", json.dumps(POINT), ('{"x":1}', '{"x": -20}'), ('{"x":"1"}', "{}", '{"x":  1}')),
+    "spaces as a schema says": (
+        "json_schema",
+        json.dumps(POINT | {"x-guidance": {"whitespace_flexible": False}}),
+        ('{"x":1}',),
+        ('{"x": 1}',),
+    ),
+    "json_object": ("json_object", "", ("{}", '{"a": [1, {"b": null}]}'), ("[]", "1", '{"a" 1}')),
+    "regex": ("regex", "[a-c]+x?", ("abc", "ax"), ("x", "axa", "ab ")),
+    "regex with anchors": ("regex", "^ab$", ("ab",), ("a", "abb")),
+    "choice": ("choice", json.dumps(["yes", "yes, sir", 'a "b" \\ é']), ("yes", "yes, sir", 'a "b" \\ é'), ("y", "no")),
+    "lark": ("grammar", 'start: "hello " /[a-z]{3}/', ("hello abc",), ("hello ab", "hi abc")),
+    "ebnf": ("grammar", 'root ::= "a" [0-9]+ ("x" | "y")?', ("a12", "a1x"), ("b", "ax", "a1xy")),
+    "tags behind triggers": (
+        "structural_tag",
+        CALLS,
+        ("hello", 'hi <fn=a>{"x":1}</fn> there', '<fn=b>{"x":1}<fn=a>{"x":2}</fn>'),
+        ("<fn=c>", '<fn=a>{"x":"s"}</fn>', '<fn=a>{"x":1}'),
+    ),
+    "tags with a separator": (
+        "structural_tag",
+        LIST,
+        ('<a>{"x":1}</a>', '<a>{"x":1}</a>,<a>{"x":2}</a>'),
+        ("", '<a>{"x":1}</a><a>{"x":2}</a>'),
+    ),
+    "a thought first": (
+        "structural_tag",
+        THOUGHT,
+        ('<think>abc</think>ok {"x":1}', '<think></think>7/{"x":1}'),
+        ("<think>a", 'ok {"x":1}', '<think>a</think>{"x":1}'),
+    ),
+    "the older structural tag": ("structural_tag", OLDER, ("yo", 'yo <fn=a>{"x":1}</fn>'), ("<fn=b>",)),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    kind, text, good, bad = KINDS[name]
+    for output in good:
+        compiler.compile(kind, text, (END,)).consume([*ids(tokenizer, output), END])
+    for output in bad:
+        with pytest.raises(GrammarError):
+            compiler.compile(kind, text, (END,)).consume([*ids(tokenizer, output), END])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("json_schema", '{"type":', "EOF|expected value"),
+        ("json_schema", '{"type": "nothing"}', "nothing"),
+        ("regex", "(", "unclosed group"),
+        ("grammar", "start: missing", "missing"),
+        ("choice", "[]", "at least one"),
+        ("choice", '["a", 1]', "array of texts"),
+        ("structural_tag", "[]", "a JSON object"),
+        ("structural_tag", of_format({"type": "poem"}), "'poem' are not supported"),
+        ("structural_tag", of_format({"type": "triggered_tags", "triggers": ["<x"], "tags": []}), "no tag begins"),
+        ("verse", "a", "no kind of grammar"),
+    ],
+)
+def test_what_cannot_be_read_says_why(kind: str, text: str, reason: str, compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        compiler.compile(kind, text, (END,))
+
+
+def test_behind_an_end_token_it_alone_is_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = compiler.compile("regex", "ab", (END, OTHER_END))
+    with pytest.raises(GrammarError):
+        matcher.copy().consume([END])  # nothing has matched yet
+    matcher.consume(ids(tokenizer, "ab"))
+    assert allowed(matcher) == [END, OTHER_END]
+    matcher.consume([OTHER_END, 77, 78])
+    assert matcher.end_token_id == OTHER_END
+    matcher.consume([OTHER_END])
+    assert allowed(matcher) == allowed(matcher.copy()) == [OTHER_END]
+
+
+def test_padding_is_never_allowed(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matcher = compiler.compile("regex", "(?s:.*)", (END,))
+    assert max(allowed(matcher)) < tokenizer.get_vocab_size() <= VOCAB_SIZE - 40
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_state_is_a_function_of_the_tokens(seed: int, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """Walks through masks: the state behind tokens is that of a matcher which takes them at once, and of a copy."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    pattern = r"([a-f]{1,3}(, |;)){2,6}[0-9]{1,4}"
+    matcher, taken = compiler.compile("regex", pattern, (END,)), list[int]()
+    while matcher.end_token_id is None:
+        again = compiler.compile("regex", pattern, (END,))
+        again.consume(taken)
+        copied = matcher.copy()
+        assert allowed(again) == allowed(copied) == allowed(matcher)
+        token = rng.choice(allowed(matcher))
+        matcher.consume([token])
+        taken.append(token)
+    assert re.fullmatch(pattern, tokenizer.decode(taken[:-1]))
+
+
+def test_masks_of_several_are_those_of_each(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    matchers = [compiler.compile("regex", text, (END,)) for text in ("a+", "[0-9]", "x", "(?s:.*)")]
+    matchers[2].consume([*ids(tokenizer, "x"), END])
+    masks = ctypes.create_string_buffer(4 * MASK_BYTES)
+    errors = fill_masks([(one, line) for line, one in enumerate(matchers)], ctypes.addressof(masks), MASK_BYTES)
+    assert not errors
+    lines = [masks.raw[i * MASK_BYTES : (i + 1) * MASK_BYTES] for i in range(4)]
+    assert [bits(line) for line in lines] == [allowed(matcher) for matcher in matchers]
+
+
+def test_a_cache_compiles_once_and_forgets_what_was_used_longest_ago(compiler: GrammarCompiler) -> None:
+    compiled: list[str] = []
+
+    class CountingCompiler(GrammarCompiler):
+        def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
+            compiled.append(text)
+            return compiler.compile(kind, text, end_token_ids)
+
+    cache = GrammarCache(CountingCompiler("", 0), max_bytes=600_000)  # two small ones
+    for text in ("a", "b", "a", "c", "a", "b"):
+        assert allowed(cache.get("regex", text, (END,)))
+    assert compiled == ["a", "b", "c", "b"]
+
+
+# Trials
+
+
+@pytest.fixture(scope="module")
+def trials() -> Iterator[Trials]:
+    trials = Trials(TOKENIZER.read_text(encoding="utf-8"), VOCAB_SIZE, (END,))
+    yield trials
+    trials.close()
+
+
+def nested(depth: int) -> str:
+    return '{"type":"array","items":' * depth + '{"type":"integer"}' + "}" * depth
+
+
+# Grammars that take minutes, gigabytes or a whole stack where nothing limits them, or are refused by the library.
+HOSTILE: dict[str, tuple[str, str]] = {
+    "nested schemas": ("json_schema", nested(3000)),
+    "nested arrays": ("json_schema", "[" * 200_000 + "]" * 200_000),
+    "nested groups": ("regex", "(" * 20_000 + "a" + ")" * 20_000),
+    "nested rules": ("grammar", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "repetitions of repetitions": ("regex", "((a{1000}){1000}){1000}"),
+    "half a megabyte": ("regex", "abc|" * 120_000),
+    "ten thousand properties": (
+        "json_schema",
+        json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(10_000)}}),
+    ),
+    "patterns that must all hold": (
+        "json_schema",
+        json.dumps({"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(40)]}),
+    ),
+    "alternatives times alternatives": (
+        "json_schema",
+        json.dumps({"allOf": [{"anyOf": [{"properties": {f"x{i}_{j}": {}}} for j in range(4)]} for i in range(12)]}),
+    ),
+    "many rules that may be empty": (
+        "grammar",
+        f"start: {' '.join(f'x{i}' for i in range(2000))}\n" + "\n".join(f'x{i}: "a" | "b" | ' for i in range(2000)),
+    ),
+    "many alternatives": ("grammar", "start: " + " | ".join(f'"{i:06d}"' for i in range(40_000))),
+    "references in a circle": (
+        "json_schema",
+        json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused(name: str, trials: Trials) -> None:
+    refusal = trials.run(*HOSTILE[name], (END,))
+    print(refusal[:200])
+    assert refusal
+    assert not trials.run("regex", "a+", (END,)), "the process goes on"
+
+
+def test_a_trial_that_takes_too_much_says_so(trials: Trials) -> None:
+    assert trials.run(*HOSTILE["patterns that must all hold"], (END,)) == TOO_MUCH
+
+
+def test_a_process_that_was_killed_is_started_again(trials: Trials) -> None:
+    assert trials._process is not None
+    trials._process.kill()
+    assert not trials.run("regex", "a+", (END,))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError):
+        Trials("{}", VOCAB_SIZE, (END,))
