@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from scheduler_service.core.plan import SamplingParams, StepPlan, WorkerCapacity
+from scheduler_service.core.plan import Grammar, GrammarKind, SamplingParams, StepPlan, WorkerCapacity
 from scheduler_service.core.policy import POLICIES
 from scheduler_service.core.request import (
     AdmissionError,
@@ -30,6 +30,7 @@ DEFAULTS = SchedulerArguments(
     watermark=0.01,
     policy="priority",
     preemption="auto",
+    grammar_version="g",
 )
 
 
@@ -50,6 +51,7 @@ class RecordedHistory:
             watermark=0.01,
             policy=rng.choice(POLICIES),
             preemption=rng.choice(["auto", "swap", "recompute"]),
+            grammar_version="g",
         )
         self.recorder = Recorder(str(path), self.arguments)
         self.recorder.open()
@@ -57,6 +59,7 @@ class RecordedHistory:
         self.scheduler = record(self.core, self.recorder)
         self.worker: SimulatedWorker | None = None
         self.plans: list[StepPlan] = []
+        self.preparing: list[int] = []
         self.num_plans = 0
         self.num_tokens = 0
         self.num_refused = 0
@@ -94,6 +97,7 @@ class RecordedHistory:
             attention_backend="none",
             num_host_blocks=20,
             swap_bandwidth=1e6,
+            grammar_version="g",
         )
         self.worker = SimulatedWorker(capacity.num_device_blocks, 4, VOCAB, 6, 48, num_host_blocks=20)
         self.take(self.scheduler.worker_joined(capacity, self.epoch, self.now))
@@ -124,6 +128,7 @@ class RecordedHistory:
             beam=beam,
             deadline=rng.choice([None, self.now + 1]),
             output_mode=rng.choice(list(OutputMode)),
+            grammar=rng.choice([None, None, Grammar(GrammarKind.CHOICE, f"{rng.randrange(3)} 9 none 0", (5,))]),
         )
         self.requests.append(request)
         try:
@@ -137,6 +142,7 @@ class RecordedHistory:
         plan = self.scheduler.schedule(self.now)
         if plan is not None:
             self.plans.append(plan)
+            self.preparing += [added.grammar_id for added in plan.added_grammars]
             self.num_plans += 1
         elif self.plans:
             result = self.worker.execute(self.plans.pop(0), apply_moves=False)
@@ -144,9 +150,18 @@ class RecordedHistory:
             self.scheduler.moved(self.worker.last_moved_step, self.now)
             self.now += 0.001
             self.take(self.scheduler.complete(result, self.now))
+            self.prepare()
         else:
             self.worker.finish_moves(len(self.worker.pending))
             self.scheduler.moved(self.worker.last_moved_step, self.now)
+
+    def prepare(self) -> None:
+        """Read the grammars that have come, one of which in five cannot be."""
+        while self.preparing and self.preparing[0] <= self.worker.last_grammar_id:
+            grammar_id = self.preparing.pop(0)
+            if self.worker.prepare(grammar_id) is not None:
+                error = "" if self.rng.random() < 0.8 else "unreadable"
+                self.take(self.scheduler.grammar_ready(grammar_id, error, self.now))
 
     def end_one(self) -> None:
         try:
@@ -168,6 +183,7 @@ class RecordedHistory:
         self.take(self.scheduler.worker_lost(self.now))
         self.worker = None
         self.plans.clear()
+        self.preparing.clear()
         if self.rng.random() < 0.4:
             self.take(self.scheduler.worker_grace_ended(self.now))
         if self.rng.random() < 0.2:

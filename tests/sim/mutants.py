@@ -458,9 +458,9 @@ MUTANTS = (
     _mutant(
         "grammars outlive the epoch",
         "epoch",
-        "        self.grammars = EpochGrammars()\n",
-        "        self.grammars = vars(EpochGrammars).get('kept') or EpochGrammars()\n"
-        "        EpochGrammars.kept = self.grammars\n",
+        "        self.grammars = NeededGrammars()\n",
+        "        self.grammars = vars(NeededGrammars).get('kept') or NeededGrammars()\n"
+        "        NeededGrammars.kept = self.grammars\n",
     ),
     _mutant(
         "a grammar is released while another request needs it",
