@@ -36,7 +36,7 @@ class GrammarCache:
             if content not in self._kept:
                 self._kept[content] = matcher
                 self._num_bytes += _num_bytes(content)
-            while self._num_bytes > self._max_bytes and len(self._kept) > 1:
+            while self._num_bytes > self._max_bytes:
                 forgotten, _ = self._kept.popitem(last=False)
                 self._num_bytes -= _num_bytes(forgotten)
         return matcher.copy()

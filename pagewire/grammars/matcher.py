@@ -39,7 +39,7 @@ def _caught() -> Iterator[None]:
     """Make errors of the library and its panics, which are no Exceptions, a GrammarError."""
     try:
         yield
-    except (GrammarError, KeyboardInterrupt, SystemExit):
+    except (GrammarError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         raise GrammarError(f"the grammar cannot be read: {error}") from None

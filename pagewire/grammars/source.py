@@ -36,6 +36,10 @@ def to_llguidance(kind: str, text: str) -> str:
 def _choices(text: str) -> list[str]:
     """Raises ValueError if it is not a JSON array of texts, at least one."""
     choices = json.loads(text)
-    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise ValueError("a choice is a JSON array of texts, at least one")
-    return choices
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
+        raise ValueError("a choice is a JSON array of texts, at least one, none of them empty")
+    return list(dict.fromkeys(choices))

@@ -53,6 +53,7 @@ def of_format(form: dict[str, object]) -> str:
     return json.dumps({"type": "structural_tag", "format": form})
 
 
+ONE_DIGIT = {"type": "regex", "pattern": "[0-9]/"}
 CALLS = of_format({"type": "triggered_tags", "triggers": ["<fn="], "tags": [tag("<fn=a>", "</fn>"), tag("<fn=b>", "")]})
 LIST = of_format({"type": "tags_with_separator", "tags": [tag("<a>", "</a>")], "separator": ",", "at_least_one": True})
 THOUGHT = of_format(
@@ -62,7 +63,7 @@ THOUGHT = of_format(
             {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
             {
                 "type": "or",
-                "elements": [{"type": "const_string", "value": "ok "}, {"type": "regex", "pattern": "[0-9]/"}],
+                "elements": [{"type": "const_string", "value": "ok "}, ONE_DIGIT],
             },
             {"type": "json_schema", "json_schema": POINT},
         ],
@@ -125,6 +126,7 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
         ("grammar", "start: missing", "missing"),
         ("choice", "[]", "at least one"),
         ("choice", '["a", 1]', "array of texts"),
+        ("choice", '["a", ""]', "none of them empty"),
         ("structural_tag", "[]", "a JSON object"),
         ("structural_tag", of_format({"type": "poem"}), "'poem' are not supported"),
         ("structural_tag", of_format({"type": "triggered_tags", "triggers": ["<x"], "tags": []}), "no tag begins"),

@@ -182,7 +182,9 @@ def _check_prompt(
 def _resolve_sampling(
     sampling: scheduler_pb2.SamplingParams, model: ModelInfo, beam: BeamParams | None, grammar: Grammar | None
 ) -> SamplingParams:
-    eos_token_ids = () if sampling.ignore_eos else model.eos_token_ids
+    is_constrained = sampling.WhichOneof("structured_output") is not None
+    # A grammar ends at end tokens whatever else is asked for; min_tokens delays them where it allows others.
+    eos_token_ids = () if sampling.ignore_eos and not is_constrained else model.eos_token_ids
     biases = sorted(sampling.logit_bias.items())
     resolved = replace(
         model.sampling_defaults,
