@@ -1,0 +1,129 @@
+"""Outputs match their schemas through both services, whatever happens to the worker.
+
+The schemas of tests/schemas/schemas.jsonl are in the manner of what people send: tools, extractions, records. Each has
+an end within the length of the bundled model. Validity is judged by PyPI `jsonschema`. Each schema has one of three seeds
+here; `python -m tests.system.test_structured_output` runs all of them with all seeds, which takes some minutes.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from pagewire import Client, Completion, SamplingParams
+from tests.system.forked import running
+from tests.system.services import System
+from tests.system.streams import until_lost
+
+ROOT = Path(__file__).parents[2]
+STORYTELLER = ROOT / "models" / "storyteller"
+SCHEMAS = [json.loads(line) for line in (ROOT / "tests" / "schemas" / "schemas.jsonl").read_text().splitlines()]
+SEEDS = (1, 2, 3)
+NUM_KILLS = 20
+MAX_CONCURRENT = 32
+WORKER = ["--dtype", "float32"]
+# A pool in which some must give way.
+SMALL_POOL = {
+    "worker": [*WORKER, "--num-device-blocks", 200, "--max-num-batched-tokens", 96],
+    "scheduler": ["--pipeline-depth", 3],
+}
+
+
+def sampling_of(index: int, seed: int) -> SamplingParams:
+    """What the request for a schema asks for beside it: most of them nothing."""
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 1200}
+    match index % 10:
+        case 0:
+            options |= {"n": 2}
+        case 1:
+            options = {"max_tokens": 200, "beam_width": 2, "n": 1}
+        case 2:
+            options |= {"repetition_penalty": 1.1, "logprobs": 2}
+        case 3:
+            options |= {"ignore_eos": True, "min_tokens": 5}
+        case 4:
+            options |= {"top_k": 20, "logit_bias": {50: 20.0}}
+        case 5:
+            options |= {"temperature": 0.0}
+    return SamplingParams(**options, seed=seed, structured_outputs={"json": SCHEMAS[index]["schema"]})
+
+
+def faults(index: int, completion: Completion) -> list[str]:
+    """What is wrong with the outputs for a schema."""
+    title, found = SCHEMAS[index]["title"], []
+    for output in completion.outputs:
+        if output.finish_reason != "stop":
+            # The most likely outputs of a small model may go on and on.
+            is_excused = index % 10 in (1, 5) and output.finish_reason == "length"
+            found += [] if is_excused else [f"{title}: ended by {output.finish_reason} in {output.text[-80:]!r}"]
+            continue
+        try:
+            jsonschema.validate(json.loads(output.text), SCHEMAS[index]["schema"])
+        except (ValueError, jsonschema.ValidationError) as error:
+            found.append(f"{title}: {output.text!r}: {error}")
+    return found
+
+
+async def run_all(
+    client: Client, keys: list[tuple[int, int]], ended: asyncio.Semaphore | None = None
+) -> dict[tuple[int, int], Completion]:
+    """Complete schemas, each with a seed; `ended` counts those that have."""
+    places = asyncio.Semaphore(MAX_CONCURRENT)
+
+    async def run(index: int, seed: int) -> Completion:
+        async with places:
+            prompt = f"The card number {index} says: "
+            completion = await client.acomplete(prompt, sampling_of(index, seed))
+        if ended is not None:
+            ended.release()
+        return completion
+
+    return dict(zip(keys, await asyncio.gather(*(run(*key) for key in keys)), strict=True))
+
+
+async def kill_now_and_then(system: System, client: Client, num_requests: int, ended: asyncio.Semaphore) -> None:
+    for number in range(NUM_KILLS):
+        for _ in range(num_requests // (NUM_KILLS + 5)):
+            await ended.acquire()
+        system.restart_worker()
+        await until_lost(client, number + 1)
+
+
+def told(completion: Completion) -> list[tuple[Any, ...]]:
+    return [(output.token_ids, output.text, output.finish_reason) for output in completion.outputs]
+
+
+def test_there_are_200_schemas_of_many_kinds() -> None:
+    assert len(SCHEMAS) == 200 == len({row["title"] for row in SCHEMAS})
+    for row in SCHEMAS:
+        jsonschema.validators.validator_for(row["schema"]).check_schema(row["schema"])
+
+
+async def assert_valid_through_kills(keys: list[tuple[int, int]]) -> None:
+    """Outputs are valid, and those of a calm run, though the worker dies again and again and its pool is small."""
+    with running(STORYTELLER, worker=WORKER) as system:
+        async with Client(system.url) as client:
+            calm = await run_all(client, keys)
+    with running(STORYTELLER, **SMALL_POOL) as system:
+        async with Client(system.url) as client:
+            ended = asyncio.Semaphore(0)
+            killing = asyncio.create_task(kill_now_and_then(system, client, len(keys), ended))
+            disturbed = await run_all(client, keys, ended)
+            await killing
+            assert (await client.loads()).num_worker_losses == NUM_KILLS
+    assert not [fault for (index, _), completion in disturbed.items() for fault in faults(index, completion)]
+    assert {key: told(completion) for key, completion in disturbed.items()} == {
+        key: told(completion) for key, completion in calm.items()
+    }
+
+
+@pytest.mark.timeout(400)
+async def test_every_schema_gives_valid_outputs_through_20_kills() -> None:
+    await assert_valid_through_kills([(index, SEEDS[index % len(SEEDS)]) for index in range(len(SCHEMAS))])
+
+
+if __name__ == "__main__":
+    asyncio.run(assert_valid_through_kills([(index, seed) for seed in SEEDS for index in range(len(SCHEMAS))]))
