@@ -1,8 +1,8 @@
 """Outputs match their schemas through both services, whatever happens to the worker.
 
 The schemas of tests/schemas/schemas.jsonl are in the manner of what people send: tools, extractions, records. Each has
-an end within the length of the bundled model. Validity is judged by PyPI `jsonschema`. Each schema has one of three seeds
-here; `python -m tests.system.test_structured_output` runs all of them with all seeds, which takes some minutes.
+an end within the length of the bundled model. Validity is judged by PyPI `jsonschema`. Each schema has one of three
+seeds here; `python -m tests.system.test_structured_output` runs all of them with all seeds, which takes some minutes.
 """
 
 import asyncio
