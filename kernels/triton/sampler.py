@@ -322,9 +322,8 @@ def _edit_kernel(
         mask = (ids >= 0) & (ids < vocab_size)
         if HAS_MASKS:
             mask_line = tl.load(columns.mask_lines + row).to(tl.int64)
-            is_masked = mask & (mask_line >= 0)
-            words = tl.load(columns.masks + mask_line * num_words + ids // 32, is_masked, -1)
-            mask &= ((words >> (ids % 32)) & 1) != 0
+            words = tl.load(columns.masks + tl.maximum(mask_line, 0) * num_words + ids // 32, mask, 0)
+            mask = mask & (((tl.where(mask_line < 0, -1, words) >> (ids % 32)) & 1) != 0)
         tl.atomic_add(line + ids, values, mask)
         tl.debug_barrier()
         # An infinite bias must not turn differences into NaN.

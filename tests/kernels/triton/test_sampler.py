@@ -109,6 +109,11 @@ def test_vocabularies_on_the_edges_of_groups_and_tiles(device, vocab_size):
     check_rows(device, rows, vocab_size, seed=vocab_size)
 
 
+@pytest.mark.parametrize("vocab_size", [31, 33, 500, 4097])
+def test_masked_rows(device, small_tiles, vocab_size):
+    check_rows(device, paired_rows(6)[::2], vocab_size, is_masked=True, seed=17)
+
+
 @pytest.mark.parametrize("deviation", [0.01, 1.0, 8.0])
 def test_flat_and_peaked_distributions(device, small_tiles, deviation):
     check_rows(device, FILTERED, 1000, deviation=deviation, seed=13)

@@ -149,16 +149,34 @@ def check_rows(
     *,
     deviation: float = 3.0,
     is_tied: bool = False,
+    is_masked: bool = False,
     seed: int,
 ) -> None:
-    """Rows of random logits; where `is_tied`, rounded to bfloat16, so that many are equal."""
+    """Rows of random logits; where `is_tied`, rounded to bfloat16, so that many are equal; where `is_masked`, rows may
+    take some tokens only."""
     logits = random_logits(seed, len(rows), vocab_size, deviation, device)
-    check_sample(logits.bfloat16().float() if is_tied else logits, rows, f"vocabulary {vocab_size}, seed {seed}")
+    masks = make_masks(seed, len(rows), vocab_size, device) if is_masked else {}
+    logits = logits.bfloat16().float() if is_tied else logits
+    check_sample(logits, rows, f"vocabulary {vocab_size}, seed {seed}", **masks)
 
 
-def check_sample(logits: Tensor, rows: Sequence[Row], case: str) -> SampledTokens:
+def make_masks(seed: int, num_rows: int, vocab_size: int, device: torch.device) -> dict[str, Tensor]:
+    """Masks of one token, of about a hundredth, half and nearly all of them; and which of these rows have, if any."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = torch.tensor([[0.0], [0.01], [0.5], [0.97]])
+    is_allowed = torch.rand(len(shares), vocab_size, generator=generator) < shares
+    is_allowed[:, seed % vocab_size] = True
+    bits = torch.zeros(len(shares), -(-vocab_size // 32) * 32, dtype=torch.int64)
+    bits[:, :vocab_size] = is_allowed
+    words = (bits.view(len(shares), -1, 32) << torch.arange(32)).sum(2)
+    masks = (words - (words >> 31 << 32)).to(torch.int32)
+    lines = torch.randint(-1, len(shares), (num_rows,), generator=generator, dtype=torch.int32)
+    return {"masks": masks.to(device), "mask_lines": lines.to(device)}
+
+
+def check_sample(logits: Tensor, rows: Sequence[Row], case: str, **masks: Tensor) -> SampledTokens:
     """Compares what rows of some logits draw, count and report; returns it."""
-    columns = make_columns(rows, logits.device)
+    columns = make_columns(rows, logits.device)._replace(**masks)
     max_logprobs = max(row.num_logprobs for row in rows)
     reported = None if max_logprobs < 0 else max_logprobs
     counts = make_counts(rows, logits.shape[1], logits.device) if any(row.has_penalty for row in rows) else None
@@ -317,17 +335,21 @@ def compile_cases() -> Iterator[CompileCase]:
     choose = {**_CHOICE, "sampled": _SAMPLED, "counts": _COUNTS, "num_chunks": "i32"}
     report = {**_LOGITS, "sampled": _SAMPLED, "num_top": "i32", "num_logprobs": "*i32"}
     report |= {"group_highest": "*fp32", "num_groups": "i32"}
-    edit = {**_ROWS, "max_biases": "i32", "max_stops": "i32"}
+    edit = {**_ROWS, "max_biases": "i32", "max_stops": "i32", "num_words": "i32"}
     stops = {**edit, "columns": _COLUMNS._replace(stop_token_ids="*i32", min_num_tokens="*i32")}
     biases = {**edit, "columns": _COLUMNS._replace(bias_token_ids="*i32", bias_values="*fp32")}
+    mask = {**_LOGITS, "masks": "*i32", "num_words": "i32", "mask_lines": "*i32"}
+    masked = {**biases, "columns": biases["columns"]._replace(masks="*i32", mask_lines="*i32")}
     tokens = dict.fromkeys(("slots", "token_ids", "start_loc", "num_prompt_tokens"), "*i32")
     for name, kernel, signature, constexprs, num_warps in (
         ("scan", sampler._scan_kernel, {**_SCAN, "counts": None}, {}, 8),
         ("scan with penalties", sampler._scan_kernel, {**_SCAN, "counts": _COUNTS}, {}, 8),
         ("choose", sampler._choose_kernel, choose, {"NUM_CHUNKS": 8}, 8),
         ("log-probabilities", sampler._logprobs_kernel, report, {"NUM_GROUPS": 4096}, 8),
-        ("stop tokens", sampler._edit_kernel, stops, {"MAX_BIASES": 0, "MAX_STOPS": 4}, 1),
-        ("biases", sampler._edit_kernel, biases, {"MAX_BIASES": 512, "MAX_STOPS": 0}, 1),
+        ("stop tokens", sampler._edit_kernel, stops, {"MAX_BIASES": 0, "MAX_STOPS": 4, "HAS_MASKS": False}, 1),
+        ("biases", sampler._edit_kernel, biases, {"MAX_BIASES": 512, "MAX_STOPS": 0, "HAS_MASKS": False}, 1),
+        ("masked biases", sampler._edit_kernel, masked, {"MAX_BIASES": 512, "MAX_STOPS": 0, "HAS_MASKS": True}, 1),
+        ("masks", sampler._mask_kernel, mask, {"TILE_SIZE": 4096}, 4),
         ("count_tokens", sampler._count_kernel, {"counts": _COUNTS, **tokens}, {"TILE_SIZE": 256}, 2),
     ):
         divisible = ("strides", "vocab_size")
