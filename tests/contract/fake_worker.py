@@ -115,6 +115,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             num_host_blocks=self.capacity["num_host_blocks"],
             sliding_window=self.capacity["sliding_window"],
             poisoned=frozenset({self.capacity["vocab_size"] - 1}),
+            reads_grammars=False,
             bad_sequences=self.bad_sequences,
         )
 

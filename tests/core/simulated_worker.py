@@ -142,6 +142,7 @@ class SimulatedWorker:
     bad_sequences: Mapping[int, RowStatus] = field(default_factory=dict)
     pending: deque[Move] = field(default_factory=deque)
     gates_grammars: bool = False
+    reads_grammars: bool = True  # those of `toy_grammar`; False: rows may take any token, whatever their grammar
     grammars: dict[int, AddedGrammar] = field(default_factory=dict)
     ready_grammars: set[int] = field(default_factory=set)
     last_grammar_id: int = 0
@@ -286,7 +287,7 @@ class SimulatedWorker:
         assert 0 <= opening.num_computed_tokens < len(opening.token_ids)
         assert all(0 <= block <= self.num_blocks for block in opening.block_ids)
         row = Row(opening, list(opening.token_ids), list(opening.block_ids), opening.num_computed_tokens)
-        if opening.grammar_id:
+        if opening.grammar_id and self.reads_grammars:
             assert opening.grammar_id in self.ready_grammars, "a row opens with a grammar that is not ready"
             added = self.grammars[opening.grammar_id]
             row.matcher = read(added.text, added.end_token_ids, self.vocab_size)
