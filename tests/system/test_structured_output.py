@@ -1,4 +1,4 @@
-"""Outputs match their schemas through both services.
+"""Outputs match their schemas through both services, whatever happens to the worker.
 
 The schemas of tests/schemas/schemas.jsonl are in the manner of what people send: tools, extractions, records. Each has
 an end within the length of the bundled model. Validity is judged by PyPI `jsonschema`.
@@ -16,12 +16,15 @@ import pytest
 from pagewire import Client, Completion, SamplingParams
 from pagewire.grammars import GrammarCompiler
 from tests.system.forked import running
+from tests.system.services import System
+from tests.system.streams import until_connected, until_lost
 
 ROOT = Path(__file__).parents[2]
 STORYTELLER = ROOT / "models" / "storyteller"
 SCHEMAS = [json.loads(line) for line in (ROOT / "tests" / "schemas" / "schemas.jsonl").read_text().splitlines()]
 COMPILER = GrammarCompiler((STORYTELLER / "tokenizer.json").read_text(encoding="utf-8"), 1024)
 SEEDS = (1, 2, 3)
+NUM_KILLS = 20
 MAX_CONCURRENT = 32
 WORKER = ["--dtype", "float32"]
 # A pool in which some must give way.
@@ -70,14 +73,19 @@ def num_cut(completions: Iterable[Completion]) -> int:
     return sum(output.finish_reason == "length" for completion in completions for output in completion.outputs)
 
 
-async def run_all(client: Client, keys: list[tuple[int, int]]) -> dict[tuple[int, int], Completion]:
-    """Complete schemas, each with a seed."""
+async def run_all(
+    client: Client, keys: list[tuple[int, int]], ended: asyncio.Semaphore | None = None
+) -> dict[tuple[int, int], Completion]:
+    """Complete schemas, each with a seed; `ended` counts those that have."""
     places = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run(index: int, seed: int) -> Completion:
         async with places:
             prompt = f"The card number {index} says: "
-            return await client.acomplete(prompt, sampling_of(index, seed))
+            completion = await client.acomplete(prompt, sampling_of(index, seed))
+        if ended is not None:
+            ended.release()
+        return completion
 
     return dict(zip(keys, await asyncio.gather(*(run(*key) for key in keys)), strict=True))
 
@@ -88,11 +96,37 @@ def test_there_are_200_schemas_of_many_kinds() -> None:
         jsonschema.validators.validator_for(row["schema"]).check_schema(row["schema"])
 
 
+def told(completion: Completion) -> list[tuple[Any, ...]]:
+    return [(output.token_ids, output.text, output.finish_reason) for output in completion.outputs]
+
+
+async def kill_now_and_then(system: System, client: Client, num_requests: int, ended: asyncio.Semaphore) -> None:
+    """Kill the worker whenever another share of the requests has ended."""
+    for number in range(NUM_KILLS):
+        for _ in range(num_requests // (NUM_KILLS + 5)):
+            await ended.acquire()
+        await until_connected(client, True)
+        system.worker.kill()
+        await until_lost(client, number + 1)
+        system.restart_worker()
+
+
 @pytest.mark.timeout(400)
-async def test_every_schema_gives_valid_outputs() -> None:
+async def test_every_schema_gives_valid_outputs_through_20_kills() -> None:
+    """They are those of a calm run, though the worker dies again and again and its pool is small."""
     keys = [(index, SEEDS[index % len(SEEDS)]) for index in range(len(SCHEMAS))]
+    with running(STORYTELLER, worker=WORKER) as system:
+        async with Client(system.url) as client:
+            calm = await run_all(client, keys)
     with running(STORYTELLER, **SMALL_POOL) as system:
         async with Client(system.url) as client:
-            completions = await run_all(client, keys)
-    assert not [fault for (index, _), completion in completions.items() for fault in faults(index, completion)]
-    assert num_cut(completions.values()) <= len(SCHEMAS) // 10, "the most likely outputs of beams may go on and on"
+            ended = asyncio.Semaphore(0)
+            killing = asyncio.create_task(kill_now_and_then(system, client, len(keys), ended))
+            disturbed = await run_all(client, keys, ended)
+            await killing
+            assert (await client.loads()).num_worker_losses == NUM_KILLS
+    assert not [fault for (index, _), completion in disturbed.items() for fault in faults(index, completion)]
+    assert num_cut(disturbed.values()) <= len(SCHEMAS) // 10, "the most likely outputs of beams may go on and on"
+    assert {key: told(completion) for key, completion in disturbed.items()} == {
+        key: told(completion) for key, completion in calm.items()
+    }
