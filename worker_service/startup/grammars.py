@@ -29,7 +29,9 @@ class GrammarStart:
         try:
             self._thread.wait()
         except (GrammarError, GgufError, OSError, ValueError) as error:
-            logger.warning("requests for structured output will be refused: %s", error)
+            # A checkpoint without a tokenizer is served by token ids: nobody expects more of it.
+            level = logging.INFO if isinstance(error, FileNotFoundError) else logging.WARNING
+            logger.log(level, "requests for structured output will be refused: %s", error)
             return EpochGrammars(None, self._vocab_size), ""
         return EpochGrammars(self._thread, self._vocab_size), version()
 
@@ -51,7 +53,7 @@ def _read_tokenizer(path: Path) -> str:
         return json.dumps(tokenizer_json(GgufFile.open(path)))
     file = path / _TOKENIZER_FILE
     if not file.is_file():
-        raise GrammarError(f"{file} is missing")
+        raise FileNotFoundError(f"{file} is missing")
     return file.read_text(encoding="utf-8")
 
 
