@@ -53,6 +53,7 @@ class Trials:
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
+            self._process.wait()
 
     def _start(self) -> None:
         if self._is_closed:

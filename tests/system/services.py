@@ -17,9 +17,18 @@ ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def children_of(pid: int) -> list[int]:
-    """Of all its threads."""
+    """Of all its threads, but for the process in which a scheduler tries grammars."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [child for child in children if b"pagewire.grammars.trial" not in _command_line(child)]
+
+
+def _command_line(pid: int) -> bytes:
+    """Nothing for a process that has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def is_alive(pid: int) -> bool:
