@@ -182,7 +182,10 @@ def test_a_stream_that_breaks_says_so() -> None:
         completion = client.completions.create(prompt=PROMPT, **long)
         sampling = {"max_new_tokens": 1900, "ignore_eos": True}
         generation = iter(gateway.stream("/generate", model="storyteller", text=PROMPT, sampling_params=sampling))
-        response = client.responses.create(model="storyteller", input=PROMPT, stream=True)
+        # No field of this route ignores the end token; a schema holds it back.
+        schema = {"type": "array", "items": {"type": "integer"}, "minItems": 2000}
+        form = {"type": "json_schema", "name": "long", "schema": schema}
+        response = client.responses.create(model="storyteller", input=PROMPT, text={"format": form}, stream=True)
         for stream in (chat, completion, generation, response):
             next(stream)
         (worker,) = children_of(service.pid)
