@@ -1,10 +1,11 @@
-"""A little grammar of short stories: the text that the bundled model learns.
+"""A little grammar of short stories, and of cards about their animals: the text that the bundled model learns.
 
 A story has a hero, a friend, a thing and a place, and they stay the same from its first sentence to its last. Choices
 are skewed: one option is the favourite (often a different one for each kind of hero), the others share the rest. So
 there is a clear most likely story for every opening, and still enough variety that names must be copied, not learnt.
 """
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ VARIED_SHARE = 0.4  # the same for names, animals and things, which have many op
 CHAPTERS_SHARE = 0.1  # of the stories that have more than one chapter
 MAX_CHAPTERS = 10
 COLLECTION_SHARE = 0.1  # of the documents that hold several stories
+CARD_SHARE = 0.25  # of the documents; a card is short, so that they are a twentieth of the text
 
 ANIMALS = (
     "fox",
@@ -251,3 +253,19 @@ def write_document(rng: random.Random) -> str:
     """What stands between two ends of text: a story, or a collection of 2 to 6 with empty lines between."""
     num_stories = rng.randint(2, 6) if rng.random() < COLLECTION_SHARE else 1
     return "\n\n".join(write_story(rng) for _ in range(num_stories))
+
+
+def write_card(rng: random.Random) -> str:
+    """A line that says whom the card is about, and the card: a JSON object in one line."""
+    hero = choose_hero(rng)
+    words = choose_words(rng, hero)
+    likes = rng.sample([words["food"], f"the {words['colour']} {words['thing']}"], rng.randint(1, 2))
+    card: dict[str, object] = {"name": hero.name, "animal": hero.animal, "age": rng.randint(1, 9), "likes": likes}
+    if rng.random() < 0.5:
+        card["friend"] = {"name": words["friend"], "animal": words["friend_animal"]}
+    return f"A card about {hero.name} the {hero.animal}:\n{json.dumps(card)}"
+
+
+def write_story_or_card(rng: random.Random) -> str:
+    """A document as the model is trained on."""
+    return write_card(rng) if rng.random() < CARD_SHARE else write_document(rng)

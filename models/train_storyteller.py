@@ -25,21 +25,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from models.story_grammar import write_document
+from models.story_grammar import write_document, write_story_or_card
 from models.story_tokens import END_OF_TEXT, sequences
 
 logger = logging.getLogger("train_storyteller")
 
 MAX_MODEL_LEN = 2048
 NUM_TOKENIZER_DOCUMENTS = 2_000
-SAMPLE_PROMPTS = ("Once", "The little fox", "There once was a brave turtle", "Long ago, a shy cat named Ivy")
+SAMPLE_PROMPTS = (
+    "Once",
+    "The little fox",
+    "There once was a brave turtle",
+    "Long ago, a shy cat named Ivy",
+    "A card about Pip the fox:\n",
+)
 
 SEED = 20
-NUM_STEPS = 1000
+NUM_STEPS = 1300
 NUM_WARMUP_STEPS = 40
 NUM_TOKENS_PER_STEP = 2048
 # The first half learns the language from short sequences, the second one meets every position the model has.
-NUM_SHORT_STEPS = 500
+NUM_SHORT_STEPS = 650
 LENGTHS = (256, 512, 1024, MAX_MODEL_LEN)
 MAX_LEARNING_RATE = 3e-3
 MIN_LEARNING_RATE = 3e-5
@@ -117,7 +123,7 @@ def batches(tokenizer: Tokenizer, rng: random.Random) -> Iterator[Tensor]:
     """Token ids of each step, [num_sequences, length]."""
     for step in range(NUM_STEPS):
         length = LENGTHS[0] if step < NUM_SHORT_STEPS else LENGTHS[step % len(LENGTHS)]
-        rows = sequences(tokenizer, rng, length)
+        rows = sequences(tokenizer, rng, length, write_story_or_card)
         yield torch.tensor([next(rows) for _ in range(NUM_TOKENS_PER_STEP // length)])
 
 
