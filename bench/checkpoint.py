@@ -89,11 +89,28 @@ def configuration(shape: str, directory: Path) -> Path:
     return path
 
 
+def cache_directory() -> Path:
+    """Returns where benchmarks keep what they have made."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire" / "bench"
+
+
+def with_tokenizer(shape: str, tokenizer: Path, directory: Path) -> Path:
+    """Makes `directory` a random checkpoint with a tokenizer, whose token 0 ends an output."""
+    directory.mkdir()
+    made = random_checkpoint(shape)
+    for path in made.iterdir():
+        if path.name != "config.json":
+            (directory / path.name).symlink_to(path)
+    config = json.loads((made / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    (directory / "tokenizer.json").symlink_to(tokenizer.absolute())
+    return directory
+
+
 def random_checkpoint(shape: str) -> Path:
     """Returns a checkpoint of random bf16 weights without end tokens: Qwen3, or Qwen3-MoE where there are experts.
     It is made once."""
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    directory = root / "pagewire" / "bench" / shape
+    directory = cache_directory() / shape
     if not (directory / "model.safetensors").exists():
         torch.manual_seed(0)
         tokens = {"bos_token_id": None, "eos_token_id": None}

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from bench.checkpoint import random_checkpoint
+from bench.checkpoint import with_tokenizer
 from bench.interference import random_prompt, stream
 from bench.record import RESULTS, machine, verdict, write
 from pagewire import Client, SamplingParams
@@ -205,14 +205,6 @@ def attacked(url: str, names: tuple[str, ...]) -> Iterator[None]:
         process.wait()
 
 
-def checkpoint(directory: Path) -> Path:
-    """Returns a checkpoint of the 54M shape with a tokenizer."""
-    for path in random_checkpoint("54M").iterdir():
-        (directory / path.name).symlink_to(path)
-    (directory / "tokenizer.json").symlink_to(TOKENIZER.absolute())
-    return directory
-
-
 def tenants(directory: Path) -> Path:
     """Writes the file of tenants, as JSON, which is YAML too."""
     further = {"polite": {}, "hostile": QUOTA, "watcher": {"operator": True}}
@@ -287,8 +279,8 @@ def main() -> None:
         directory = Path(made)
         scheduler = ["--tenants", tenants(directory), "--max-decode-slowdown", MAX_DECODE_SLOWDOWN]
         worker = ["--num-device-blocks", 2048, "--num-threads", arguments.num_threads]
-        (directory / "model").mkdir()
-        with running(checkpoint(directory / "model"), worker=worker, scheduler=scheduler) as system:
+        model = with_tokenizer("54M", TOKENIZER, directory / "model")
+        with running(model, worker=worker, scheduler=scheduler) as system:
             rounds = asyncio.run(measure(system.url, arguments))
     load = {"model": "54M", "streams": NUM_STREAMS, "quota": QUOTA, "max_decode_slowdown": MAX_DECODE_SLOWDOWN}
     medians = report(rounds)
