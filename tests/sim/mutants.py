@@ -86,8 +86,8 @@ MUTANTS = (
     _mutant(
         "idle blocks that a request matches are free twice",
         "cache_manager",
-        "- len(match.device) + num_idle",
-        "- len(match.device)",
+        "- max(len(match.device), num_passed) + num_idle",
+        "- max(len(match.device), num_passed)",
     ),
     _mutant(
         "an admission is given one block too many",
@@ -318,9 +318,9 @@ MUTANTS = (
     ),
     _mutant(
         "a plan computes more than its budget",
-        "plans/draft",
-        "            num_free -= 0 if sequence.is_decoding else num_tokens\n",
-        "            num_free -= 0 if sequence.is_decoding else num_tokens // 2\n",
+        "epoch",
+        "                num_free -= num_tokens\n",
+        "                num_free -= num_tokens // 2\n",
     ),
     _mutant(
         "tokens in flight outlive the end of their sequence",
@@ -368,8 +368,8 @@ MUTANTS = (
     _mutant(
         "the first is the victim, not the last",
         "scheduler",
-        "                break\n            state.preempt(state.running.last(), epoch, draft)\n",
-        "                break\n            state.preempt(next(iter(state.running)), epoch, draft)\n",
+        "                state.preempt(state.running.last(), epoch, draft)\n",
+        "                state.preempt(next(iter(state.running)), epoch, draft)\n",
     ),
     _mutant(
         "the newest running group is served first",
