@@ -474,20 +474,11 @@ MUTANTS = (
         "            if self._states.pop(grammar_id) is not GrammarState.UNTOLD:\n",
         "            if self._states.pop(grammar_id) is None:\n",
     ),
-    Mutant(
+    _mutant(
         "whoever waits for a grammar holds up the queue",
-        (
-            (
-                f"{_CORE}lifecycle.py",
-                "not epoch.grammars.need(grammar):\n            self._enter(group, GroupState.PREPARING)",
-                "not epoch.grammars.need(grammar):\n            self.preparing[group] = None",
-            ),
-            (
-                f"{_CORE}openings.py",
-                "        if group is None or draft.num_free_tokens <= 0",
-                "        if group is None or group in state.preparing or draft.num_free_tokens <= 0",
-            ),
-        ),
+        "openings",
+        "        if group is None or draft.num_free_tokens <= 0",
+        "        if group is None or state.waiting.held or draft.num_free_tokens <= 0",
     ),
     _mutant(
         "a grammar is named in no plan of its own",
