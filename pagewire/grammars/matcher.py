@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
-from threading import Lock
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
@@ -128,14 +127,13 @@ def _executor() -> LLExecutor:
 
 
 class GrammarCompiler:
-    """Reads grammars for one tokenizer. May be used on any thread."""
+    """Reads grammars for one tokenizer. Belongs to one thread."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
         """`vocab_size`: the model's, as many tokens as it has logits."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
-        self._lock = Lock()
 
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
@@ -147,9 +145,8 @@ class GrammarCompiler:
         return matcher
 
     def _tokenizer(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:
-        with self._lock:
-            if end_token_ids not in self._tokenizers:
-                self._tokenizers[end_token_ids] = LLTokenizer(
-                    self._tokenizer_json, n_vocab=self._vocab_size, eos_token=list(end_token_ids)
-                )
-            return self._tokenizers[end_token_ids]
+        if end_token_ids not in self._tokenizers:
+            self._tokenizers[end_token_ids] = LLTokenizer(
+                self._tokenizer_json, n_vocab=self._vocab_size, eos_token=list(end_token_ids)
+            )
+        return self._tokenizers[end_token_ids]
