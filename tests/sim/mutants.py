@@ -586,7 +586,7 @@ MUTANTS = (
 )
 
 
-def _misplaced(mutant: Mutant) -> str:
+def misplaced(mutant: Mutant) -> str:
     """Why the mutant cannot be planted, or nothing."""
     for file, old, _ in mutant.patches:
         num_found = (ROOT / file).read_text().count(old)
@@ -636,9 +636,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     arguments = parser.parse_args()
     chosen = [m for m in MUTANTS if not arguments.names or any(name in m.name for name in arguments.names)]
-    misplaced = "".join(_misplaced(mutant) for mutant in chosen)
-    if misplaced:
-        raise SystemExit(misplaced)
+    if faults := "".join(map(misplaced, chosen)):
+        raise SystemExit(faults)
     survivors, started = [], time.perf_counter()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for mutant, caught in pool.map(lambda mutant: _hunt(mutant, arguments.seeds, arguments.first), chosen):
