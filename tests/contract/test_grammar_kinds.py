@@ -45,8 +45,8 @@ def bits(mask: bytes) -> list[int]:
     return [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
 
 
-def tag(begin: str, end: str) -> dict[str, object]:
-    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": POINT}, "end": end}
+def tag(begin: str, end: str, schema: object = POINT) -> dict[str, object]:
+    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
 
 
 def of_format(form: dict[str, object]) -> str:
@@ -79,6 +79,19 @@ KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
         ('{"x":1}',),
         ('{"x": 1}',),
     ),
+    "spaces as is usual, and another option": (
+        "json_schema",
+        json.dumps(POINT | {"x-guidance": {"item_separator": ";"}}),
+        ('{"x":1}', '{"x": 1}'),
+        ('{"x":  1}',),
+    ),
+    "the schema true": ("json_schema", "true", ("{}", "[1, null]", '"a"', "-1.5", '{"a": [{}]}'), ("", "[1,  2]", "a")),
+    "schemas in schemas that are true or false": (
+        "json_schema",
+        '{"type": "object", "properties": {"a": true, "b": false}, "additionalProperties": false}',
+        ("{}", '{"a": [1]}'),
+        ('{"b": 1}', '{"c": 1}'),
+    ),
     "json_object": ("json_object", "", ("{}", '{"a": [1, {"b": null}]}'), ("[]", "1", '{"a" 1}')),
     "regex": ("regex", "[a-c]+x?", ("abc", "ax"), ("x", "axa", "ab ")),
     "regex with anchors": ("regex", "^ab$", ("ab",), ("a", "abb")),
@@ -89,7 +102,19 @@ KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
         "structural_tag",
         CALLS,
         ("hello", 'hi <fn=a>{"x":1}</fn> there', '<fn=b>{"x":1}<fn=a>{"x":2}</fn>'),
-        ("<fn=c>", '<fn=a>{"x":"s"}</fn>', '<fn=a>{"x":1}'),
+        ("<fn=c>", '<fn=a>{"x":"s"}</fn>', '<fn=a>{"x":1}', '<fn=a>{"x":  1}</fn>', '<fn=a>{ \n"x":1}</fn>'),
+    ),
+    "spaces in a tag as its schema says": (
+        "structural_tag",
+        of_format(tag("<a>", "</a>", POINT | {"x-guidance": {"whitespace_pattern": "[ ]{2}"}})),
+        ('<a>{  "x":  1  }</a>',),
+        ('<a>{"x": 1}</a>',),
+    ),
+    "a tag with the schema true": (
+        "structural_tag",
+        of_format(tag("<a>", "</a>", True)),
+        ('<a>{"x": [1]}</a>', "<a>null</a>"),
+        ("<a></a>", "<a>[1,  2]</a>"),
     ),
     "tags with a separator": (
         "structural_tag",
@@ -120,7 +145,12 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [
-        ("json_schema", '{"type":', "EOF|expected value"),
+        ("json_schema", '{"type":', "Expecting value"),
+        ("json_schema", "false", "the JSON Schema false allows no output"),
+        ("json_schema", "[]", "a JSON Schema is an object or true"),
+        ("json_schema", '{"x-guidance": 1}', "x-guidance|invalid type"),
+        ("structural_tag", of_format(tag("<a>", "</a>", False)), "the JSON Schema false allows no output"),
+        ("structural_tag", of_format(tag("<a>", "</a>", [])), "a JSON Schema is an object or true"),
         ("json_schema", '{"type": "nothing"}', "nothing"),
         ("regex", "(", "unclosed group"),
         ("grammar", "start: missing", "missing"),
