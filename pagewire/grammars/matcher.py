@@ -10,7 +10,10 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from pagewire.grammars.source import to_llguidance
 
+# What a step may take follows from these, and what that is in seconds most of all from the items of a row: an ambiguous
+# grammar takes time in their third power, 60 ms a token with 1000, half a second with 2000.
 _LIMITS = LLParserLimits(
+    max_items_in_row=1_000,
     initial_lexer_fuel=200_000,
     step_lexer_fuel=30_000,
     step_max_items=5_000,
@@ -18,6 +21,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _LIMIT_REASONS = ("LexerTooComplex", "ParserTooComplex")
+_LIMIT_TEXTS = ("Current row has", "too many expressions constructed")  # of errors that have no reason of their own
 
 
 class GrammarError(ValueError):
@@ -88,8 +92,9 @@ class Matcher:
         """Why the matcher is of no more use."""
         if not self._state.is_error():
             return None
-        is_limit = self._state.stop_reason() in _LIMIT_REASONS
-        return (GrammarLimitError if is_limit else GrammarError)(self._state.get_error())
+        text = self._state.get_error()
+        is_limit = self._state.stop_reason() in _LIMIT_REASONS or any(known in text for known in _LIMIT_TEXTS)
+        return (GrammarLimitError if is_limit else GrammarError)(text)
 
     def _allow_end_alone(self, address: int, mask_bytes: int) -> None:
         assert self.end_token_id is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, Matcher, fill_masks
+from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, GrammarLimitError, Matcher, fill_masks
 from pagewire.grammars.trial import TOO_MUCH, Trials
 from tests.project.sources import ROOT
 
@@ -278,6 +278,40 @@ def test_a_hostile_grammar_is_refused(name: str, trials: Trials) -> None:
     print(refusal[:200])
     assert refusal
     assert not trials.run("regex", "a+", (END,)), "the process goes on"
+
+
+# Each with an output behind whose beginning it takes more than a step may.
+LATE: dict[str, tuple[str, str]] = {
+    "ambiguity": ('start: s\ns: "a" s "a" | "a" s | s "a" | "a"', "a" * 260),
+    "ambiguity in the third power": ("start: e\ne: e e | e e e | /[ab]/", "ab" * 130),
+    "texts that must all be in it": (
+        'start: "x" T\nT: ' + " & ".join(f"/(?s:.*)a(?s:.{{{i}}})b(?s:.*)/" for i in range(4)),
+        "xaababbabaabbababab",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_takes_too_much_behind_its_beginning_exceeds_a_limit_there(
+    name: str, trials: Trials, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """Always at the same token."""
+    text, output = LATE[name]
+    assert not trials.run("grammar", text, (END,))
+    token_ids = ids(tokenizer, output)
+    places = {num_within_limits(compiler.compile("grammar", text, (END,)), token_ids) for _ in range(2)}
+    (place,) = places
+    assert 0 < place < len(token_ids)
+
+
+def num_within_limits(matcher: Matcher, token_ids: list[int]) -> int:
+    for num_taken, token_id in enumerate(token_ids):
+        try:
+            allowed(matcher)
+            matcher.consume([token_id])
+        except GrammarLimitError:
+            return num_taken
+    return len(token_ids)
 
 
 def test_a_trial_that_takes_too_much_says_so(trials: Trials) -> None:
