@@ -21,7 +21,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _LIMIT_REASONS = ("LexerTooComplex", "ParserTooComplex")
-_LIMIT_TEXTS = ("Current row has", "too many expressions constructed")  # of errors that have no reason of their own
+_LIMIT_TEXTS = ("Current row has", "Too many items", "too many expressions")  # of errors that come without a reason
 
 
 class GrammarError(ValueError):
