@@ -8,7 +8,7 @@ from pagewire.gguf.architectures import ARCHITECTURES, ROPE_FACTORS, architectur
 from pagewire.gguf.checkpoint_files import config_json, generation_config_json, tokenizer_config_json
 from pagewire.gguf.element_types import SERVED_TYPES, ElementType
 from pagewire.gguf.file import GgufError, GgufFile, TensorInfo, is_gguf
-from pagewire.gguf.tokenizer import tokenizer_json
+from pagewire.gguf.tokenizer import read_tokenizer, tokenizer_json
 
 __all__ = [
     "ARCHITECTURES",
@@ -22,6 +22,7 @@ __all__ = [
     "config_json",
     "generation_config_json",
     "is_gguf",
+    "read_tokenizer",
     "tokenizer_config_json",
     "tokenizer_json",
 ]

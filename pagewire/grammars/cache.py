@@ -1,7 +1,6 @@
 """Compiled grammars by content, so that one that comes again is not compiled again."""
 
 from collections import OrderedDict
-from threading import Lock
 
 from pagewire.grammars.matcher import GrammarCompiler, Matcher
 
@@ -13,7 +12,7 @@ _Content = tuple[str, str, tuple[int, ...]]  # kind, text, end tokens
 
 
 class GrammarCache:
-    """Keeps the grammars that were used last, within a bound. May be used on any thread."""
+    """Keeps the grammars that were used last, within a bound. Belongs to one thread."""
 
     def __init__(self, compiler: GrammarCompiler, max_bytes: int) -> None:
         """`max_bytes`: of all that is kept, as far as can be told from the grammars' texts."""
@@ -21,24 +20,19 @@ class GrammarCache:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[_Content, Matcher] = OrderedDict()
         self._num_bytes = 0
-        self._lock = Lock()
 
     def get(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher of its own at a grammar's beginning. Raises GrammarError."""
         content = (kind, text, end_token_ids)
-        with self._lock:
-            kept = self._kept.get(content)
-            if kept is not None:
-                self._kept.move_to_end(content)
-                return kept.copy()
-        matcher = self._compiler.compile(kind, text, end_token_ids)
-        with self._lock:
-            if content not in self._kept:
-                self._kept[content] = matcher
-                self._num_bytes += _num_bytes(content)
-            while self._num_bytes > self._max_bytes:
-                forgotten, _ = self._kept.popitem(last=False)
-                self._num_bytes -= _num_bytes(forgotten)
+        kept = self._kept.get(content)
+        if kept is not None:
+            self._kept.move_to_end(content)
+            return kept.copy()
+        matcher = self._kept[content] = self._compiler.compile(kind, text, end_token_ids)
+        self._num_bytes += _num_bytes(content)
+        while self._num_bytes > self._max_bytes:
+            forgotten, _ = self._kept.popitem(last=False)
+            self._num_bytes -= _num_bytes(forgotten)
         return matcher.copy()
 
 

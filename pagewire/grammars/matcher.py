@@ -5,13 +5,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
-from threading import Lock
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from pagewire.grammars.source import to_llguidance
 
+# What a step may take follows from these, and what that is in seconds most of all from the items of a row: an ambiguous
+# grammar takes time in their third power, 60 ms a token with 1000, half a second with 2000.
 _LIMITS = LLParserLimits(
+    max_items_in_row=1_000,
     initial_lexer_fuel=200_000,
     step_lexer_fuel=30_000,
     step_max_items=5_000,
@@ -19,6 +21,7 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _LIMIT_REASONS = ("LexerTooComplex", "ParserTooComplex")
+_LIMIT_TEXTS = ("Current row has", "Too many items", "too many expressions")  # of errors that come without a reason
 
 
 class GrammarError(ValueError):
@@ -89,8 +92,9 @@ class Matcher:
         """Why the matcher is of no more use."""
         if not self._state.is_error():
             return None
-        is_limit = self._state.stop_reason() in _LIMIT_REASONS
-        return (GrammarLimitError if is_limit else GrammarError)(self._state.get_error())
+        text = self._state.get_error()
+        is_limit = self._state.stop_reason() in _LIMIT_REASONS or any(known in text for known in _LIMIT_TEXTS)
+        return (GrammarLimitError if is_limit else GrammarError)(text)
 
     def _allow_end_alone(self, address: int, mask_bytes: int) -> None:
         assert self.end_token_id is not None
@@ -128,14 +132,13 @@ def _executor() -> LLExecutor:
 
 
 class GrammarCompiler:
-    """Reads grammars for one tokenizer. May be used on any thread."""
+    """Reads grammars for one tokenizer. Belongs to one thread."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
         """`vocab_size`: the model's, as many tokens as it has logits."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._tokenizers: dict[tuple[int, ...], LLTokenizer] = {}  # by end tokens
-        self._lock = Lock()
 
     def compile(self, kind: str, text: str, end_token_ids: tuple[int, ...]) -> Matcher:
         """Return a matcher at a grammar's beginning. Raises GrammarError, in the library's own words."""
@@ -147,9 +150,8 @@ class GrammarCompiler:
         return matcher
 
     def _tokenizer(self, end_token_ids: tuple[int, ...]) -> LLTokenizer:
-        with self._lock:
-            if end_token_ids not in self._tokenizers:
-                self._tokenizers[end_token_ids] = LLTokenizer(
-                    self._tokenizer_json, n_vocab=self._vocab_size, eos_token=list(end_token_ids)
-                )
-            return self._tokenizers[end_token_ids]
+        if end_token_ids not in self._tokenizers:
+            self._tokenizers[end_token_ids] = LLTokenizer(
+                self._tokenizer_json, n_vocab=self._vocab_size, eos_token=list(end_token_ids)
+            )
+        return self._tokenizers[end_token_ids]

@@ -1,16 +1,12 @@
 """The kinds of grammars in the one form that the library reads."""
 
 import json
-from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from pagewire.grammars.json_schema import with_few_spaces
 from pagewire.grammars.structural_tag import structural_tag_to_lark
-
-# Between the parts of JSON stands one space, one end of a line, or nothing: with as much as JSON allows, a model may go
-# on with spaces for ever. A schema that says otherwise in "x-guidance" has the library's defaults.
-_JSON_DEFAULTS: Any = {"whitespace_pattern": r"[ \n]?"}
 
 
 def to_llguidance(kind: str, text: str) -> str:
@@ -18,10 +14,9 @@ def to_llguidance(kind: str, text: str) -> str:
     not of its kind, and a kind that is none."""
     match kind:
         case "json_schema":
-            has_own = '"x-guidance"' in text and '"whitespace_' in text
-            return LLMatcher.grammar_from_json_schema(text, None if has_own else _JSON_DEFAULTS)
+            return LLMatcher.grammar_from_json_schema(json.dumps(with_few_spaces(json.loads(text))))
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', _JSON_DEFAULTS)
+            return LLMatcher.grammar_from_json_schema(json.dumps(with_few_spaces({"type": "object"})))
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "choice":

@@ -69,13 +69,9 @@ class Admission:
             raise AdmissionError(AdmissionReason.INVALID, field, message)
         waiting = self._state.waiting
         num_sequences = 1 if request.beam else request.n
-        preparing = self._state.preparing
-        num_preparing = sum(group.num_waiting_sequences for group in preparing)
-        limits = [("", waiting.num_sequences + num_preparing, self._max_waiting_requests)]
+        limits = [("", waiting.num_sequences, self._max_waiting_requests)]
         if self._max_tenant_waiting_requests is not None:
-            num_waiting = waiting.num_tenant_sequences(request.tenant) + sum(
-                group.num_waiting_sequences for group in preparing if group.request.tenant == request.tenant
-            )
+            num_waiting = waiting.num_tenant_sequences(request.tenant)
             limits.append((" of this tenant", num_waiting, self._max_tenant_waiting_requests))
         for whose, num_waiting, limit in limits:
             if num_waiting + num_sequences > limit:
@@ -84,13 +80,12 @@ class Admission:
                     "",
                     f"{num_waiting} sequences{whose} are queued, the limit is {limit}; try again later",
                 )
-        num_queued = waiting.num_prompt_tokens + sum(len(group.request.prompt_token_ids) for group in preparing)
-        num_tokens = num_queued + len(request.prompt_token_ids)
-        if (len(waiting) or preparing) and num_tokens > self._max_waiting_tokens:
+        num_tokens = waiting.num_prompt_tokens + len(request.prompt_token_ids)
+        if len(waiting) and num_tokens > self._max_waiting_tokens:
             raise AdmissionError(
                 AdmissionReason.QUEUE_FULL,
                 "",
-                f"{num_queued} prompt tokens are queued, with this request {num_tokens}, "
+                f"{waiting.num_prompt_tokens} prompt tokens are queued, with this request {num_tokens}, "
                 f"the limit is {self._max_waiting_tokens}; try again later",
             )
 

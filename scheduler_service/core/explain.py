@@ -18,13 +18,10 @@ def stats(state: Lifecycle) -> SchedulerStats:
     return SchedulerStats(
         num_running=epoch.num_rows if epoch else 0,
         # Those that are swapped stand in the queue too.
-        num_waiting=waiting.num_sequences
-        - sum(group.num_waiting_sequences for group in state.swapped)
-        + sum(group.num_waiting_sequences for group in state.preparing),
+        num_waiting=waiting.num_sequences - sum(group.num_waiting_sequences for group in state.swapped),
         num_swapped=sum(group.num_unfinished for group in [*state.swapped, *state.loading]),
         num_waiting_tokens=waiting.num_prompt_tokens
-        - sum(len(group.request.prompt_token_ids) for group in state.swapped)
-        + sum(len(group.request.prompt_token_ids) for group in state.preparing),
+        - sum(len(group.request.prompt_token_ids) for group in state.swapped),
         num_device_blocks=cache.pool.num_blocks if cache else 0,
         num_held_blocks=cache.pool.num_blocks - cache.pool.num_free if cache else 0,
         num_cached_blocks=cache.index.num_cached_blocks if cache else 0,
@@ -45,7 +42,8 @@ def stats(state: Lifecycle) -> SchedulerStats:
 def report(state: Lifecycle, tenant: str, request_id: str) -> RequestReport:
     """Say what a request does and why it waits. Raises KeyError if there is none."""
     group, epoch = state.groups[tenant, request_id], state.epoch
-    position = state.waiting.position(group) if group.state in QUEUED else None
+    has_place = group.state in QUEUED and group not in state.waiting.held
+    position = state.waiting.position(group) if has_place else None
     num_wanted = _num_wanted_blocks(group, epoch) if epoch else 0
     sequences = group.sequences
     return RequestReport(

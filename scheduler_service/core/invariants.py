@@ -59,14 +59,14 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
     running = list(state.running)
     for earlier, later in pairwise(running):
         assert earlier.order < later.order
-    waiting: set[SequenceGroup] = set()
+    waiting = set(state.waiting.held)
     for queued in state.waiting._groups.values():
         waiting.update(queued)
     num_running = num_loading = num_samples = 0
     for group, live in groups:
         where = group.state
         assert (group in waiting) == (where in QUEUED), f"{where} and the queue disagree"
-        assert (group in state.preparing) == (where is GroupState.PREPARING), f"{where} and its grammar disagree"
+        assert (group in state.waiting.held) == (where is GroupState.PREPARING), f"{where} and its grammar disagree"
         assert (group in state.loading) == (where is GroupState.SWAPPING_IN), f"{where} and those that load disagree"
         assert (group in state.swapped) == (where in SWAPPED), f"{where} and those that are swapped disagree"
         assert group.num_lone_crashes < 2, "S10: a request that must fail is still there"
@@ -76,7 +76,8 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
         if group.beam is None:
             assert len(live) == group.num_unfinished
             num_samples += len(live)
-    assert len(waiting) + len(running) + num_loading + len(state.preparing) == len(groups), "S8"
+    assert len(waiting) + len(running) + num_loading == len(groups), "S8"
+    assert len(waiting) == len(state.waiting), "S8: the queue is counted wrong"
     _check_grammars(state, groups)
     assert len(running) == num_running
     for group in running:
@@ -89,7 +90,7 @@ def _check_queues(state: Lifecycle, groups: LiveGroups) -> None:
 def _check_grammars(state: Lifecycle, groups: LiveGroups) -> None:
     """A group that is anywhere but among those whose grammar is prepared has one that is ready, or none."""
     if state.epoch is None:
-        assert not state.preparing, "S8: a grammar is prepared without a worker"
+        assert not state.waiting.held, "S8: a grammar is prepared without a worker"
         return
     grammars = state.epoch.grammars
     num_needing = Counter(group.request.grammar for group, _ in groups if group.request.grammar is not None)

@@ -28,7 +28,7 @@ from scheduler_service.core.sequence import GroupQueue, GroupState, Sequence, Se
 from scheduler_service.core.waiting_queue import WaitingQueue
 
 # Groups in the waiting queue; and those of them that have blocks on the host, or on their way there.
-QUEUED = (GroupState.WAITING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
+QUEUED = (GroupState.WAITING, GroupState.PREPARING, GroupState.SWAPPING_OUT, GroupState.SWAPPED)
 SWAPPED = (GroupState.SWAPPING_OUT, GroupState.SWAPPED)
 # Ends of samples whose content may serve others.
 _COMPLETE = (EndReason.STOP, EndReason.LENGTH)
@@ -70,7 +70,6 @@ class Lifecycle:
         self.unopened: dict[SequenceGroup, None] = {}  # those that run, and have sequences without a row
         self.swapped: dict[SequenceGroup, None] = {}  # out, or on their way out; these wait too
         self.loading: dict[SequenceGroup, None] = {}  # blocks of theirs are on their way in
-        self.preparing: dict[SequenceGroup, None] = {}  # the worker prepares their grammars
         self.quarantine = Quarantine()
         self.counters = Counters()
 
@@ -84,8 +83,8 @@ class Lifecycle:
             self.unopened.pop(group, None)
         elif before is GroupState.SWAPPING_IN:
             del self.loading[group]
-        elif before is GroupState.PREPARING:
-            del self.preparing[group]
+        elif before is GroupState.PREPARING and state in QUEUED:
+            self.waiting.release(group)
         elif before in SWAPPED and state not in SWAPPED:
             del self.swapped[group]
         if state is GroupState.RUNNING:
@@ -93,7 +92,7 @@ class Lifecycle:
         elif state is GroupState.SWAPPING_IN:
             self.loading[group] = None
         elif state is GroupState.PREPARING:
-            self.preparing[group] = None
+            self.waiting.hold(group)
         elif state in SWAPPED:
             self.swapped[group] = None
         if state in QUEUED and before not in QUEUED:
@@ -154,7 +153,7 @@ class Lifecycle:
 
     def prepared(self, grammar: Grammar, outputs: TokenOutputs, error: str) -> None:
         """The worker has prepared a grammar, or says why it cannot: then those that need it end."""
-        for group in [group for group in self.preparing if group.request.grammar == grammar]:
+        for group in [group for group in self.waiting.held if group.request.grammar == grammar]:
             if error:
                 message = f"the worker cannot read the grammar: {error}"
                 self.end_group(group, EndReason.GRAMMAR_FAILED, outputs, message=message)
@@ -266,7 +265,7 @@ class Lifecycle:
         self.counters.num_moved_blocks_out += epoch.cache.moves.num_moved_out
         self.counters.num_moved_blocks_in += epoch.cache.moves.num_moved_in
         for group in self.groups.values():
-            if group.state not in (*QUEUED, GroupState.PREPARING):
+            if group.state not in QUEUED:
                 group.pause(now)
             group.reset()
             self._enter(group, GroupState.WAITING)

@@ -258,7 +258,7 @@ class Scheduler:
         self._state.join_worker(joined)
         self._openings = Openings(self._state, joined)
         outputs = TokenOutputs()
-        for group in [*self._state.waiting, *self._state.preparing]:
+        for group in [*self._state.waiting, *self._state.waiting.held]:
             _, message = self._admission.misfit(group.request)
             if message:
                 self._state.end_group(group, EndReason.NO_LONGER_FITS, outputs, message=message)

@@ -15,38 +15,59 @@ class WaitingQueue:
     """Groups in order of (rank of the tenant, order of the group). It tells the policy who begins and ends to wait.
 
     Each tenant has a sorted list. Where ranks do not matter, the first ones of all tenants are kept sorted; where they
-    do, they are compared when somebody asks, for ranks change at any time.
+    do, they are compared when somebody asks, for ranks change at any time. Groups that are held count as all others do,
+    but have no place: nobody waits behind them.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._groups: dict[str, list[SequenceGroup]] = {}  # by tenant, in order; none is empty
         self._heads: list[SequenceGroup] = []  # the first of every tenant in order; empty where ranks matter
+        self.held: dict[SequenceGroup, None] = {}
         self._num_groups = 0
-        self._num_sequences: dict[str, int] = {}
+        self._num_sequences: dict[str, int] = {}  # by tenant, where there are any
         self.num_sequences = 0
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        """How many groups wait."""
+        """How many groups wait, also of those that are held."""
         return self._num_groups
 
     def add(self, group: SequenceGroup) -> None:
         """Let a group wait, for the first time or again: its order says where it belongs."""
         group.num_waiting_sequences = 1 if group.request.beam else group.num_unfinished
+        self._place(group)
+        self._count(group, 1)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Let a group wait no longer. Raises KeyError for one that is not queued."""
+        if group in self.held:
+            del self.held[group]
+        else:
+            self._displace(group)
+        self._count(group, -1)
+
+    def hold(self, group: SequenceGroup) -> None:
+        """Let a group wait for something else than its turn. Raises KeyError for one that has no place."""
+        self._displace(group)
+        self.held[group] = None
+
+    def release(self, group: SequenceGroup) -> None:
+        """Let a group that was held wait for its turn: its order says where. Raises KeyError for one that is not."""
+        del self.held[group]
+        self._place(group)
+
+    def _place(self, group: SequenceGroup) -> None:
         tenant = group.request.tenant
         groups = self._groups.get(tenant)
         if groups is None:
             self._policy.queued(tenant)
             groups = self._groups[tenant] = []
-            self._num_sequences[tenant] = 0
         head = groups[0] if groups else None
         insort(groups, group, key=_order)
         self._change_head(head, groups[0])
-        self._count(tenant, group, 1)
 
-    def remove(self, group: SequenceGroup) -> None:
-        """Let a group wait no longer. Raises KeyError for one that is not queued."""
+    def _displace(self, group: SequenceGroup) -> None:
         tenant = group.request.tenant
         groups = self._groups[tenant]
         index = bisect_left(groups, group.waiting_order, key=_order)
@@ -55,9 +76,8 @@ class WaitingQueue:
         head = groups[0]
         del groups[index]
         self._change_head(head, groups[0] if groups else None)
-        self._count(tenant, group, -1)
         if not groups:
-            del self._groups[tenant], self._num_sequences[tenant]
+            del self._groups[tenant]
             self._policy.unqueued(tenant)
 
     def next(self, admits: Callable[[SequenceGroup], bool]) -> SequenceGroup | None:
@@ -65,12 +85,13 @@ class WaitingQueue:
         return next(filter(admits, self._candidates()), None)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """Go through the groups in the order in which they would be served if no rank changed."""
+        """Go through the groups that are not held, in the order in which they would be served if no rank changed."""
         groups = [group for tenant in self._groups.values() for group in tenant]
         return iter(sorted(groups, key=lambda group: (self._policy.rank(group.request.tenant), group.waiting_order)))
 
     def position(self, group: SequenceGroup) -> int:
-        """The place of a queued group, from 1, in the order in which groups would be served if no rank changed."""
+        """The place of a queued group that is not held, from 1, in the order in which groups would be served if no rank
+        changed."""
         rank = self._policy.rank(group.request.tenant)
         num_before = 0
         for tenant, groups in self._groups.items():
@@ -104,8 +125,11 @@ class WaitingQueue:
         if new is not None:
             insort(self._heads, new, key=_order)
 
-    def _count(self, tenant: str, group: SequenceGroup, sign: int) -> None:
+    def _count(self, group: SequenceGroup, sign: int) -> None:
+        tenant, num_sequences = group.request.tenant, sign * group.num_waiting_sequences
         self._num_groups += sign
-        self.num_sequences += sign * group.num_waiting_sequences
-        self._num_sequences[tenant] += sign * group.num_waiting_sequences
+        self.num_sequences += num_sequences
+        self._num_sequences[tenant] = self._num_sequences.get(tenant, 0) + num_sequences
+        if not self._num_sequences[tenant]:
+            del self._num_sequences[tenant]
         self.num_prompt_tokens += sign * len(group.request.prompt_token_ids)

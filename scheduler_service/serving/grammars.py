@@ -16,12 +16,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from pagewire.gguf import read_tokenizer
 from pagewire.grammars import GrammarError, version
 from pagewire.grammars.trial import Trials
 from scheduler_service.core.plan import Grammar, GrammarKind, WorkerCapacity
 from scheduler_service.serving.model_info import ModelInfo
 from scheduler_service.serving.observer import Observer
-from scheduler_service.serving.tokenizer import read_tokenizer_json
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class GrammarChecks(Observer):
         model = self._model
         assert model.tokenizer_path is not None
         try:
-            trials = Trials(read_tokenizer_json(model.tokenizer_path), model.vocab_size, model.grammar_end_token_ids)
+            trials = Trials(read_tokenizer(model.tokenizer_path), model.vocab_size, model.grammar_end_token_ids)
         except (ValueError, OSError) as error:
             self._tokenizer_fault = (
                 f"llguidance {version()} cannot read the checkpoint's tokenizer: {_shortened(str(error))}"

@@ -5,7 +5,6 @@
 
 import asyncio
 import ctypes
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +14,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders
 
-from pagewire.gguf import GgufError, GgufFile, is_gguf, tokenizer_json
+from pagewire.gguf import GgufError, read_tokenizer
 
 # Prompt tokens that a decoder looks at, so that the first output token knows whether a space stands before it.
 _NUM_CONTEXT_TOKENS = 6
@@ -27,19 +26,10 @@ _REPLACEMENT = "\ufffd"
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
-def read_tokenizer_json(path: Path) -> str:
-    """Return a tokenizer.json's text, or what stands for it in a GGUF file. Raises ValueError and OSError."""
-    if is_gguf(path):
-        return json.dumps(tokenizer_json(GgufFile.open(path)))
-    return path.read_text(encoding="utf-8")
-
-
 def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
     """Load a tokenizer.json, or what stands for it in a GGUF file. Raises ValueError if it cannot be read."""
     try:
-        if is_gguf(path):
-            return HuggingFaceTokenizer.from_str(read_tokenizer_json(path))
-        return HuggingFaceTokenizer.from_file(str(path))
+        return HuggingFaceTokenizer.from_str(read_tokenizer(path))
     except GgufError:
         raise
     except Exception as error:  # the library raises bare Exceptions

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, Matcher, fill_masks
+from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, GrammarLimitError, Matcher, fill_masks
 from pagewire.grammars.trial import TOO_MUCH, Trials
 from tests.contract.hostile_grammars import HOSTILE
 from tests.project.sources import ROOT
@@ -46,8 +46,8 @@ def bits(mask: bytes) -> list[int]:
     return [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
 
 
-def tag(begin: str, end: str) -> dict[str, object]:
-    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": POINT}, "end": end}
+def tag(begin: str, end: str, schema: object = POINT) -> dict[str, object]:
+    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema}, "end": end}
 
 
 def of_format(form: dict[str, object]) -> str:
@@ -80,6 +80,19 @@ KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
         ('{"x":1}',),
         ('{"x": 1}',),
     ),
+    "spaces as is usual, and another option": (
+        "json_schema",
+        json.dumps(POINT | {"x-guidance": {"item_separator": ";"}}),
+        ('{"x":1}', '{"x": 1}'),
+        ('{"x":  1}',),
+    ),
+    "the schema true": ("json_schema", "true", ("{}", "[1, null]", '"a"', "-1.5", '{"a": [{}]}'), ("", "[1,  2]", "a")),
+    "schemas in schemas that are true or false": (
+        "json_schema",
+        '{"type": "object", "properties": {"a": true, "b": false}, "additionalProperties": false}',
+        ("{}", '{"a": [1]}'),
+        ('{"b": 1}', '{"c": 1}'),
+    ),
     "json_object": ("json_object", "", ("{}", '{"a": [1, {"b": null}]}'), ("[]", "1", '{"a" 1}')),
     "regex": ("regex", "[a-c]+x?", ("abc", "ax"), ("x", "axa", "ab ")),
     "regex with anchors": ("regex", "^ab$", ("ab",), ("a", "abb")),
@@ -90,7 +103,19 @@ KINDS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
         "structural_tag",
         CALLS,
         ("hello", 'hi <fn=a>{"x":1}</fn> there', '<fn=b>{"x":1}<fn=a>{"x":2}</fn>'),
-        ("<fn=c>", '<fn=a>{"x":"s"}</fn>', '<fn=a>{"x":1}'),
+        ("<fn=c>", '<fn=a>{"x":"s"}</fn>', '<fn=a>{"x":1}', '<fn=a>{"x":  1}</fn>', '<fn=a>{ \n"x":1}</fn>'),
+    ),
+    "spaces in a tag as its schema says": (
+        "structural_tag",
+        of_format(tag("<a>", "</a>", POINT | {"x-guidance": {"whitespace_pattern": "[ ]{2}"}})),
+        ('<a>{  "x":  1  }</a>',),
+        ('<a>{"x": 1}</a>',),
+    ),
+    "a tag with the schema true": (
+        "structural_tag",
+        of_format(tag("<a>", "</a>", True)),
+        ('<a>{"x": [1]}</a>', "<a>null</a>"),
+        ("<a></a>", "<a>[1,  2]</a>"),
     ),
     "tags with a separator": (
         "structural_tag",
@@ -121,7 +146,12 @@ def test_outputs_match_or_do_not(name: str, compiler: GrammarCompiler, tokenizer
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [
-        ("json_schema", '{"type":', "EOF|expected value"),
+        ("json_schema", '{"type":', "Expecting value"),
+        ("json_schema", "false", "the JSON Schema false allows no output"),
+        ("json_schema", "[]", "a JSON Schema is an object or true"),
+        ("json_schema", '{"x-guidance": 1}', "x-guidance|invalid type"),
+        ("structural_tag", of_format(tag("<a>", "</a>", False)), "the JSON Schema false allows no output"),
+        ("structural_tag", of_format(tag("<a>", "</a>", [])), "a JSON Schema is an object or true"),
         ("json_schema", '{"type": "nothing"}', "nothing"),
         ("regex", "(", "unclosed group"),
         ("grammar", "start: missing", "missing"),
@@ -214,6 +244,46 @@ def test_a_hostile_grammar_is_refused(name: str, trials: Trials) -> None:
     print(refusal[:200])
     assert refusal
     assert not trials.run("regex", "a+", (END,)), "the process goes on"
+
+
+# Each with an output behind whose beginning it takes more than a step may.
+LATE: dict[str, tuple[str, str, str]] = {
+    "properties that may be left out": (
+        "json_schema",
+        json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}}),
+        '{"p7": "abc", "p8": ""}',
+    ),
+    "ambiguity": ("grammar", 'start: s\ns: "a" s "a" | "a" s | s "a" | "a"', "a" * 260),
+    "ambiguity in the third power": ("grammar", "start: e\ne: e e | e e e | /[ab]/", "ab" * 130),
+    "texts that must all be in it": (
+        "grammar",
+        'start: "x" T\nT: ' + " & ".join(f"/(?s:.*)a(?s:.{{{i}}})b(?s:.*)/" for i in range(4)),
+        "xaababbabaabbababab",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_takes_too_much_behind_its_beginning_exceeds_a_limit_there(
+    name: str, trials: Trials, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """Always at the same token."""
+    kind, text, output = LATE[name]
+    assert not trials.run(kind, text, (END,))
+    token_ids = ids(tokenizer, output)
+    places = {num_within_limits(compiler.compile(kind, text, (END,)), token_ids) for _ in range(2)}
+    (place,) = places
+    assert 0 < place < len(token_ids)
+
+
+def num_within_limits(matcher: Matcher, token_ids: list[int]) -> int:
+    for num_taken, token_id in enumerate(token_ids):
+        try:
+            allowed(matcher)
+            matcher.consume([token_id])
+        except GrammarLimitError:
+            return num_taken
+    return len(token_ids)
 
 
 def test_a_trial_that_takes_too_much_says_so(trials: Trials) -> None:

@@ -92,6 +92,18 @@ def test_a_flood_does_not_starve_the_other_tenant() -> None:
     assert len(queue) == len(items) - 20
 
 
+def test_a_group_that_is_held_counts_and_is_not_next() -> None:
+    queue, items, _ = filled("fcfs", "ab")
+    queue.hold(items[0])
+    assert queue.next(everybody) is items[1]
+    assert list(queue) == [items[1]]
+    assert (len(queue), queue.num_tenant_sequences("a"), queue.position(items[1])) == (2, 1, 1)
+    queue.release(items[0])
+    assert queue.next(everybody) is items[0]
+    with pytest.raises(KeyError):
+        queue.release(items[0])
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", range(10))
 def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
@@ -103,8 +115,20 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
     for tenant in tenants:
         policy.arrived(tenant, True)
     waiting: list[SequenceGroup] = []
+    held: list[SequenceGroup] = []
     for arrival in range(400):
-        if rng.random() < 0.55 or not waiting:
+        if held and rng.random() < 0.15:
+            group = held.pop(rng.randrange(len(held)))
+            if rng.random() < 0.3:
+                queue.remove(group)
+            else:
+                queue.release(group)
+                waiting.append(group)
+        elif waiting and rng.random() < 0.15:
+            group = waiting.pop(rng.randrange(len(waiting)))
+            queue.hold(group)
+            held.append(group)
+        elif rng.random() < 0.55 or not waiting:
             deadline = rng.choice([None, rng.random()])
             group = item(policy, arrival, rng.choice(tenants), rng.randint(0, 2), deadline)
             waiting.append(group)
@@ -114,11 +138,13 @@ def test_it_agrees_with_a_sorted_list(name: str, seed: int) -> None:
         policy.charge(rng.choice(tenants), rng.randint(0, 9), rng.randint(0, 9))
         waiting.sort(key=lambda group: (policy.rank(group.request.tenant), group.waiting_order))
         assert list(queue) == waiting
-        assert (len(queue), queue.num_sequences) == (len(waiting), len(waiting))
-        assert queue.num_prompt_tokens == 3 * len(waiting)
+        everyone = [*waiting, *held]
+        assert list(queue.held) == held
+        assert (len(queue), queue.num_sequences) == (len(everyone), len(everyone))
+        assert queue.num_prompt_tokens == 3 * len(everyone)
         assert [queue.position(group) for group in waiting[:5]] == list(range(1, len(waiting[:5]) + 1))
         refused = {tenant for tenant in tenants if rng.random() < 0.3}
         allowed = [group for group in waiting if group.request.tenant not in refused]
         assert queue.next(lambda group: group.request.tenant not in refused) is (allowed[0] if allowed else None)  # noqa: B023
         for tenant in tenants:
-            assert queue.num_tenant_sequences(tenant) == sum(group.request.tenant == tenant for group in waiting)
+            assert queue.num_tenant_sequences(tenant) == sum(group.request.tenant == tenant for group in everyone)

@@ -6,7 +6,7 @@ more; search a new seed for it with more `--seeds`.
 
 KNOWN_SEEDS: dict[int, str] = {
     4997: "a group of which nothing is swapped any more is swapped in",
-    14900: "a sample publishes on top of a block that nobody holds",
+    16316: "a sample publishes on top of a block that nobody holds",
     60325: "a preempted beam's bad blocks stay published",
-    14521: "groups that lack room for their samples wait for each other",
+    67860: "groups that lack room for their samples wait for each other",
 }

@@ -86,8 +86,8 @@ MUTANTS = (
     _mutant(
         "idle blocks that a request matches are free twice",
         "cache_manager",
-        "- len(match.device) + num_idle",
-        "- len(match.device)",
+        "- max(len(match.device), num_passed) + num_idle",
+        "- max(len(match.device), num_passed)",
     ),
     _mutant(
         "an admission is given one block too many",
@@ -318,9 +318,9 @@ MUTANTS = (
     ),
     _mutant(
         "a plan computes more than its budget",
-        "plans/draft",
-        "            num_free -= 0 if sequence.is_decoding else num_tokens\n",
-        "            num_free -= 0 if sequence.is_decoding else num_tokens // 2\n",
+        "epoch",
+        "                num_free -= num_tokens\n",
+        "                num_free -= num_tokens // 2\n",
     ),
     _mutant(
         "tokens in flight outlive the end of their sequence",
@@ -368,8 +368,8 @@ MUTANTS = (
     _mutant(
         "the first is the victim, not the last",
         "scheduler",
-        "                break\n            state.preempt(state.running.last(), epoch, draft)\n",
-        "                break\n            state.preempt(next(iter(state.running)), epoch, draft)\n",
+        "                state.preempt(state.running.last(), epoch, draft)\n",
+        "                state.preempt(next(iter(state.running)), epoch, draft)\n",
     ),
     _mutant(
         "the newest running group is served first",
@@ -474,20 +474,11 @@ MUTANTS = (
         "            if self._states.pop(grammar_id) is not GrammarState.UNTOLD:\n",
         "            if self._states.pop(grammar_id) is None:\n",
     ),
-    Mutant(
+    _mutant(
         "whoever waits for a grammar holds up the queue",
-        (
-            (
-                f"{_CORE}lifecycle.py",
-                "not epoch.grammars.need(grammar):\n            self._enter(group, GroupState.PREPARING)",
-                "not epoch.grammars.need(grammar):\n            self.preparing[group] = None",
-            ),
-            (
-                f"{_CORE}openings.py",
-                "        if group is None or draft.num_free_tokens <= 0",
-                "        if group is None or group in state.preparing or draft.num_free_tokens <= 0",
-            ),
-        ),
+        "openings",
+        "        if group is None or draft.num_free_tokens <= 0",
+        "        if group is None or state.waiting.held or draft.num_free_tokens <= 0",
     ),
     _mutant(
         "a grammar is named in no plan of its own",
@@ -595,7 +586,7 @@ MUTANTS = (
 )
 
 
-def _misplaced(mutant: Mutant) -> str:
+def misplaced(mutant: Mutant) -> str:
     """Why the mutant cannot be planted, or nothing."""
     for file, old, _ in mutant.patches:
         num_found = (ROOT / file).read_text().count(old)
@@ -645,9 +636,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     arguments = parser.parse_args()
     chosen = [m for m in MUTANTS if not arguments.names or any(name in m.name for name in arguments.names)]
-    misplaced = "".join(_misplaced(mutant) for mutant in chosen)
-    if misplaced:
-        raise SystemExit(misplaced)
+    if faults := "".join(map(misplaced, chosen)):
+        raise SystemExit(faults)
     survivors, started = [], time.perf_counter()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for mutant, caught in pool.map(lambda mutant: _hunt(mutant, arguments.seeds, arguments.first), chosen):

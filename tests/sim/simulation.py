@@ -579,7 +579,7 @@ class Simulation:
             self.reached["a false report of a grammar is refused"] += 1
         else:
             raise AssertionError("a grammar that was never added is reported")
-        if epoch and last_id and not self.scheduler.state.preparing:
+        if epoch and last_id and not self.scheduler.state.waiting.held:
             assert not self.scheduler.grammar_ready(last_id, "too late", self.clock).ended
 
     def question(self) -> None:

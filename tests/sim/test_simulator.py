@@ -14,6 +14,7 @@ import pytest
 
 from tests.sim.campaign import command_for, run_campaign, run_seed, run_seeds
 from tests.sim.known_seeds import KNOWN_SEEDS
+from tests.sim.mutants import MUTANTS, misplaced
 from tests.sim.simulation import Simulation
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,11 @@ def test_half_a_minute_of_seeds():
 @pytest.mark.parametrize("seed", KNOWN_SEEDS)
 def test_known_seeds(seed):
     assert not run_seed(seed).failures
+
+
+def test_every_planted_bug_has_its_place():
+    assert not "".join(map(misplaced, MUTANTS))
+    assert {mutant.name for mutant in MUTANTS}.issuperset(KNOWN_SEEDS.values())
 
 
 def test_what_has_ended_is_freed_without_the_collector():

@@ -7,13 +7,15 @@ an end within the length of the bundled model. Validity is judged by PyPI `jsons
 import asyncio
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from tokenizers import Tokenizer
 
-from pagewire import Client, Completion, SamplingParams
+from pagewire import Client, Completion, ResourceExhausted, SamplingParams
 from pagewire.grammars import GrammarCompiler
 from tests.system.forked import running
 from tests.system.services import System
@@ -130,3 +132,20 @@ async def test_every_schema_gives_valid_outputs_through_20_kills() -> None:
     assert {key: told(completion) for key, completion in disturbed.items()} == {
         key: told(completion) for key, completion in calm.items()
     }
+
+
+async def test_a_grammar_that_exceeds_a_limit_of_steps_ends_its_request_alone() -> None:
+    """It can be read, and is refused only behind some hundred tokens, because it is ambiguous."""
+    grammar = 'start: s "b"\ns: "a" s "a" | "a" s | s "a" | "a"'
+    a = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json")).token_to_id("a")
+    plain = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    bound = replace(plain, logit_bias={a: 100.0}, structured_outputs={"grammar": grammar})
+    with running(STORYTELLER, worker=WORKER) as system:
+        async with Client(system.url) as client:
+            alone = await client.acomplete("Once", plain)
+            both = client.acomplete("Once", bound), client.acomplete("Once", plain)
+            failed, completion = await asyncio.gather(*both, return_exceptions=True)
+            assert isinstance(failed, ResourceExhausted)
+            assert "simplify the grammar" in str(failed)
+            assert isinstance(completion, Completion)
+            assert told(completion) == told(alone)

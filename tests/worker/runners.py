@@ -4,6 +4,7 @@ from worker_service.attention import AttentionBackend
 from worker_service.cache.cache_engine import CacheEngine
 from worker_service.device.computation import DeviceComputation
 from worker_service.device.sampler import Sampler
+from worker_service.grammars import EpochGrammars
 from worker_service.host.computation import HostComputation
 from worker_service.host.model import LayeredModel
 from worker_service.models.communicator import SingleRank
@@ -15,10 +16,18 @@ from worker_service.streams import Device
 
 
 def host_runner(
-    model: Model, cache: CacheEngine, backend: AttentionBackend, limits: TableLimits, *, splits_steps: bool = True
+    model: Model,
+    cache: CacheEngine,
+    backend: AttentionBackend,
+    limits: TableLimits,
+    *,
+    splits_steps: bool = True,
+    grammars: EpochGrammars | None = None,
+    gates_grammars: bool = False,
 ) -> ModelRunner:
-    computation = HostComputation(LayeredModel(model), cache.layers, backend, SequenceTable(limits), load_cpu_kernels())
-    return ModelRunner(computation, cache, SingleRank(), splits_steps)
+    table = SequenceTable(limits, gates_grammars=gates_grammars)
+    computation = HostComputation(LayeredModel(model), cache.layers, backend, table, load_cpu_kernels())
+    return ModelRunner(computation, cache, SingleRank(), splits_steps, grammars)
 
 
 def device_runner(
@@ -31,7 +40,8 @@ def device_runner(
     *,
     max_graph_batch_size: int = 0,
     splits_steps: bool = True,
+    grammars: EpochGrammars | None = None,
 ) -> ModelRunner:
-    table = SequenceTable(limits)
+    table = SequenceTable(limits, gates_grammars=True)
     computation = DeviceComputation(model, cache.layers, backend, sampler, table, device, max_graph_batch_size)
-    return ModelRunner(computation, cache, SingleRank(), splits_steps)
+    return ModelRunner(computation, cache, SingleRank(), splits_steps, grammars)

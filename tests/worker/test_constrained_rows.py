@@ -45,6 +45,8 @@ SCHEMA = {
 GRAMMARS = (
     AddedGrammar(1, GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), (END,)),
     AddedGrammar(2, GrammarKind.REGEX, "[a-z ]{40}", (END,)),
+    # Ambiguous: behind 200 tokens it takes more than a step may.
+    AddedGrammar(3, GrammarKind.GRAMMAR, 'start: s "b"\ns: "a" s "a" | "a" s | s "a" | "a"', (END,)),
 )
 BLOCKS_PER_ROW = 16
 TIMEOUT_S = 20
@@ -66,7 +68,7 @@ class Driver:
         reports: SimpleQueue[GrammarReport] = SimpleQueue()
         self.runner.reset(1, reports.put)
         self.run(added_grammars=GRAMMARS)
-        assert {reports.get(timeout=TIMEOUT_S) for _ in GRAMMARS} == {GrammarReport(1, 1), GrammarReport(1, 2)}
+        assert {reports.get(timeout=TIMEOUT_S) for _ in GRAMMARS} == {GrammarReport(1, i) for i in (1, 2, 3)}
 
     def run(self, **fields: Any) -> StepResult:
         self.step += 1
@@ -247,8 +249,26 @@ def test_a_token_that_the_grammar_refuses_fails_its_row_alone_in_every_step(driv
     assert outputs(driver, 4, opening(0, grammar_id=1), opening(2, grammar_id=0)) == good
 
 
+def test_a_grammar_that_takes_too_much_ends_its_row_alone(driver: Driver) -> None:
+    """In the step in which it does, and in every later one."""
+    (a,) = TOKENIZER.encode("a").ids[-1:]
+    num_before = 180
+    sampling = SamplingParams(logit_bias_token_ids=(a,), logit_bias_values=(100.0,))
+    bound = opening(1, grammar_id=3, output=[a] * num_before, sampling=sampling)
+    others = opening(0, grammar_id=1), opening(2, grammar_id=0)
+    results = [driver.open(others[0], bound, others[1]), *(driver.run() for _ in range(29))]
+    found = [result.statuses[1] if result.statuses else RowStatus.OK for result in results]
+    num_good = found.index(RowStatus.GRAMMAR_LIMIT)
+    assert 0 < num_good < 30
+    assert found[num_good:] == [RowStatus.GRAMMAR_LIMIT] * (30 - num_good)
+    assert {result.token_ids[1] for result in results[:num_good]} == {a}
+    driver.begin()
+    good = [[result.token_ids[i] for result in results] for i in (0, -1)]  # a row that fails gives no token
+    assert outputs(driver, 30, *others) == good
+
+
 def test_a_row_opens_with_a_grammar_that_is_there_or_not_at_all(driver: Driver) -> None:
-    for grammar_id, reason in ((3, "it was never added"), (1, "it was released before")):
+    for grammar_id, reason in ((4, "it was never added"), (1, "it was released before")):
         released = (1,) if grammar_id == 1 else ()
         with pytest.raises(ProtocolError, match=reason):
             driver.run(openings=(opening(0, grammar_id=grammar_id),), released_grammar_ids=released)

@@ -3,10 +3,11 @@
 Both runners get the same plans, made by the scheduler's core, and every result is compared.
 """
 
+import math
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -18,12 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from pagewire.grammars import GrammarCompiler
 from pagewire.kernels.sampling import SampledTokens, SamplingColumns
 from scheduler_service.core import plan as core_plan
 from scheduler_service.core.cost import PreemptionMode
-from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, Request
+from scheduler_service.core.request import AdmissionError, BeamParams, EarlyStopping, EndReason, Request, TokenOutputs
 from scheduler_service.core.scheduler import Scheduler, WorkerProtocolError
 from scheduler_service.rpc.worker.wire import encode_plan
 from tests.worker.checkpoints import FAMILIES, make_checkpoint
@@ -33,18 +36,23 @@ from tests.worker.plans import GREEDY, Row, plan_steps
 from tests.worker.runners import device_runner, host_runner
 from worker_service.attention.backends.torch import TorchAttention
 from worker_service.cache.cache_engine import CacheEngine, CacheShape
+from worker_service.config import WorkerConfig
 from worker_service.device.computation import StepTimer
 from worker_service.device.graphs import graph_sizes
 from worker_service.device.sampler import REFERENCE, Sampler
 from worker_service.engine import Engine, EngineSession, LoadedWorker, Outcome
+from worker_service.grammars import CompileThread, EpochGrammars
 from worker_service.models.config import ModelConfig
 from worker_service.models.loading import load_model
 from worker_service.models.operations import ExpertProduct, TorchOperations, multiply_all
 from worker_service.rows.table import TableLimits
 from worker_service.rpc.wire import decode_request
-from worker_service.startup.loader import attention_shape
+from worker_service.runner import ModelRunner
+from worker_service.startup import loader
+from worker_service.startup.loader import attention_shape, load_worker
 from worker_service.step import (
     Candidates,
+    GrammarReport,
     LaunchedStep,
     Logprobs,
     ProtocolError,
@@ -57,6 +65,7 @@ from worker_service.step import (
 )
 
 VOCAB_SIZE = 151
+END_TOKEN_ID = 150
 READY = WorkerCapacity("w", b"m", VOCAB_SIZE, 256, 4, 60, 1, 6, 48, "cuda", "float32", "reference")
 
 
@@ -68,7 +77,7 @@ def sample(
     for name, tensor in columns._asdict().items():
         if tensor is not None:
             assert tensor.is_contiguous(), name
-            assert len(tensor) == len(logits), name
+            assert len(tensor) == len(logits) or name == "masks", name
             assert tensor.data_ptr() % 16 == 0, f"a kernel would be compiled again for {name}"
             assert tensor.dtype in (torch.float32, torch.int32) or name == "seeds"
     return REFERENCE.sample(logits, columns, token_counts, max_logprobs)
@@ -105,6 +114,7 @@ class Pair:
         max_num_batched_tokens: int = 48,
         max_graph_batch_size: int = 0,
         device: FakeDevice | None = None,
+        grammars: tuple[EpochGrammars, EpochGrammars] | None = None,
     ) -> None:
         config = ModelConfig.load(path)
         model = load_model(path, dtype=torch.float32, device=CPU, operations=DeviceOperations())
@@ -122,14 +132,18 @@ class Pair:
         plain_cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks)
         scoring = attention_shape(config, block_size, torch.float32, torch.float32).scoring(0, CPU)
         plain_attention = TorchAttention(config.windows, scoring=scoring)
-        self.plain = host_runner(model, plain_cache, plain_attention, self.limits)
+        gated = {} if grammars is None else {"grammars": grammars[0], "gates_grammars": True}
+        self.plain = host_runner(model, plain_cache, plain_attention, self.limits, **gated)
         self.device = device or FakeDevice(seed)
         self.cache = CacheEngine(shape, num_blocks, CPU, num_host_blocks, self.device)
         for cache in (plain_cache, self.cache):
             cache.storage[1:] = torch.nan  # what nobody has written
         backend = DeviceAttention(config.windows, scoring)
         graphs = {"max_graph_batch_size": max_graph_batch_size}
-        self.runner = device_runner(model, self.cache, backend, SAMPLER, self.limits, self.device, **graphs)
+        own = grammars and grammars[1]
+        self.runner = device_runner(
+            model, self.cache, backend, SAMPLER, self.limits, self.device, grammars=own, **graphs
+        )
         self.runner.computation.capture_graphs()
         self.num_planned: Counter[str] = Counter()
 
@@ -139,8 +153,16 @@ class Pair:
         return self.runner.launch(plan), self.plain.execute(plan)
 
     def reset(self, epoch: int) -> None:
-        self.runner.reset(epoch)
-        self.plain.reset(epoch)
+        self.reports: tuple[SimpleQueue[GrammarReport], ...] = (SimpleQueue(), SimpleQueue())
+        self.runner.reset(epoch, self.reports[0].put)
+        self.plain.reset(epoch, self.reports[1].put)
+
+    def prepared(self, plan: StepPlan) -> list[int]:
+        """Wait for the grammars that a plan adds, in both."""
+        for added in plan.added_grammars:
+            expected = GrammarReport(plan.epoch, added.grammar_id)
+            assert [reports.get(timeout=20) for reports in self.reports] == [expected] * 2
+        return [added.grammar_id for added in plan.added_grammars]
 
 
 COUNTED = (
@@ -173,9 +195,15 @@ def assert_equal(result: StepResult, expected: StepResult) -> None:
 
 def assert_near(logprobs: Logprobs, expected: Logprobs) -> None:
     assert logprobs.ranks == expected.ranks
-    assert logprobs.top_token_ids == expected.top_token_ids
+    assert possible(logprobs) == possible(expected)
     assert logprobs.chosen == pytest.approx(expected.chosen, abs=1e-4)
     assert logprobs.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-4)
+
+
+def possible(logprobs: Logprobs) -> list[int]:
+    """The most likely tokens, without those that a grammar forbids: these are in no order."""
+    pairs = zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True)
+    return [token_id for token_id, logprob in pairs if logprob > -math.inf]
 
 
 def as_workers(plan: core_plan.StepPlan) -> StepPlan:
@@ -203,6 +231,7 @@ class History:
             max_num_batched_tokens=table.max_num_batched_tokens,
             max_model_len=table.max_model_len,
             pipeline_depth=depth,
+            grammar_version="g",
             **limits,
         )
         capacity = core_plan.WorkerCapacity(
@@ -221,11 +250,16 @@ class History:
             num_host_blocks=pair.num_host_blocks,
             swap_bandwidth=1e9 if pair.num_host_blocks else 0.0,
             sliding_window=table.sliding_window,
+            grammar_version="g",
+            gates_grammars=True,
         )
+        pair.reset(1)
         self.scheduler.worker_joined(capacity, 1, 0.0)
         self.under_way: deque[tuple[LaunchedStep, StepResult]] = deque()
         self.num_tokens = 0
         self.num_embeddings = 0
+        self.outputs: defaultdict[int, list[int]] = defaultdict(list)
+        self.grammars: dict[int, core_plan.Grammar] = {}  # by sequence
 
     def run(self, arrivals: Sequence[tuple[float, Request]]) -> None:
         """`arrivals`: in order, when each request comes; a step takes 0.01."""
@@ -236,9 +270,15 @@ class History:
             assert now < 100, "requests do not end"
             while coming and coming[0][0] <= now:
                 with suppress(AdmissionError):  # it can never fit the cache
-                    self.scheduler.add(coming.popleft()[1], now)
+                    request = coming.popleft()[1]
+                    sequence_ids = self.scheduler.add(request, now)
+                    if request.grammar is not None:
+                        self.grammars |= dict.fromkeys(sequence_ids, request.grammar)
             while (plan := self.scheduler.schedule(now)) is not None:
-                self.under_way.append(self.pair.launch(as_workers(plan)))
+                received = as_workers(plan)
+                self.under_way.append(self.pair.launch(received))
+                for grammar_id in self.pair.prepared(received):
+                    assert not self.scheduler.grammar_ready(grammar_id, "", now).ended
             self.scheduler.moved(self.pair.runner.last_moved_step(), now)
             if self.under_way:
                 launched, expected = self.under_way.popleft()
@@ -246,8 +286,15 @@ class History:
                 assert_equal(result, expected)
                 self.num_tokens += len(result.token_ids)
                 self.num_embeddings += len(result.embeddings)
-                self.scheduler.complete(as_core(result), now)
+                self._take(self.scheduler.complete(as_core(result), now))
             self.scheduler.check()
+
+    def _take(self, outputs: TokenOutputs) -> None:
+        for sequence_id, token_id in zip(outputs.sequence_ids, outputs.token_ids, strict=True):
+            self.outputs[sequence_id].append(token_id)
+        for found in outputs.hypotheses:
+            self.outputs[found.sequence_id].extend(found.token_ids)
+        assert {end.reason for end in outputs.ended} <= {EndReason.STOP, EndReason.LENGTH}
 
 
 def random_sampling(rng: random.Random, *, is_beam: bool) -> core_plan.SamplingParams:
@@ -334,6 +381,71 @@ def test_histories_hold_all_that_a_plan_may(checkpoints: dict[str, Path]) -> Non
         num_planned += pair.num_planned
     print(num_planned)
     assert min(num_planned[name] for name in COUNTED) > 20
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_belong_to_the_tokens_before_them(
+    checkpoints: dict[str, Path], tmp_path: Path, seed: int, depth: int
+) -> None:
+    """Rows with grammars, gated, and rows without, which go on meanwhile: samples and beams, some of them preempted."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    compiler = GrammarCompiler(letters_tokenizer(), VOCAB_SIZE)
+    grammars = [
+        EpochGrammars(CompileThread(lambda: GrammarCompiler(letters_tokenizer(), VOCAB_SIZE).compile), 151)
+        for _ in range(2)
+    ]
+    pair = Pair(checkpoints["qwen3"], seed, num_blocks=40, num_host_blocks=20, grammars=(grammars[0], grammars[1]))
+    history = History(pair, depth, preemption=PreemptionMode.SWAP)
+    requests = [(rng.choice([0.0, 0.2]), bound(rng, random_request(rng, index))) for index in range(10)]
+    history.run(sorted(requests, key=itemgetter(0)))
+    assert sum(len(history.outputs[sequence_id]) for sequence_id in history.grammars) > 30
+    for sequence_id, grammar in history.grammars.items():
+        matcher = compiler.compile(grammar.kind.name.lower(), grammar.text, grammar.end_token_ids)
+        matcher.consume(history.outputs[sequence_id])
+    for one in grammars:
+        one.close()
+
+
+def test_a_worker_on_a_device_says_that_it_gates_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is loaded, whose table does so."""
+    assemble = loader._Assembly
+    monkeypatch.setattr(loader, "_Assembly", lambda *parts: replace(assemble(*parts), streams=FakeDevice(1)))
+    monkeypatch.setattr(loader, "create_sampler", lambda vocab_size: SAMPLER)
+    config = WorkerConfig(model="models/storyteller", device="cpu", num_device_blocks=8, max_graph_batch_size=0)
+    worker = load_worker(config, "w")
+    try:
+        assert worker.ready.gates_grammars
+        assert isinstance(worker.runner, ModelRunner)
+        assert worker.runner.table.gates_grammars
+    finally:
+        worker.close()
+
+
+def letters_tokenizer() -> str:
+    """Of printable ASCII, then pairs of letters, then an end token."""
+    letters = ["Ġ", *map(chr, range(ord("!"), ord("~") + 1))]
+    pairs = [(one, other) for one in "abcde" for other in "abcdefghijk"][: END_TOKEN_ID - len(letters)]
+    vocab = {token: index for index, token in enumerate([*letters, *map("".join, pairs)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    assert tokenizer.token_to_id("<end>") == END_TOKEN_ID
+    return tokenizer.to_str()
+
+
+def bound(rng: random.Random, request: Request) -> Request:
+    """Most of them with a grammar."""
+    if rng.random() < 0.3:
+        return request
+    text = rng.choice(["[a-e]{3,20}", "([a-d]{2} ?)+!", "x?[0-9]{4}(-[0-9]{2}){1,5}"])
+    grammar = core_plan.Grammar(core_plan.GrammarKind.REGEX, text, (END_TOKEN_ID,))
+    sampling = request.sampling
+    if sampling.num_candidates is not None:
+        sampling = replace(sampling, num_candidates=sampling.num_candidates + 1)
+    return replace(request, grammar=grammar, sampling=sampling)
 
 
 @pytest.mark.parametrize("guard", Guard, ids=lambda guard: guard.name)

@@ -31,13 +31,13 @@ class EpochGrammars:
         self._epoch = 0
         self._report: Report = _tell_nobody
         self._grammars: dict[int, _Grammar] = {}  # by id, from when they are added until they are released
-        self._ids = _SeenIds()
+        self._last_id = 0  # of this epoch
 
     def begin(self, epoch: int, report: Report) -> None:
         """Forget the grammars of earlier epochs. `report` is called on the thread that compiles."""
         with self._lock:
             self._epoch, self._report = epoch, report
-            self._grammars, self._ids = {}, _SeenIds()
+            self._grammars, self._last_id = {}, 0
 
     def apply(self, plan: StepPlan) -> None:
         """Release and add what a plan says. Raises ProtocolError."""
@@ -51,8 +51,9 @@ class EpochGrammars:
         if self._thread is None:
             raise ProtocolError(f"grammar {added.grammar_id} is added, but this worker has no tokenizer for it")
         _check(added, self._vocab_size)
-        if not self._ids.add(added.grammar_id):
-            raise ProtocolError(f"grammar {added.grammar_id} is added twice")
+        if added.grammar_id <= self._last_id:
+            raise ProtocolError(f"grammar {added.grammar_id} is added after {self._last_id}; ids rise, from 1")
+        self._last_id = added.grammar_id
         grammar = _Grammar(added, self._epoch, self._report)
         with self._lock:
             self._grammars[added.grammar_id] = grammar
@@ -84,7 +85,7 @@ class EpochGrammars:
             self._thread.stop()
 
     def _absence(self, grammar_id: int) -> str:
-        return "it was released before" if grammar_id in self._ids else "it was never added"
+        return "it was never added" if grammar_id > self._last_id else "it was released before, if it was ever added"
 
     def _is_wanted(self, grammar: "_Grammar") -> bool:
         """Whether neither the grammar was released nor its epoch is over."""
@@ -135,31 +136,8 @@ class _Grammar:
         return f"grammar {self.added.grammar_id} of epoch {self.epoch} ({kind}, {len(self.added.text)} characters)"
 
 
-class _SeenIds:
-    """The ids that an epoch has used. Those that come one after the other take no memory."""
-
-    def __init__(self) -> None:
-        self._last = 0  # all up to this one
-        self._others: set[int] = set()
-
-    def __contains__(self, grammar_id: int) -> bool:
-        return 1 <= grammar_id <= self._last or grammar_id in self._others
-
-    def add(self, grammar_id: int) -> bool:
-        """Returns whether the id is new."""
-        if grammar_id in self:
-            return False
-        self._others.add(grammar_id)
-        while self._last + 1 in self._others:
-            self._last += 1
-            self._others.remove(self._last)
-        return True
-
-
 def _check(added: AddedGrammar, vocab_size: int) -> None:
     """Raises ProtocolError for what no grammar may be."""
-    if added.grammar_id == 0:
-        raise ProtocolError("a grammar is added with id 0; ids are from 1")
     ends = added.end_token_ids
     if not ends or any(first >= second for first, second in pairwise(ends)):
         raise ProtocolError(f"grammar {added.grammar_id} has end tokens {ends}; they rise, and there is at least one")

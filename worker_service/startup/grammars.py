@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pagewire.gguf import GgufError, GgufFile, config_json, is_gguf, tokenizer_json
+from pagewire.gguf import GgufError, GgufFile, config_json, is_gguf, read_tokenizer
 from pagewire.grammars import GrammarCache, GrammarCompiler, GrammarError, version
 from worker_service.grammars import Compile, CompileThread, EpochGrammars
 
@@ -42,19 +42,11 @@ class GrammarStart:
 
 def _make_compile(path: Path, vocab_size: int) -> Compile:
     """Raises GrammarError, GgufError, OSError and ValueError where no grammars can be read."""
-    cache = GrammarCache(GrammarCompiler(_read_tokenizer(path), vocab_size), _MAX_KEPT_BYTES)
+    file = path if is_gguf(path) else path / _TOKENIZER_FILE
+    cache = GrammarCache(GrammarCompiler(read_tokenizer(file), vocab_size), _MAX_KEPT_BYTES)
     # Takes the vocabulary in, so that the first request need not wait for that.
     cache.get("regex", ".*", _end_token_ids(path) or (0,))
     return cache.get
-
-
-def _read_tokenizer(path: Path) -> str:
-    if is_gguf(path):
-        return json.dumps(tokenizer_json(GgufFile.open(path)))
-    file = path / _TOKENIZER_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing")
-    return file.read_text(encoding="utf-8")
 
 
 def _end_token_ids(path: Path) -> tuple[int, ...]:
