@@ -53,6 +53,7 @@ ALLOWED_IMPORTS = {
         "pagewire.gguf",
         "pagewire.grammars",
     ),
+    "scheduler_service.simulation": ("scheduler_service.core", "scheduler_service.simulation"),
     # What several of the packages beside it need, and no more.
     "scheduler_service.rpc": ("scheduler_service.rpc.status", "pagewire.protos.gen.pagewire.scheduler"),
     "scheduler_service.rpc.worker": (
