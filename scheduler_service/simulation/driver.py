@@ -97,7 +97,7 @@ class SimulatedRun:
 
 
 @dataclass(slots=True)
-class _OpenSession:
+class _SessionUnderWay:
     """A session under way."""
 
     session: int
@@ -106,17 +106,17 @@ class _OpenSession:
 
 
 @dataclass(slots=True)
-class _OpenRequest:
+class _RequestUnderWay:
     """A request under way, and when its last token came."""
 
-    session: _OpenSession
+    session: _SessionUnderWay
     index: int
     last_token_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    session: _OpenSession
+    session: _SessionUnderWay
     index: int
 
 
@@ -135,7 +135,7 @@ class Simulation:
         self._events: list[tuple[float, int, _Arrival | int]] = []  # time, number, an arrival or moves that are done
         self._num_events = 0
         self._unstarted = deque(range(len(trace.sessions)))
-        self._open: dict[int, _OpenRequest] = {}  # by sequence
+        self._open: dict[int, _RequestUnderWay] = {}  # by sequence
         self._run = SimulatedRun()
 
     def run(self, progress: Callable[[SimulatedRun, float], None] | None = None) -> SimulatedRun:
@@ -186,7 +186,7 @@ class Simulation:
     def _start_session(self, now: float) -> None:
         index = self._unstarted.popleft()
         started_at = max(now, self._trace.sessions[index].start_s)
-        self._add_event(started_at, _Arrival(_OpenSession(index, started_at), 0))
+        self._add_event(started_at, _Arrival(_SessionUnderWay(index, started_at), 0))
 
     def _arrive(self, arrival: _Arrival, now: float) -> None:
         session = arrival.session
@@ -211,9 +211,9 @@ class Simulation:
         self._run.num_needed_tokens += traced.num_needed_tokens
         session.alone_s += self._speed.alone_s(traced.num_needed_tokens, traced.num_output_tokens)
         self._worker.expect(sequence_id, output)
-        self._open[sequence_id] = _OpenRequest(session, arrival.index)
+        self._open[sequence_id] = _RequestUnderWay(session, arrival.index)
 
-    def _go_on(self, session: _OpenSession, index: int, now: float) -> None:
+    def _go_on(self, session: _SessionUnderWay, index: int, now: float) -> None:
         """A request of a session is over: the next one comes when the thinking is, or the next session begins."""
         requests = self._trace.sessions[session.session].requests
         if index + 1 < len(requests):
