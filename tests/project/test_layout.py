@@ -481,7 +481,7 @@ def test_no_module_is_there_twice() -> None:
     assert not [paths for text, paths in places.items() if text and len(paths) > 1]
 
 
-@pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler", "frontend"])
+@pytest.mark.parametrize("verb", ["complete", "chat", "status", "scheduler", "frontend", "simulate"])
 def test_help_is_quick_to_load(verb: str) -> None:
     code = f"import pagewire.cli.command\nassert pagewire.cli.command.main(['{verb}', '--help']) == 0"
     assert not loaded_after(code) & HEAVY
